@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import itertools
 from collections.abc import Callable
 
 import pytest
@@ -14,21 +13,13 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from tests.plan.real_steps import (
     CPU,
     ELEMENT_BYTES,
-    LAYOUTS,
-    LLAMA,
-    NUM_RANKS,
-    STAGES,
     Steps,
-    agree,
     among_peers,
     config_of,
     quick_or_slow,
-    random_states_bytes,
 )
 from zeroexp.config.keys import Config
 from zeroexp.measure.memory import AllocationMeter
-from zeroexp.plan.closed_forms import ShardedForm
-from zeroexp.plan.form_of_config import build_on_meta, form_of
 from zeroexp.plan.hidden_memory import GradientSums
 from zeroexp.plan.outcome import RankPeak, plan_point
 from zeroexp.plan.peak import rehearse_point
@@ -51,51 +42,6 @@ def planned(config: Config) -> RankPeak:
 
 def most(real: list[Steps]) -> int:
     return max(each.peak_bytes for each in real)
-
-
-# -- among real peers ------------------------------------------------------------------------------
-
-ONE_HOST = (
-    *itertools.product(STAGES, LAYOUTS, ("block",), ("fp32", "bf16_master"), (False,), (4,)),
-    ("zero2", "parameter", "block", "bf16_master", True, 4),
-    *itertools.product(
-        ("zero2", "zero3"), ("buffer",), ("model", "module"), ("fp32",), (True,), (4,)
-    ),
-)
-HOSTS = itertools.product(STAGES, LAYOUTS, ("block",), ("fp32",), (False,), (2, 1))
-QUICK = [
-    ("zero3", "buffer", "block", "fp32", False, 4),
-    ("zero2", "tensor", "block", "fp32", False, 1),
-    ("zero1", "parameter", "block", "fp32", False, 2),
-    ("ddp", "buffer", "block", "fp32", False, 4),
-]
-TRANSPORTS = {4: "direct", 2: "mixed", 1: "gloo"}  # by ranks of a host
-
-
-@pytest.mark.usefixtures("counted")
-@pytest.mark.parametrize(
-    ("stage", "layout", "unit", "precision", "recomputes", "ranks_per_host"),
-    quick_or_slow(QUICK, [*ONE_HOST, *HOSTS]),
-)
-def test_peak_states_and_traffic_are_those_among_real_peers(
-    ranks, stage, layout, unit, precision, recomputes, ranks_per_host
-):
-    config = config_of(
-        *LLAMA,
-        *(f"strategy={stage}", f"strategy.implementation={layout}", f"strategy.unit={unit}"),
-        *(f"precision={precision}", f"train.activation_checkpointing={recomputes}"),
-    )
-    real = ranks(among_peers, config, ranks_per_host, world_size=NUM_RANKS)
-    rehearsed = rehearse(config, ranks_per_host=ranks_per_host)
-    kept = ELEMENT_BYTES + random_states_bytes(config)
-    errors = [real[each.rank].peak_bytes - each.peak_bytes for each in rehearsed]
-    assert all(0 <= error <= kept for error in errors), errors
-    form = form_of(config, build_on_meta(config), TRANSPORTS[ranks_per_host])
-    assert isinstance(form, ShardedForm)
-    for each in (
-        real if unit != "module" else ()
-    ):  # of recomputed modules it counts one gather too many
-        agree(each, form)
 
 
 # -- a part of a step ------------------------------------------------------------------------------

@@ -1,6 +1,7 @@
-"""A rehearsal agrees to the byte with the closed forms and with real steps, in every stage, layout and unit.
+"""A rehearsal, the closed forms and real steps agree to the byte, in every stage, layout, unit and transport.
 
-The real steps are those of a rank of the same fake world with real tensors, whose allocator counts every byte.
+Real steps are those of real peers, or of a rank of the same fake world with real tensors; the allocator of each counts
+every byte.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from tests.plan.real_steps import (
     Steps,
     agree,
     alone,
+    among_peers,
     config_of,
     in_a_fake_world,
     quick_or_slow,
@@ -37,31 +39,125 @@ from zeroexp.plan.form_of_config import build_on_meta, form_of
 from zeroexp.plan.rehearse import RehearsedRank, rehearse
 from zeroexp.plan.stand_ins import NoData
 
+# -- points ----------------------------------------------------------------------------------------
+
+# A point is its words and how many ranks share a host; FAKE: one rank of a world that moves nothing, as GPUs do.
+FAKE = None
+
 
 def point(stage: str, implementation: str, *words: str) -> tuple[str, ...]:
     return (f"strategy={stage}", f"strategy.implementation={implementation}", *words)
 
 
-# -- with closed forms -----------------------------------------------------------------------------
+def llama(stage: str, layout: str, unit: str = "block", *words: str) -> tuple[str, ...]:
+    return (*LLAMA, *point(stage, layout, f"strategy.unit={unit}", *words))
 
-# Every stage, and every layout twice or once. Real ranks are compared in test_planned_peak.py.
-QUICK = [
-    (MLP, *each, "block")
-    for each in itertools.product(STAGES, LAYOUTS)
-    if (STAGES.index(each[0]) - LAYOUTS.index(each[1])) % 3 == 0
+
+def by_module(model: str, keep: str, prefetch: int, accumulation: int) -> tuple[str, ...]:
+    batch = ("world_size=2", f"data.global_batch_size={2 * accumulation}", "data.seq_len=8")
+    schedule = (f"strategy.keep={keep}", f"strategy.prefetch={prefetch}")
+    words = (f"model={model}", "data=synthetic", "strategy=zero3", "strategy.unit=module")
+    return (*words, *batch, *schedule)
+
+
+RECOMPUTES = "train.activation_checkpointing=true"
+MIXTRAL = ("model=mixtral_tiny", *LLAMA[1:])
+BELOW_ALL_GRADIENTS = "model.freeze=[*embed*,*layers.0.*]"
+CELLS = [*itertools.product(STAGES, LAYOUTS)]
+POINTS = [
+    # Every stage, and every layout twice or once.
+    *(
+        (FAKE, (*MLP, *point(*each)))
+        for each in CELLS
+        if (STAGES.index(each[0]) - LAYOUTS.index(each[1])) % 3 == 0
+    ),
+    (FAKE, (*LLAMA, *point("zero3", "buffer", "precision=bf16_master", RECOMPUTES))),
+    (FAKE, (*LLAMA, *point("zero3", "torch"))),
+    # Its rows are added once backward is over, when ZeRO-3 guards the weight.
+    (FAKE, (*LLAMA, *point("zero3", "buffer", "model.tied_rows=true"))),
+    (FAKE, (*MIXTRAL, "strategy=zero3")),
+    (4, llama("zero3", "buffer")),
+    (1, llama("zero2", "tensor")),
+    (2, llama("zero1", "parameter")),
+    (2, llama("zero3", "buffer")),
+    (4, llama("ddp", "buffer")),
+    (1, by_module("tiny", "last", 1, 2)),
+    (2, by_module("tiny", "last", 6, 1)),
+    (2, by_module("gpt2_tiny", "none", 2, 1)),
+    (2, by_module("mixtral_tiny", "last", 1, 2)),
+    (2, (*by_module("tiny", "last", 1, 2), "strategy.unit=block", BELOW_ALL_GRADIENTS)),
 ]
-ALL = itertools.product((MLP, LLAMA), STAGES, LAYOUTS, ("model", "block", "module"))
+MORE = [
+    *((4, llama(*each, "block", "precision=bf16_master")) for each in CELLS),
+    *((host, llama(*each)) for each in CELLS for host in (4, 2, 1)),
+    (4, llama("zero2", "parameter", "block", "precision=bf16_master", RECOMPUTES)),
+    *(
+        (4, llama(stage, "buffer", unit, RECOMPUTES))
+        for stage, unit in itertools.product(("zero2", "zero3"), ("model", "module"))
+    ),
+    *(
+        (host, by_module(*each))
+        for *each, host in itertools.product(
+            ("tiny", "gpt2_tiny", "mixtral_tiny"),
+            ("none", "last", "all"),
+            (0, 1, 2, 6),
+            (1, 3),
+            (1, 2),
+        )
+    ),
+    *(
+        (1, (*by_module("tiny", keep, 1, 2), BELOW_ALL_GRADIENTS))
+        for keep in ("none", "last", "all")
+    ),
+    *(
+        (FAKE, (*words, *point(*each, f"strategy.unit={unit}")))
+        for words, each, unit in itertools.product(
+            (MLP, LLAMA), CELLS, ("model", "block", "module")
+        )
+    ),
+    *(
+        (FAKE, (*LLAMA, *point(*each, f"precision={precision}", *recomputes)))
+        for each in (*CELLS, ("zero2", "torch"), ("zero3", "torch"))
+        for precision, recomputes in itertools.product(("fp32", "bf16_master"), ((), (RECOMPUTES,)))
+    ),
+    (FAKE, (*LLAMA, "strategy=zero3", RECOMPUTES, "train.recompute_every=3")),
+    # They have no gradient, and keep no input for it.
+    (FAKE, (*MIXTRAL, "strategy=zero3", "model.freeze=[*experts*]")),
+]
 
 
-@pytest.mark.parametrize(("words", "stage", "layout", "unit"), quick_or_slow(QUICK, [*ALL]))
-def test_states_and_traffic_are_those_of_the_closed_forms(words, stage, layout, unit):
-    config = config_of(*words, *point(stage, layout, f"strategy.unit={unit}"))
-    expected = form_of(config, build_on_meta(config), "native")
-    assert isinstance(expected, ShardedForm)
-    rehearsed = rehearse(config, reads=True)
-    assert [each.rank for each in rehearsed] == [0, NUM_RANKS - 1]
+@pytest.mark.usefixtures("counted")
+@pytest.mark.parametrize(("ranks_per_host", "words"), quick_or_slow(POINTS, MORE))
+def test_a_rehearsal_the_closed_forms_and_real_steps_agree(ranks, ranks_per_host, words):
+    config = config_of(*words)
+    size, name = config.world_size, {FAKE: "native", 1: "gloo"}.get(ranks_per_host, "mixed")
+    if ranks_per_host is FAKE:
+        real = [in_a_fake_world(config, 1)]
+    else:
+        real = ranks(among_peers, config, ranks_per_host, world_size=size)
+    check(config, [real[0], real[-1]], ranks_per_host)
+    form = form_of(config, build_on_meta(config), "direct" if ranks_per_host == size else name)
+    recomputes_modules = RECOMPUTES in words and "strategy.unit=module" in words
+    # Of recomputed modules it counts one gather too many.
+    if isinstance(form, ShardedForm) and not recomputes_modules:
+        for each in real:
+            agree(each, form)
+
+
+def check(config: Config, real: list[Steps], ranks_per_host: int | None = FAKE) -> RehearsedRank:
+    """Compare rehearsed ranks with real ones, which may hold a little more at their peak. Return the last."""
+    of_one_rank = ranks_per_host in (FAKE, 1)  # in a rehearsal shared memory is in peaks alone
+    more = random_states_bytes(config)
+    if ranks_per_host or config.strategy.implementation == "torch":
+        more += ELEMENT_BYTES
+    by_rank = {each.rank: each for each in real}
+    rehearsed = rehearse(config, ranks=[*by_rank], reads=of_one_rank, ranks_per_host=ranks_per_host)
     for each in rehearsed:
-        agree(each, expected)
+        found = by_rank[each.rank]
+        assert 0 <= found.peak_bytes - each.peak_bytes <= more
+        assert each.traffic == found.traffic
+        assert not of_one_rank or each.held_bytes == found.held_bytes
+    return rehearsed[-1]
 
 
 def test_one_of_a_thousand_ranks_is_rehearsed_as_the_closed_forms_say():
@@ -75,55 +171,11 @@ def test_one_of_a_thousand_ranks_is_rehearsed_as_the_closed_forms_say():
     assert sys.excepthook is before
 
 
-# -- with memory -----------------------------------------------------------------------------------
-
-
-def check(config: Config, real: Steps, more_bytes: int = 0) -> RehearsedRank:
-    """The peak is that of the same step with memory, which may hold so many bytes more."""
-    (rehearsed,) = rehearse(config, ranks=[real.rank], reads=True)
-    assert rehearsed.held_bytes == real.held_bytes
-    assert rehearsed.traffic == real.traffic
-    assert 0 <= real.peak_bytes - rehearsed.peak_bytes <= more_bytes
-    return rehearsed
-
-
-RECOMPUTES = "train.activation_checkpointing=true"
-MIXTRAL = ("model=mixtral_tiny", *LLAMA[1:])
-EVERY_MATRIX_KEPT = "train.recompute_except=[aten.mm,aten.addmm.default]"
-REAL = [
-    (*LLAMA, *point("zero3", "buffer", "precision=bf16_master", RECOMPUTES)),
-    (*LLAMA, *point("zero3", "torch")),
-    # Its rows are added once backward is over, when ZeRO-3 guards the weight.
-    (*LLAMA, *point("zero3", "buffer", "model.tied_rows=true")),
-    (*MIXTRAL, "strategy=zero3"),
-]
-MORE = [
-    *(
-        (*LLAMA, *point(*each, f"precision={precision}", f"train.activation_checkpointing={again}"))
-        for each in (*itertools.product(STAGES, LAYOUTS), ("zero2", "torch"), ("zero3", "torch"))
-        for precision, again in itertools.product(("fp32", "bf16_master"), ("false", "true"))
-    ),
-    (*LLAMA, "strategy=zero3", RECOMPUTES, "train.recompute_every=3"),
-    # They have no gradient, and keep no input for it.
-    (*MIXTRAL, "strategy=zero3", "model.freeze=[*experts*]"),
-]
-
-
-@pytest.mark.usefixtures("counted")
-@pytest.mark.parametrize(
-    "words", quick_or_slow([(each,) for each in REAL], [(each,) for each in MORE])
-)
-def test_the_peak_is_that_of_the_same_step_with_memory(words):
-    config = config_of(*words)
-    more = random_states_bytes(config)
-    more += ELEMENT_BYTES if config.strategy.implementation == "torch" else 0
-    check(config, in_a_fake_world(config, 1), more)
-
-
 @pytest.mark.usefixtures("counted")
 def test_blocks_that_recompute_a_part_hold_more_than_those_that_recompute_all():
-    config = config_of(*LLAMA, "strategy=zero3", RECOMPUTES, EVERY_MATRIX_KEPT)
-    found = check(config, in_a_fake_world(config, 1), random_states_bytes(config))
+    kept = "train.recompute_except=[aten.mm,aten.addmm.default]"
+    config = config_of(*LLAMA, "strategy=zero3", RECOMPUTES, kept)
+    found = check(config, [in_a_fake_world(config, 1)])
     (all_of_it,) = rehearse(config_of(*LLAMA, "strategy=zero3", RECOMPUTES), ranks=[1])
     assert found.peak_bytes > all_of_it.peak_bytes
 
@@ -142,7 +194,7 @@ def test_parameters_that_nobody_uses_are_rehearsed_as_they_are(monkeypatch, stag
     family = replace(MODELS["mlp"], build=with_idle_parameters)
     monkeypatch.setitem(MODELS._values, "mlp", family)
     config = config_of(*MLP, f"strategy={stage}")
-    check(config, in_a_fake_world(config, 1))
+    check(config, [in_a_fake_world(config, 1)])
 
 
 @pytest.mark.slow
@@ -152,7 +204,7 @@ def test_ddp_is_rehearsed_with_the_peak_of_the_real_reducer(words):
     views = ("strategy=ddp", "strategy.gradient_as_bucket_view=false")
     one_rank = ("strategy.implementation=torch", "world_size=1", "data.global_batch_size=2")
     config = config_of(*LLAMA, *one_rank, *(views if words == "views" else (words,)))
-    check(config, alone(config), ELEMENT_BYTES)
+    check(config, [alone(config)])
 
 
 # -- what can not be rehearsed ---------------------------------------------------------------------
