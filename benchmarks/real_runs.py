@@ -42,25 +42,36 @@ def step_seconds_of(config: Config) -> list[float]:
     return [each.step_seconds for each in records if not each.warmup]
 
 
-def peak_and_steps_of(config: Config) -> tuple[float, list[float]]:
+def peak_and_steps_of(
+    config: Config, prepare: Callable[[], object] = lambda: None
+) -> tuple[float, list[float]]:
     """Train; return the most bytes of the fullest rank, and the seconds of each measured step."""
-    summary, records = _trained(config, lambda run: (read_summary(run), read_records(run)))
+    summary, records = _trained(config, lambda run: (read_summary(run), read_records(run)), prepare)
     if summary is None or summary.memory.peak is None:
         raise RuntimeError("allocations can not be counted here")
     return summary.memory.peak.fullest, [each.step_seconds for each in records if not each.warmup]
 
 
-def _trained(config: Config, read: Callable[[Path], Found | None]) -> Found:
+def before_others() -> None:
+    """Have this process run before all others of the machine, until it waits. The system may refuse it."""
+    os.sched_setscheduler(0, os.SCHED_RR, os.sched_param(1))
+
+
+def _trained(
+    config: Config,
+    read: Callable[[Path], Found | None],
+    prepare: Callable[[], object] = lambda: None,
+) -> Found:
     with tempfile.TemporaryDirectory() as folder:
         run = Path(folder) / "sweep" / "run"
-        ended_well = trains(config, run)
+        ended_well = trains(config, run, prepare)
         found = read(run)
     if not ended_well or not found:
         raise RuntimeError(f"{config.strategy.name} of {config.model.name}: a rank died, see above")
     return found
 
 
-def trains(config: Config, run: Path, prepare: Callable[[], None] = lambda: None) -> bool:
+def trains(config: Config, run: Path, prepare: Callable[[], object] = lambda: None) -> bool:
     """Train in the folder `run`; return whether no rank died. Each rank calls `prepare` before it begins."""
     run.mkdir(parents=True)
     configs.save(config, run / "config.yaml")
@@ -69,7 +80,7 @@ def trains(config: Config, run: Path, prepare: Callable[[], None] = lambda: None
     return _all_end_well([_fork(run, index, size, port, prepare) for index in range(size)])
 
 
-def _fork(run: Path, index: int, size: int, port: int, prepare: Callable[[], None]) -> int:
+def _fork(run: Path, index: int, size: int, port: int, prepare: Callable[[], object]) -> int:
     pid = os.fork()
     if pid:
         return pid
