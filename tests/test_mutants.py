@@ -8,7 +8,12 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-BUGS = tomllib.loads((ROOT / "tests/mutation/by_hand.toml").read_text())["bug"]
+TABLES = ("by_hand", "order")
+BUGS = [
+    bug
+    for table in TABLES
+    for bug in tomllib.loads((ROOT / f"tests/mutation/{table}.toml").read_text())["bug"]
+]
 TARGETS = tomllib.loads((ROOT / "tests/mutation/targets.toml").read_text())["tests"]
 
 

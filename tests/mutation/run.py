@@ -3,6 +3,7 @@
     python -m tests.mutation.run --number 250 --seed 0      as many of each file; the same seed takes the same
     python -m tests.mutation.run --files zeroexp/config/optimizer.py   all of some files
     python -m tests.mutation.run --by-hand                  the bugs of by_hand.toml (--files: in some files)
+    python -m tests.mutation.run --by-hand order            40 missing waits, swapped collectives and early reuses
     python -m tests.mutation.run --list                     what there is, without running anything
 
 A mutant is written into a copy of the tree, and the tests of `targets.toml` run there until the first one fails, in a
@@ -75,7 +76,11 @@ def main() -> int:
     targets = _targets()
     files = options.files or list(targets)
     if options.by_hand:
-        mutants = [m for m in _by_hand(targets) if not options.files or m.file in options.files]
+        mutants = [
+            m
+            for m in _by_hand(options.by_hand, targets)
+            if not options.files or m.file in options.files
+        ]
     else:
         mutants = _chosen([mutants_of(TREE, file) for file in files], options.number, options.seed)
     targets = {key: lines[: options.lines] for key, lines in targets.items()}
@@ -115,17 +120,18 @@ def _chosen(by_file: list[list[Mutant]], number: int | None, seed: int) -> list[
     return in_turn[:number]
 
 
-def _by_hand(targets: dict[str, list[str]]) -> list[Mutant]:
-    """Their tests come into `targets`."""
+def _by_hand(table: str, targets: dict[str, list[str]]) -> list[Mutant]:
+    """Their tests come into `targets`: a bug's own, those of the table, or those of the file."""
     mutants: list[Mutant] = []
-    for bug in tomllib.loads((HERE / "by_hand.toml").read_text())["bug"]:
+    read: dict[str, Any] = tomllib.loads((HERE / f"{table}.toml").read_text())
+    for bug in read["bug"]:
         source = (TREE / bug["file"]).read_text()
         start, times = source.find(bug["before"]), source.count(bug["before"])
         assert times == 1, f"{bug['name']}: `before` stands {times} times in {bug['file']}"
         line = 1 + source[:start].count("\n")
         changed = source.replace(bug["before"], bug["after"])
         mutant = Mutant(bug["file"], line, "by hand", bug["name"], "", changed)
-        targets[mutant.key] = bug.get("tests") or targets[bug["file"]]
+        targets[mutant.key] = bug.get("tests") or read.get("tests") or targets[bug["file"]]
         mutants.append(mutant)
     return mutants
 
@@ -135,7 +141,9 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--number", type=int, help="how many, by chance (default: all)")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--files", nargs="+", help="of targets.toml (default: all)")
-    parser.add_argument("--by-hand", action="store_true", help="those of by_hand.toml instead")
+    parser.add_argument(
+        "--by-hand", nargs="?", const="by_hand", help="those of by_hand.toml, or of another table"
+    )
     parser.add_argument("--jobs", type=int, default=1)
     parser.add_argument("--results", type=Path, default=TREE / "outputs" / "mutants.jsonl")
     parser.add_argument("--lines", type=int, help="of tests, at most: to run the others later")
