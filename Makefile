@@ -1,12 +1,13 @@
 # Few words, each does its own set-up: an environment in .venv with the versions of constraints.txt.
 #   make run          the main job: one model trained under every ZeRO implementation on two local ranks
 #   make test         what every change must pass (README: how long it takes)
+#   make proof        every stage in every layout beside PyTorch's engines: a verdict and one page; ten minutes on two cores
 #   make test-all     and the stress, full-matrix, browser and Slurm tests
 #   make test-deepspeed  what needs DeepSpeed, in .venv-deepspeed: all that .venv has, and DeepSpeed
 #   make mutants      240 small bugs put into the sources, by chance, and some by hand: the tests should find 95 of 100
 #   make wide         strangers' training code under every stage, layout and unit; hundreds of drawn models
 #   make lint         ruff and pyright
-#   make bench-quick  every engine on a 24M model, two ranks, loopback; three minutes
+#   make bench-quick  every engine on a 24M model, two ranks, loopback; three minutes on two cores of their own
 #   make bench        every engine, both models, shaped links (as root); writes docs/measured.md
 #   make bench-checkpoints  saving and loading, ours beside torch's, on 24M and 135M; five minutes; writes docs/measured.md
 #   make docs         the pages of docs/ as a site in build/site; a dead link ends it
@@ -21,11 +22,14 @@ export DISABLE_MLFLOW_INTEGRATION := true
 # Where it is set, as in many containers, every process of every test would compile what it imports again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: run test test-all test-deepspeed wide mutants lint bench bench-quick bench-checkpoints docs report clean
+.PHONY: run proof test test-all test-deepspeed wide mutants lint bench bench-quick bench-checkpoints docs report clean
 .DELETE_ON_ERROR:
 
 run: .venv/base.stamp
 	timeout 1200 $(BIN)/zeroexp study=compare
+
+proof: .venv/base.stamp
+	timeout 3600 $(BIN)/zeroexp study=proof
 
 # One process more than two cores, since a third of a test's time is waiting; whichever is done first takes some of what
 # another has left.
@@ -56,7 +60,7 @@ lint: .venv/dev.stamp
 	$(BIN)/pyright
 
 bench-quick: .venv/base.stamp
-	timeout 300 $(BIN)/python -m benchmarks.run --quick
+	timeout 1800 $(BIN)/python -m benchmarks.run --quick
 	$(BIN)/python -m benchmarks.check
 
 bench: .venv/base.stamp

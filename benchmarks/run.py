@@ -1,6 +1,6 @@
 """python -m benchmarks.run: time all engines in turn, write outputs/bench/latest.json.
 
---quick                    one comparison: 24M, two ranks, loopback, within three minutes
+--quick                    one comparison: 24M, two ranks, loopback; three minutes on two cores of their own
 --only NAME [NAME ...]     comparisons by name (--list prints them)
 --engines NAME [...]       instead of all; `limit` and `ddp`, which ratios refer to, are always there
 --write FILE               the page whose section is replaced; every row goes into benchmarks/measured/
@@ -27,6 +27,7 @@ from benchmarks import table
 from benchmarks.engines import ENGINES, ON_REQUEST, engines_for, parameter_bytes
 from benchmarks.links import SHAPES, Link, open_link, payload_bytes_per_second, why_not_shaped
 from benchmarks.ranks import RankFailed, Ranks, Spec, Turn
+from zeroexp.cluster.machine_load import busy_seconds
 
 LATEST = Path("outputs/bench/latest.json")
 REFERENCES = ("limit", "ddp")  # in every group: ratios refer to them
@@ -125,11 +126,15 @@ def rows_of(
     comparison: Comparison, engines: dict[str, Ranks], capacity: float | None
 ) -> list[dict[str, Any]]:
     """A row of each engine that comes through all its turns; one that dies is left out."""
-    load_before = os.getloadavg()[0]
+    began, busy = time.monotonic(), busy_seconds()
     turns = _take_turns(comparison, engines)
+    busy, elapsed = busy_seconds() - busy, time.monotonic() - began
     rows = [_row(comparison, engine, turns[engine]) for engine in turns]
+    ours = comparison.num_steps * sum(
+        turn.cpu_seconds for of_one in turns.values() for ranks in of_one for turn in ranks
+    )
     for row in rows:
-        row["load_before"] = load_before
+        row["other_cores"] = max(0.0, busy - ours) / elapsed
         _add_ratios(row, {other["engine"]: other for other in rows}, capacity)
     return rows
 

@@ -110,10 +110,10 @@ def replace_in(page: Path, text: str, name: str = "measured") -> None:
 
 def _circumstances(rows: list[dict[str, Any]]) -> str:
     turns = sorted({row["num_turns"] for row in rows})
-    loads = [row["load_before"] for row in rows]
+    others = [row["other_cores"] for row in rows]
     return report.wrapped(
-        f"{machine()} Medians of {turns[0]}–{turns[-1]} turns; load average before each comparison "
-        f"{min(loads):.1f}–{max(loads):.1f}."
+        f"{machine()} Medians of {turns[0]}–{turns[-1]} turns; other programs used "
+        f"{min(others):.1f}–{max(others):.1f} cores meanwhile."
     )
 
 

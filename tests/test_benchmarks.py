@@ -106,19 +106,46 @@ def test_page_without_markers_is_refused(tmp_path):
         table.replace_in(page, "numbers")
 
 
-@pytest.mark.slow
-def test_check_finds_what_got_worse_and_nothing_else(rows):
-    stored = check.ratios(rows)
-    assert check.regressions(stored, stored) == []
-    assert "wire_bytes" not in stored["t/zero1_buffer"], "handshakes alone go by TCP"
-    slower = json.loads(json.dumps(stored))
-    slower["t/zero3_buffer_sockets"]["ratio_to_limit"] *= 1.2
-    slower["t/zero1_buffer"]["peak_bytes"] *= 1.2
-    slower["t/zero2_buffer_sockets"]["peak_bytes"] *= 0.5
-    problems = check.regressions(slower, stored)
-    assert len(problems) == 2
-    assert "t/zero3_buffer_sockets: ratio_to_limit" in "\n".join(problems)
-    assert "t/zero1_buffer: peak_bytes" in "\n".join(problems)
+def checked(**changes) -> dict:
+    """A row of one of our engines, measured on a quiet machine."""
+    row = {"comparison": "t", "engine": "zero3_buffer_sockets", "other_cores": 0.0}
+    times = {"ratio_to_limit": 1.2, "step_seconds": 1.0, "step_seconds_quartiles": [0.95, 1.1]}
+    return {**row, **times, "peak_bytes": 9_000_000, "wire_bytes": 4_000_000, **changes}
+
+
+@pytest.mark.parametrize(
+    ("changes", "found"),
+    [
+        ({}, ""),
+        ({"peak_bytes": 9_000_000 + check.NOISE_BYTES}, ""),
+        (
+            {"peak_bytes": 9_065_537},
+            "peak_bytes 9,065,537 is 65,537 more than the stored 9,000,000",
+        ),
+        ({"peak_bytes": 5_000_000, "wire_bytes": 4_200_000}, "wire_bytes 4,200,000"),
+        ({"ratio_to_limit": 1.4}, ""),  # its faster turns are no slower than what is stored
+        ({"ratio_to_limit": 1.5}, "1.50 of the limit, 1.42 in its faster quarter"),
+        ({"ratio_to_limit": 1.5, "other_cores": 1.0}, ""),
+        ({"engine": "fsdp2", "peak_bytes": 99_000_000}, ""),
+        ({"peak_bytes": None}, ""),
+    ],
+)
+def test_check_finds_what_got_worse_and_nothing_else(changes, found):
+    stored = check.numbers_of([checked()])
+    rows = [checked(**changes)]
+    problems = [*check.more_bytes(rows, stored), *check.slower(rows, stored)]
+    assert len(problems) == bool(found) and found in "".join(problems)
+
+
+def test_check_says_which_times_it_does_not_judge():
+    stored = check.numbers_of([checked()])
+    assert check.why_not_timed([checked()], stored) == []
+    assert "other programs" in check.why_not_timed([checked(other_cores=1.0)], stored)[0]
+    stored["t/zero3_buffer_sockets"]["processor"] = "another"
+    assert "another processor" in check.why_not_timed([checked()], stored)[0]
+    assert check.slower([checked(ratio_to_limit=9.0)], stored) == []
+    kept = check.numbers_of([checked(other_cores=1.0, wire_bytes=900)])
+    assert kept == {"t/zero3_buffer_sockets": {"peak_bytes": 9_000_000}}, "handshakes, and no time"
 
 
 @pytest.mark.slow

@@ -38,10 +38,16 @@ def measured_load(folder: Path, server: int) -> Iterator[None]:
 def _seconds_of_others(server: int) -> float | None:
     try:
         stat = Path(f"/proc/{server}/stat").read_text(encoding="utf-8")
-        first = Path("/proc/stat").read_text(encoding="utf-8").partition("\n")[0]
+        busy = busy_seconds()
     except OSError:
         return None
+    ours = sum(int(word) for word in stat.rpartition(")")[2].split()[CPU_FIELDS])
+    return busy - ours / os.sysconf("SC_CLK_TCK") - time.process_time()
+
+
+def busy_seconds() -> float:
+    """Return the seconds that all cores together have worked since the machine started."""
+    first = Path("/proc/stat").read_text(encoding="utf-8").partition("\n")[0]
     ticks = [int(word) for word in first.split()[1:]]
     busy = sum(ticks[:GUEST_FIELD]) - sum(ticks[field] for field in IDLE_FIELDS)
-    ours = sum(int(word) for word in stat.rpartition(")")[2].split()[CPU_FIELDS])
-    return (busy - ours) / os.sysconf("SC_CLK_TCK") - time.process_time()
+    return busy / os.sysconf("SC_CLK_TCK")
