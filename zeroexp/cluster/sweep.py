@@ -314,7 +314,13 @@ class Sweep:
         from zeroexp.report.compare import conclude
 
         conclusions = conclude(points)
-        for lines in (conclusions.verdicts, conclusions.doubts, conclusions.broken):
+        told = (
+            conclusions.verdicts,
+            conclusions.doubts,
+            conclusions.broken,
+            conclusions.claim_lines,
+        )
+        for lines in told:
             if lines:
                 print()
                 print_lines(lines)

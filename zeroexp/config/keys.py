@@ -303,6 +303,8 @@ class StudyConfig:
     # relative bound on how far curves lie apart at any step
     loss_agreement: float | None = number(None, above=0)
     loss_must_fall: bool = False
+    # Each run is rehearsed once it has ended, and must hold, send and launch what was planned.
+    plan_must_hold: bool = False
     # Keys and groups of the config, or machine | versions | git | engine | transport | load; if one differs between
     # points, the study fails.
     must_equal: list[str] = field(default_factory=list[str])

@@ -200,6 +200,9 @@ class RunSummary:
     # `total`, `after_backward` (all kinds at that moment), and where the engine counts what it sends `sent`, and `link`
     # of the mean node.
     plan: dict[str, float] = field(default_factory=dict[str, float])
+    # What a rehearsal says of the same run: `peak` bytes, and `calls`, collectives of a step where the engine counts
+    # them; empty but for a study with plan_must_hold.
+    rehearsed: dict[str, float] = field(default_factory=dict[str, float])
     # By rank; empty in older summaries.
     times: list[RankTimes] = field(default_factory=list[RankTimes])
     # Of all ranks: what the model needs, nothing recomputed.

@@ -17,11 +17,11 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from zeroexp.config.keys import ConfigError
+from zeroexp.config.keys import Config, ConfigError
 from zeroexp.plan.changes import with_settings
 from zeroexp.plan.closed_forms import ShardedForm
 from zeroexp.plan.form_of_config import ClosedForm
-from zeroexp.plan.outcome import PlannedPoint, RankPeak, RehearsedPeaks
+from zeroexp.plan.outcome import PlannedPoint, RankPeak, RehearsedPeaks, plan_point
 from zeroexp.plan.speed import Speed, speed_of
 from zeroexp.plan.torch_closed_forms import DdpForm
 
@@ -79,6 +79,19 @@ def rehearse_point(
         compute_seconds=compute_seconds(rehearsed[slowest].seconds, microbatches),
         speed=speed.label,
     )
+
+
+def rehearsed_beside(config: Config, device: str) -> dict[str, float]:
+    """Return the peak of a run that has just been measured, and how many collectives a step of it launches.
+
+    The process must have no process group.
+    """
+    planned = plan_point(config, None, device)
+    rehearsed = {"peak": float(rehearse_point(planned).fullest.num_bytes)}
+    if isinstance(planned.form, ShardedForm):
+        calls = [planned.form.traffic(rank).calls_by_kind for rank in range(config.world_size)]
+        rehearsed["calls"] = float(max(sum(each.values()) for each in calls))
+    return rehearsed
 
 
 def _telling_ranks(planned: PlannedPoint) -> list[int]:

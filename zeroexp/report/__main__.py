@@ -76,6 +76,7 @@ def _report(arguments: argparse.Namespace) -> int:
         print_lines(
             [*conclusions.verdicts, *conclusions.doubts] if len(sweeps) == 1 else _moved(sweeps)
         )
+        print_lines(conclusions.claim_lines)
     for line in conclusions.broken:
         print(f"zeroexp: {line}", file=sys.stderr)
     _write(arguments, points, problems, conclusions)

@@ -16,6 +16,7 @@ from typing import Any
 
 from zeroexp.config.keys import ConfigError
 from zeroexp.measure.record import RunSummary
+from zeroexp.report.claims import Claim, claims_of, verdict_on
 from zeroexp.report.measured_points import (
     OUTSIDE,
     Point,
@@ -309,6 +310,14 @@ class Conclusions:
     doubts: list[str]  # times that are in doubt
     broken: list[str]  # exact numbers that vary, and facts that a study wants equal and that differ
     qualities: list[Quality]  # of each point over seeds; empty where none has several
+    claims: list[Claim]  # of a study with plan_must_hold
+
+    @property
+    def claim_lines(self) -> list[str]:
+        """The verdict first; nothing where nothing is claimed."""
+        return (
+            [verdict_on(self.claims), *(f"  {c.line}" for c in self.claims)] if self.claims else []
+        )
 
     @property
     def verdicts(self) -> list[str]:
@@ -341,7 +350,11 @@ def conclude(points: Sequence[Point], reference: str | None = None) -> Conclusio
     studies = [json.loads(point.run.config.get("study.must_equal", "[]")) for point in points]
     must_equal = dict.fromkeys(word for words in studies for word in words)
     broken += [f"study.must_equal: {x}" for x in lines_of_unequal_facts(points, must_equal)]
-    return Conclusions(chosen, judged, _doubtful_times(points), broken, _qualities(points, chosen))
+    claims = claims_of(points)
+    broken += [claim.line for claim in claims if claim.holds is False]
+    return Conclusions(
+        chosen, judged, _doubtful_times(points), broken, _qualities(points, chosen), claims
+    )
 
 
 def _qualities(points: Sequence[Point], reference: Point | None) -> list[Quality]:

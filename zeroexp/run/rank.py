@@ -46,6 +46,7 @@ from zeroexp.models.checkpointing import checkpoint_as_configured
 from zeroexp.models.flops import flops_per_sample
 from zeroexp.models.module import build_deferred, build_model
 from zeroexp.plan.outcome import plan_beside
+from zeroexp.plan.peak import rehearsed_beside
 from zeroexp.process import progress
 from zeroexp.process import world as worlds
 from zeroexp.process.world import World
@@ -53,6 +54,7 @@ from zeroexp.tracking import attempt, failure
 from zeroexp.tracking.files import (
     RecordWriter,
     read_records,
+    read_summary,
     working_folder_of,
     write_engine,
     write_summary,
@@ -125,7 +127,10 @@ def _run(folder: Path, device: str | None) -> int:
             device=device, timeout_seconds=_seconds_to_wait_for_peer(config)
         ) as world,
     ):
-        return 0 if _train(config, world, folder, stop) else SAVED
+        over = _train(config, world, folder, stop)
+    if over and config.study.plan_must_hold and world.rank == 0:
+        _rehearse(config, folder, device)
+    return 0 if over else SAVED
 
 
 def _config(folder: Path) -> Config:
@@ -243,6 +248,18 @@ def _plan(config: Config, strategy: Strategy, vocab_size: int | None) -> dict[st
         print("this run has no plan beside its measurement, since planning it failed:")
         traceback.print_exc()
         return {}
+
+
+def _rehearse(config: Config, folder: Path, device: str) -> None:
+    """Put what a rehearsal says beside what this run has measured; its process group must have been left."""
+    try:
+        rehearsed = rehearsed_beside(config, device)
+    except Exception:
+        print("this run has no rehearsal beside its measurement, since that failed:")
+        traceback.print_exc()
+        return
+    if summary := read_summary(folder):
+        write_summary(folder, replace(summary, rehearsed=rehearsed))
 
 
 def _resume(

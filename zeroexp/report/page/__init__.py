@@ -95,7 +95,9 @@ def render(
     conclusions = conclusions or conclude(points)
     verdicts = verdict_chart(conclusions)
     charts = [*(make(points) for make in CHARTS), *timeline_charts(points)]
+    claims = _each("<pre>{}</pre>", [["\n".join(conclusions.claim_lines)]])
     sections = [
+        *([("claims", "What the study claims", claims)] if conclusions.claims else []),
         ("results", "Results", results_table(points)),
         ("verdicts", verdicts.title, _figure(verdicts) + _verdict_lines(conclusions)),
         *((f"s-{chart.name}", chart.title, _figure(chart)) for chart in charts),

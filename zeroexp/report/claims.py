@@ -1,0 +1,130 @@
+"""What a study claims of its runs: that they train alike, and hold, send and launch what was planned.
+
+claim         measured                        beside
+losses        the curve of each point         that of the first point, within study.loss_agreement
+bytes held    model states, each kind         the closed forms, every byte
+bytes sent    by kind, of engines that count  the closed forms, every byte
+operations    collectives of a step           the closed forms
+peaks         most allocated at once          a rehearsal, within 1 MiB or 0.1 %
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from zeroexp.measure.record import RunSummary
+from zeroexp.report.measured_points import Point
+from zeroexp.report.statistics import compare_step_times, judge_losses, loss_curves
+
+MIB = 1 << 20
+PEAK_BYTES, PEAK_SHARE = MIB, 0.001  # of a rehearsed peak, whichever is more
+MUST_HOLD, AGREEMENT = "study.plan_must_hold", "study.loss_agreement"
+
+
+@dataclass(frozen=True)
+class Claim:
+    """One thing that a study claims, or tells."""
+
+    text: str
+    holds: bool | None  # None: it is told, and nothing is claimed of it
+
+    @property
+    def line(self) -> str:
+        verdict = {True: ": holds", False: ": DOES NOT HOLD", None: ""}[self.holds]
+        return self.text + verdict
+
+
+def verdict_on(claims: Sequence[Claim]) -> str:
+    """Return one sentence about all of them."""
+    judged = [claim.holds for claim in claims if claim.holds is not None]
+    return f"Verdict: {sum(judged)} of {len(judged)} claims hold{'' if all(judged) else ', so it is NOT proved'}."
+
+
+def claims_of(points: Sequence[Point]) -> list[Claim]:
+    """Return the claims of a study with plan_must_hold about points that came to their end; none of another."""
+    done = [point for point in points if point.summary]
+    if not done or any(point.run.config.get(MUST_HOLD) != "true" for point in done):
+        return []
+    return [
+        *_losses(done),
+        _of_all("bytes held", done, _held_error, lambda error, _: error == 0, "to the byte"),
+        _of_all("bytes sent", done, _sent_error, lambda error, _: error == 0, "to the byte"),
+        _of_all("operations", done, _calls_error, lambda error, _: error == 0, "to the call"),
+        _of_all("peaks", done, _peak_error, _is_near, "within 1 MiB or 0.1 % of a rehearsal"),
+        *_speeds(done),
+    ]
+
+
+def _losses(points: Sequence[Point]) -> list[Claim]:
+    agreement = points[0].run.config.get(AGREEMENT, "null")
+    if agreement == "null":
+        return []
+    verdict = judge_losses(loss_curves(points), bound=float(agreement))
+    return [Claim(verdict.lines()[0], verdict.agree)]
+
+
+# What was measured less what was planned; None: one of them is unknown.
+Error = Callable[[RunSummary], float | None]
+
+
+def _of_all(
+    what: str,
+    points: Sequence[Point],
+    error_of: Error,
+    is_right: Callable[[float, RunSummary], bool],
+    within: str,
+) -> Claim:
+    """Return what holds of all points whose error is known, and which of them are wrong; of none it is not proved."""
+    pairs = [(point.name, point.summary) for point in points if point.summary]
+    errors = [(name, summary, error_of(summary)) for name, summary in pairs]
+    known = [(name, error, is_right(error, s)) for name, s, error in errors if error is not None]
+    wrong = [f"{name} {error:+,.0f}" for name, error, right in known if not right]
+    worst = max((abs(error) for _, error, _ in known), default=0)
+    named = f" ({', '.join(wrong)})" if wrong else f" (worst {worst:,.0f})" if worst else ""
+    text = f"{what}: {len(known) - len(wrong)} of {len(known)} points as planned, {within}{named}"
+    return Claim(text, bool(known) and not wrong)
+
+
+def _held_error(summary: RunSummary) -> float | None:
+    errors = [error for name, error in summary.plan_errors.items() if name != "sent"]
+    return max(errors, key=abs) if errors else None
+
+
+def _sent_error(summary: RunSummary) -> float | None:
+    return summary.plan_errors.get("sent")
+
+
+def _calls_error(summary: RunSummary) -> float | None:
+    planned = summary.rehearsed.get("calls")
+    calls = sum(number for kind, number in summary.calls_by_kind.items() if kind != "loss")
+    return None if planned is None else calls - planned
+
+
+def _peak_error(summary: RunSummary) -> float | None:
+    planned, peak = summary.rehearsed.get("peak"), summary.memory.peak
+    return None if planned is None or peak is None else peak.fullest - planned
+
+
+def _is_near(error: float, summary: RunSummary) -> bool:
+    return abs(error) <= max(PEAK_BYTES, PEAK_SHARE * summary.rehearsed["peak"])
+
+
+def _speeds(points: Sequence[Point]) -> list[Claim]:
+    """Say how long a step of ours takes beside PyTorch's own engine of the same stage; nothing is claimed of it."""
+    theirs = {point.run.strategy: point for point in points if point.run.implementation == "torch"}
+    lines: list[Claim] = []
+    for point in points:
+        other = theirs.get(point.run.strategy, point)
+        compared = compare_step_times(
+            point.seconds_by_round, other.seconds_by_round, num_comparisons=len(points)
+        )
+        if other is not point and compared and point.summary:
+            rate = f"{point.summary.tokens_per_second:,.0f} tokens/s"
+            lines.append(
+                Claim(
+                    f"{point.name}: {rate}; step over {other.name}'s {compared.verdict_with_numbers}",
+                    None,
+                )
+            )
+    return lines
