@@ -61,6 +61,7 @@ class Recipe:
     precision: str = "fp32"
     optimizer: str = "adamw"
     fused: bool = False
+    moments: str | None = None
     max_grad_norm: float | None = None
     checkpointing: bool = False
 
@@ -71,6 +72,7 @@ class Recipe:
             momentum=0.9,
             weight_decay=0.1,
             fused=self.fused,
+            moments=self.moments,
             max_grad_norm=self.max_grad_norm,
         )
 

@@ -109,6 +109,25 @@ def check_whole_matrices(config: Config) -> Iterator[Refusal]:
         yield "strategy.implementation", problem, remedy
 
 
+def check_moments(config: Config) -> Iterator[Refusal]:
+    """Refuse moments in bfloat16 where they would be as before, or would never get smaller.
+
+    A number of 8 bits that is multiplied by 1 - 2**-8 or more may be rounded to itself.
+    """
+    chosen, key = config.optimizer, "optimizer.moments"
+    if chosen.moments is None:
+        return
+    if chosen.moments == config.precision.master:
+        yield key, f"no effect, master weights are {chosen.moments} too", "leave it null"
+    if OPTIMIZERS[chosen.name].num_moments(chosen) == 0:
+        yield key, f"no effect, {chosen.name} keeps none", "leave it null"
+    read = OPTIMIZERS[chosen.name].keys
+    decays = {"betas": max(chosen.betas), "momentum": chosen.momentum}
+    for name in (name for name in decays if name in read and decays[name] >= 1 - 2**-8):
+        problem = f"rounding takes back what optimizer.{name} lets a moment fall in a step"
+        yield key, problem, f"use less than 0.996 in optimizer.{name}, or leave it null"
+
+
 def check_replicas(config: Config) -> Iterator[Refusal]:
     """Require that the ranks form so many groups that shard."""
     strategy, replicas = config.strategy, config.strategy.replicas
@@ -149,6 +168,7 @@ RULES = (
         check_dtypes_of_engines,
         check_fsdp2,
         check_whole_matrices,
+        check_moments,
         check_replicas,
         check_reduce_each,
         check_selective_recomputation,

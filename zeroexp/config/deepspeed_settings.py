@@ -46,6 +46,8 @@ def refuse(config: Config) -> str | None:
         return (
             f"DeepSpeed cuts the matrices that optimizer.name={config.optimizer.name} steps whole"
         )
+    if config.optimizer.moments is not None:
+        return "DeepSpeed keeps moments in float32: leave optimizer.moments null"
     for key, value in strategy.settings.items():
         if key not in SETTINGS:  # which another rule refuses
             continue

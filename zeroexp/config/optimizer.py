@@ -94,17 +94,21 @@ def optimizer_factory(
 ) -> Callable[[Iterable[Any]], torch.optim.Optimizer]:
     """Return a function that makes the configured optimizer over the groups or tensors an engine hands in."""
     kind = OPTIMIZERS[config.name]
+    make_kind = kind.make if config.moments is None else _make_rounded
 
     def make(groups: Iterable[Any]) -> torch.optim.Optimizer:
         import torch
 
-        made = kind.make(groups, config)
+        made = make_kind(groups, config)
         if not isinstance(made, torch.optim.Optimizer):
             problem = f"its make returns a {type(made).__name__}"
             raise ConfigError(f"optimizer.name={config.name}: {problem}; return an optimizer")
         return made
 
     return make
+
+
+_make_rounded = Later("zeroexp.training.rounded_moments:make_rounded")
 
 
 def _adamw(groups: Iterable[Any], config: OptimizerConfig) -> torch.optim.Optimizer:

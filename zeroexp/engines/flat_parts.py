@@ -42,6 +42,8 @@ class Part:
 class FlatParts:
     """The optimizer's state by weight: what `read` shows, and `write` puts back into the flat tensors."""
 
+    moments_dtype = None  # see `empty_moment`
+
     def __init__(self, optimizer: Optimizer, parts: Sequence[Part]) -> None:
         self.parts = parts
         self.state: defaultdict[Tensor, dict[str, Any]] = defaultdict(dict)

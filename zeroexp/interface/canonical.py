@@ -127,15 +127,18 @@ class SavedMoments:
                 yield key, SavedMoment(moment, alike, moment.dtype == weight.dtype)
 
 
-def empty_moment(saved: SavedMoment, parameter: Tensor) -> Tensor:
-    """Allocate a moment as torch.optim would: like the parameter, or with a shape of its own.
+def empty_moment(saved: SavedMoment, parameter: Tensor, optimizer: object = None) -> Tensor:
+    """Allocate a moment as the optimizer keeps it: like the parameter, or with a shape of its own.
 
-    A moment that was saved in the weight's dtype gets the parameter's dtype: plain bf16 rounds a loaded fp32 moment
-    once.
+    Torch's optimizers, and those with a `moments_dtype` of None, keep moments of elements in the parameter's dtype.
+    What other ones may mean by the dtype of a moment is not known: one that was saved in the weight's gets the
+    parameter's, so that plain bf16 rounds a loaded fp32 moment once.
     """
     moment = saved.canonical
     if saved.of_elements:
-        dtype = parameter.dtype if saved.follows else moment.dtype
+        is_torchs = type(optimizer).__module__.startswith("torch.optim")
+        otherwise = None if is_torchs or saved.follows else moment.dtype
+        dtype = getattr(optimizer, "moments_dtype", otherwise) or parameter.dtype
         return torch.zeros_like(parameter, dtype=dtype, requires_grad=False)
     return torch.zeros(moment.shape, dtype=moment.dtype, device=parameter.device)
 

@@ -89,7 +89,7 @@ def load_state(
         own.clear()
         own.update(own_values(entry, name))
         for key, saved in saved_moments.of(name):
-            own[key] = empty_moment(saved, each.tensor)
+            own[key] = empty_moment(saved, each.tensor, optimizer)
             start = each.start if saved.of_elements else 0
             flat = each.flat(own[key]) if saved.of_elements else own[key].view(-1)
             fill_from_canonical(flat, saved.canonical, start=start, name=f"{name}.{key}")

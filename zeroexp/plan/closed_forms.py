@@ -67,13 +67,15 @@ class PrecisionForm:
 class OptimizerForm:
     """The optimizer's state: AdamW keeps two moments and a 4-byte step per tensor, SGD with momentum one moment."""
 
-    num_moments: int = 2  # each as large as its master weight, in the master's dtype
+    num_moments: int = 2  # each as large as its master weight
     bytes_per_tensor: int = 4
     matrix_moments: int = 0  # of chunks of the kind `matrix`, of which it keeps nothing else
+    dtype: str | None = None  # of moments; None: the master's
 
     def num_bytes(self, held: HeldElements, itemsize: int) -> int:
         moments = self.num_moments * (held.owned - held.owned_matrices)
         moments += self.matrix_moments * held.owned_matrices
+        itemsize = ITEMSIZE[self.dtype] if self.dtype else itemsize
         return itemsize * moments + self.bytes_per_tensor * (held.num_owned - held.num_matrices)
 
 

@@ -148,6 +148,7 @@ def _optimizer(config: Config) -> OptimizerForm:
         num_moments=kind.num_moments(config.optimizer),
         bytes_per_tensor=kind.bytes_per_tensor,
         matrix_moments=kind.matrix_moments or 0,
+        dtype=config.optimizer.moments,
     )
 
 

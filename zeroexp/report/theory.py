@@ -32,7 +32,8 @@ def table_bytes(run: Run) -> dict[str, int] | None:
         return None
     master, compute = _size(run, "master"), _size(run, "compute")
     has_master = run.config.get("precision.master") != run.config.get("precision.compute")
-    moments = _num_moments(run)
+    moments, dtype = _num_moments(run), run.config.get("optimizer.moments")
+    size = master if dtype in (None, "null") else ITEMSIZE[dtype]
     if moments is None:
         return None
     share = {
@@ -42,7 +43,7 @@ def table_bytes(run: Run) -> dict[str, int] | None:
     return {
         "parameters": compute * share[stage.parameters],
         "gradients": _size(run, "reduce") * share[stage.gradients],
-        "optimizer": moments * master * share[stage.optimizer],
+        "optimizer": moments * size * share[stage.optimizer],
         "master": master * share[stage.optimizer] if has_master else 0,
     }
 

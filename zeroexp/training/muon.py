@@ -23,6 +23,8 @@ ADJUSTMENTS = ("match_rms_adamw", "original")
 class MuonAndAdamW(Optimizer):
     """Muon for groups of the kind `matrix`, AdamW for the others; both share groups and state with this optimizer."""
 
+    moments_dtype = None  # see `empty_moment`
+
     def __init__(
         self,
         groups: Iterable[dict[str, Any]],
