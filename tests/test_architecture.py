@@ -36,7 +36,7 @@ ORDER = [
     {"zeroexp.check"},
     {"zeroexp.plan"},
     {"zeroexp.cluster", "zeroexp.run"},
-    {"zeroexp.commandline", "zeroexp.sync", "zeroexp.calibrate"},
+    {"zeroexp.commandline", "zeroexp.sync", "zeroexp.calibrate", "zeroexp.verify"},
     {"zeroexp.__main__", "zeroexp.watch", "hydra_plugins"},
     {"zeroexp.plan.__main__", "zeroexp.report.__main__", "zeroexp.calibrate.__main__"},
 ]
@@ -154,7 +154,8 @@ def test_the_engine_knows_no_transport():
 
 
 @pytest.mark.parametrize(
-    "package", ["cut", "config", "interface", "comm", "zero", "zero_safety", "engines", "plan"]
+    "package",
+    ["cut", "config", "interface", "comm", "zero", "zero_safety", "engines", "plan", "verify"],
 )
 def test_imports_run_one_way_inside_a_folder_too(package):
     """No two files need each other, however far apart: a reader can begin with those that need none."""

@@ -18,6 +18,7 @@ VERBS = {
         "zeroexp.calibrate.__main__",
         "measure this machine, for the seconds that plans tell",
     ),
+    "verify": ("zeroexp.verify.__main__", "whether a training loop of yours is right"),
 }
 
 

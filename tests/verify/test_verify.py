@@ -1,0 +1,77 @@
+"""`zeroexp verify` names faults by their kind and raises no alarm over right loops."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.verify.faults import FAULTS
+from tests.verify.loops import rows
+
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parents[1]
+# One of each engine, and of each of DDP, FSDP2 and ZeRO by hand a few that are explained in different ways.
+QUICK_RIGHT = [1, 2, 3, 4]
+QUICK_FAULTS = [
+    "zero_drops_the_remainder",
+    "zero_sum_for_mean",
+    "ddp_batch_late",
+    "fsdp2_local_norm",
+]
+QUICK_FAULTS += ["fsdp2_optimizer_first", "fsdp2_mean_of_means"]
+
+
+def answers(file: Path, asked: Sequence[tuple[str, int] | tuple[str, int, float]]) -> list[Any]:
+    """What is said of each function on so many ranks."""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.verify.verify_many", str(file)],
+        input=json.dumps(asked),
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        env=environment,
+    )
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+def kinds(names: list[str]) -> dict[str, str | None]:
+    said = answers(HERE / "faults.py", [(name, FAULTS[name][1]) for name in names])
+    return {name: each and each[0] for name, each in zip(names, said, strict=True)}
+
+
+def alarms(numbers: list[int]) -> dict[str, Any]:
+    table = rows()
+    said = answers(HERE / "loops.py", [(f"right_{n}", table[n].world) for n in numbers])
+    return {str(table[n]): each for n, each in zip(numbers, said, strict=True) if each}
+
+
+def test_some_faults_are_named_by_their_kind():
+    assert kinds(QUICK_FAULTS) == {name: FAULTS[name][0] for name in QUICK_FAULTS}
+
+
+def test_some_right_loops_raise_no_alarm():
+    assert {rows()[n].engine for n in QUICK_RIGHT} == {"ddp", "zero_redundancy", "fsdp2", "sharded"}
+    assert alarms(QUICK_RIGHT) == {}
+
+
+@pytest.mark.slow
+def test_all_faults_are_named_by_their_kind():
+    assert len(FAULTS) >= 20
+    assert kinds(list(FAULTS)) == {name: kind for name, (kind, _) in FAULTS.items()}
+    assert (
+        answers(HERE / "faults.py", [("zero_right", world) for world in (1, 2, 3, 4)]) == [None] * 4
+    )
+
+
+@pytest.mark.slow
+def test_a_hundred_right_loops_raise_no_alarm():
+    assert alarms(list(range(100))) == {}

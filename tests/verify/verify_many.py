@@ -1,0 +1,36 @@
+"""Verify many loops in one process that has imported torch once: `python -m tests.verify.verify_many FILE < JSON`.
+
+The input is a list of [function, world size], or with a limit of seconds behind them; the output, for each, [kind,
+text] of what differs, null where it is equal, or [refused, why].
+"""
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from zeroexp.verify.loop import NoLoop
+from zeroexp.verify.ranks import verify_world
+
+
+def answer(file: Path, function: str, world_size: int, seconds: float = 300) -> Any:
+    try:
+        verdict = verify_world(file, function, world_size, 3, seconds)
+    except NoLoop as problem:
+        return ["refused", str(problem)]
+    found = verdict.difference
+    print(
+        function,
+        world_size,
+        round(verdict.used, 3),
+        verdict.notes,
+        found,
+        file=sys.stderr,
+        flush=True,
+    )
+    return [found.cause.kind, found.cause.text, found.what, found.tensor] if found else None
+
+
+if __name__ == "__main__":
+    asked = json.load(sys.stdin)
+    print(json.dumps([answer(Path(sys.argv[1]).resolve(), *each) for each in asked]))

@@ -1,0 +1,319 @@
+"""What a difference looks like.
+
+A plain gradient is a sum of rows, one for each microbatch of each rank. A loop's gradient is fitted by the same rows
+(least squares), and the factor of each tells a scale (all are k), a sum that is missing (one rank's are there alone),
+microbatches that were dropped, a mean of means. What they do not fit is tried with the weights before the last step,
+with other steps' batches, with each use of a tied weight, and in fewer bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from zeroexp.verify.observe import Seen, settings_of
+from zeroexp.verify.oracle import Oracle, Whole, distance
+from zeroexp.verify.pieces import Piece
+
+Wrong = list[tuple[int, Piece]]  # (rank, what it holds), in the order of weights
+CLOSE = 0.01  # relative distance from a factor that has a name
+
+
+@dataclass
+class Cause:
+    """The kind of a difference in one word, and in a sentence."""
+
+    kind: str
+    text: str
+
+
+def of_start(wrong: Wrong) -> Cause:
+    if low := _bits(piece for _, piece in wrong):
+        return Cause("dtype", f"they have no more bits than {low}")
+    ranks = _listed({rank for rank, _ in wrong})
+    return Cause("start", f"rank {ranks} begins with other weights: a seed, or no broadcast")
+
+
+@dataclass
+class GradientLook:
+    """What explains a gradient."""
+
+    oracle: Oracle
+    weights: list[Whole]  # before each step, and after the last
+    step: int
+    rows: Whole
+    bounds: dict[str, float]
+    factor: float = 1.0  # by which the plain process clips
+    clipping: bool = False  # whether gradients were right before the loop clipped them
+
+    def explain(self, wrong: Wrong) -> Cause:
+        """Explain all pieces together where they tell one story, else those of the first weight."""
+        exact = {name: each.sum(0) * self.factor for name, each in self.rows.items()}
+        low = _bits(piece for _, piece in wrong)
+        if low and all(
+            distance(piece, exact) < 0.05 * float(exact[piece.name].norm()) for _, piece in wrong
+        ):
+            return Cause("dtype", f"it was rounded to {low} on its way: no element has more bits")
+        first = [(rank, piece) for rank, piece in wrong if piece.name == wrong[0][1].name]
+        return (
+            self._by_rows(wrong)
+            or self._by_rows(first)
+            or self._of_one_weight([p for _, p in first])
+        )
+
+    def _by_rows(self, wrong: Wrong) -> Cause | None:
+        before, later = (
+            self.weights[self.step - 1],
+            [s for s in range(self.step + 2) if s != self.step],
+        )
+        stale = [("it is the gradient of the weights before the last step", before, self.step)]
+        others = [
+            (f"it is the gradient of the batches of step {s}", self.weights[self.step], s)
+            for s in later
+        ]
+        if factors := self._factors(wrong, self.rows):
+            return self._read(factors)
+        for text, weights, step in [*(stale if self.step else []), *others]:
+            if self._factors(wrong, self.oracle.contributions(weights, step)):
+                return Cause("data" if step != self.step else "stale", text)
+        return None
+
+    def _factors(self, wrong: Wrong, rows: Whole) -> dict[int, Tensor] | None:
+        """Return, for each rank, the factors [ranks, microbatches] that make its pieces; None if there are none."""
+        found: dict[int, Tensor] = {}
+        for rank in sorted({rank for rank, _ in wrong}):
+            pieces = [piece for each, piece in wrong if each == rank]
+            basis = torch.cat([rows[piece.name][:, piece.where] for piece in pieces], dim=1).T
+            values = torch.cat([piece.values.double() for piece in pieces])
+            bound = sum(self.bounds[name] ** 2 for name in {piece.name for piece in pieces}) ** 0.5
+            factors = _fit(basis, values, bound)
+            if factors is None:
+                return None
+            found[rank] = factors.view(self.oracle.world_size, -1)
+        return found
+
+    def _read(self, factors: dict[int, Tensor]) -> Cause:
+        if all(_is_even(each) for each in factors.values()):
+            return self._of_scales({rank: float(each.mean()) for rank, each in factors.items()})
+        used = {
+            rank: {r for r, row in enumerate(f) if not _is_zero(row, f)}
+            for rank, f in factors.items()
+        }
+        if all(ranks == {rank} for rank, ranks in used.items()):
+            return Cause(
+                "no sum", "each rank has the gradient of its own batches: no sum between ranks"
+            )
+        if all(len(ranks) < self.oracle.world_size for ranks in used.values()):
+            return Cause(
+                "data",
+                f"it is made of the batches of rank {_listed(set.union(*used.values()))} alone",
+            )
+        return self._of_microbatches(*next(iter(factors.items())))
+
+    def _of_microbatches(self, rank: int, factors: Tensor) -> Cause:
+        columns = range(factors.shape[1])
+        kept = [m for m in columns if not _is_zero(factors[:, m], factors)]
+        if len(kept) < len(columns):
+            return Cause("microbatches", f"only microbatch {_listed(kept)} of each rank counts")
+        counts = self.oracle.counts
+        for of, each in (("microbatch", counts), ("rank", counts.sum(1, keepdim=True))):
+            if not _is_even(each) and _is_even(factors * each):
+                return Cause(
+                    "mean of means",
+                    f"it is a mean of the means of each {of}, whose labels are unequal",
+                )
+        others = factors[torch.arange(len(factors)) != rank]
+        if alone := [m for m in columns if _is_zero(others[:, m], factors)]:
+            return Cause("no sum", f"microbatch {_listed(alone)} is not summed between ranks")
+        shown = "; ".join(" ".join(f"{each:.2f}" for each in row) for row in factors.tolist())
+        return Cause("weighting", f"microbatches count [{shown}] times, a rank after the other")
+
+    def _of_scales(self, scales: dict[int, float]) -> Cause:
+        ranks, microbatches = self.oracle.world_size, self.oracle.loop.microbatches
+        if self.clipping or self.factor < 1:
+            if self.oracle.loop.max_grad_norm is None:
+                return Cause(
+                    "norm", "the loop clips and the plain process does not: give max_grad_norm"
+                )
+            if all(abs(each - 1) < CLOSE for each in scales.values()):
+                return Cause("norm", "it is not clipped")
+            norms = [self.factor / each for each in scales.values()]
+            shown = ", ".join(f"{each:.3g}" for each in norms)
+            if max(norms) > (1 + CLOSE) * min(norms):
+                return Cause(
+                    "norm", f"ranks clip by norms of their own, x {shown}: of their shards"
+                )
+            return Cause(
+                "norm",
+                f"it is clipped by a norm x {norms[0]:.3g}{_named(norms[0], ranks, microbatches)}",
+            )
+        low, high = min(scales.values()), max(scales.values())
+        if abs(high) < CLOSE and abs(low) < CLOSE:
+            return Cause("frozen", "it is zero")
+        if high - low > CLOSE * abs(high):
+            return Cause(
+                "scale", "ranks scale it by " + ", ".join(f"{each:.3g}" for each in scales.values())
+            )
+        return Cause("scale", f"it is x {high:.4g}{_named(high, ranks, microbatches)}")
+
+    def _of_one_weight(self, pieces: list[Piece]) -> Cause:
+        name = pieces[0].name
+        exact, bound = self.rows[name].sum(0) * self.factor, self.bounds[name]
+        if found := self._tied(pieces[0]):
+            return found
+        off, zero = (torch.zeros(len(exact), dtype=torch.bool) for _ in range(2))
+        for piece in pieces:
+            meant, values = exact[piece.where], piece.values.double()
+            off[piece.where] |= (values - meant).abs() > bound / len(exact) ** 0.5
+            zero[piece.where] |= (values == 0) & (meant != 0)
+        if zero.any() and not (off & ~zero).any():
+            return Cause("rows", f"{_rows(zero, self.oracle.shapes[name])} are zero")
+        if 0 < off.sum() <= len(off) // 2:
+            return Cause("rows", f"{_rows(off, self.oracle.shapes[name])} differ, and no others")
+        half = torch.bfloat16
+        rounding = self.oracle.rounding(self.weights[self.step], self.step, self.rows, half)
+        if self.oracle.loop.dtype != half and all(
+            distance(p, {name: exact}) <= rounding[name] for p in pieces
+        ):
+            return Cause("dtype", "it is as far away as computing in 16 bits brings it")
+        return Cause("unknown", "it looks like nothing known")
+
+    def _tied(self, piece: Piece) -> Cause | None:
+        rows = self.oracle.contributions(self.weights[self.step], self.step, untied=True)[
+            piece.name
+        ]
+        num_uses = len(rows) // len(self.rows[piece.name])
+        uses = rows.view(-1, num_uses, rows.shape[1]).sum(0)[:, piece.where]
+        factors = _fit(uses.T, piece.values.double(), self.bounds[piece.name])
+        if num_uses < 2 or factors is None:
+            return None
+        shown = ", ".join(f"{abs(each):.2f}" for each in factors.tolist())
+        return Cause(
+            "tied", f"{num_uses} modules share it, and their gradients count {shown} times"
+        )
+
+
+@dataclass
+class UpdateLook:
+    """What explains weights after a step."""
+
+    before: Whole
+    after: Whole  # as the plain optimizer leaves them
+    num_ranks: int
+    settings: str  # in what the loop's optimizer differs, if in anything
+    shapes: dict[str, torch.Size]
+
+    def explain(self, wrong: Wrong) -> Cause:
+        rank, piece = wrong[0]
+        still = {r for r, each in wrong if not distance(each, self.before)}
+        if rank in still:
+            kind = "frozen" if len(still) == self.num_ranks else "stale"
+            return Cause(kind, f"rank {_listed(still)} keeps the weights from before the step")
+        if self.settings:
+            return Cause("optimizer", self.settings)
+        if low := _bits(piece for _, piece in wrong):
+            return Cause("dtype", f"they have no more bits than {low}")
+        before, after = self.before[piece.name], self.after[piece.name]
+        moved, meant = piece.values.double() - before[piece.where], (after - before)[piece.where]
+        kept = torch.zeros(len(after), dtype=torch.bool)
+        kept[piece.where] = (moved == 0) & (meant != 0)
+        if kept.any():
+            return Cause(
+                "rows", f"{_rows(kept, self.shapes[piece.name])} do not change on rank {rank}"
+            )
+        k = float(moved @ meant / (meant @ meant).clamp(min=1e-30))
+        if float((moved - k * meant).norm()) < CLOSE * float(moved.norm()):
+            return Cause("scale", f"the update is x {k:.3g} of the plain optimizer's")
+        return Cause("optimizer", "it is not the plain optimizer's update from the same gradients")
+
+
+def of_settings(plain: Optimizer, seen: Seen) -> str:
+    """Say how the loop's optimizer differs from the plain one; an empty text if it does not."""
+    if seen.optimizer != type(plain).__name__:
+        return f"it is {seen.optimizer}, and the plain process has {type(plain).__name__}"
+    for key, meant in settings_of(plain).items():
+        if not _alike(used := seen.settings.get(key, meant), meant):
+            return f"{key} is {used}, and the plain process has {meant}"
+    return ""
+
+
+def of_missing(lacking: Tensor, whole: bool, shape: torch.Size) -> Cause:
+    if whole:
+        return Cause(
+            "frozen", "no optimizer holds it or has a gradient of it, and it never changes"
+        )
+    return Cause("rows", f"no optimizer holds {_rows(lacking, shape)}, which never change")
+
+
+def _alike(one: Any, other: Any) -> bool:
+    if isinstance(one, float) and isinstance(other, float):
+        return abs(one - other) <= 1e-9 * abs(other)
+    return bool(one == other)
+
+
+def _named(k: float, ranks: int, microbatches: int) -> str:
+    """Say what a factor may be, likeliest first."""
+    names = {
+        "the number of ranks, a sum where a mean is meant": ranks,
+        "1 / the number of ranks, a mean where a sum is meant": 1 / ranks,
+        "the number of microbatches, by which nobody divided": microbatches,
+        "1 / the number of microbatches, divided twice": 1 / microbatches,
+        "ranks x microbatches, divided by neither": ranks * microbatches,
+        "1 / (ranks x microbatches)": 1 / (ranks * microbatches),
+        "the square root of the number of ranks": ranks**0.5,
+        "1 / the square root of the number of ranks": ranks**-0.5,
+        "counted twice": 2.0,
+    }
+    fitting = [
+        name for name, value in names.items() if value != 1 and abs(k / value - 1) < CLOSE / 2
+    ]
+    return ": " + ", or ".join(fitting) if fitting else ""
+
+
+def _fit(basis: Tensor, values: Tensor, bound: float) -> Tensor | None:
+    """Return the factors of the columns that make the values within the bound; None if there are none."""
+    if len(values) < 2 * basis.shape[1] or not values.isfinite().all():
+        return None
+    factors = torch.linalg.lstsq(basis, values[:, None], driver="gelsd").solution[:, 0]
+    largest = max(1.0, float(factors.abs().max()))
+    return factors if float((values - basis @ factors).norm()) <= 2 * bound * largest else None
+
+
+def _is_even(factors: Tensor) -> bool:
+    return bool(
+        (factors - factors.mean()).abs().max() <= max(2 * CLOSE * abs(float(factors.mean())), 1e-9)
+    )
+
+
+def _is_zero(part: Tensor, factors: Tensor) -> bool:
+    return bool(part.abs().max() < 2 * CLOSE * factors.abs().max()) if part.numel() else False
+
+
+def _bits(pieces: Iterable[Piece]) -> str | None:
+    """Name a dtype of 16 bits in which all these values are exact."""
+    values = torch.cat([piece.values.float() for piece in pieces])
+    values = values[values != 0]
+    for dtype in (torch.bfloat16, torch.float16):
+        if len(values) > 8 and torch.equal(values.to(dtype).float(), values):
+            return str(dtype).removeprefix("torch.")
+    return None
+
+
+def _rows(mask: Tensor, shape: torch.Size) -> str:
+    rows = mask.view(*shape[:1], -1).any(-1).nonzero().flatten().tolist()
+    return f"row {_listed(rows)} of {len(mask.view(*shape[:1], -1))}"
+
+
+def _listed(numbers: Iterable[int]) -> str:
+    ranges: list[list[int]] = []
+    for number in sorted(numbers):
+        if ranges and number == ranges[-1][1] + 1:
+            ranges[-1][1] = number
+        else:
+            ranges.append([number, number])
+    return ", ".join(f"{a}" if a == b else f"{a}-{b}" for a, b in ranges)

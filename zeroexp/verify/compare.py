@@ -1,0 +1,179 @@
+"""The first step and weight in which a loop differs from one process, in the order in which a step unfolds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+
+from zeroexp.verify import causes
+from zeroexp.verify.causes import Cause, GradientLook, UpdateLook
+from zeroexp.verify.loop import Loop, NoLoop
+from zeroexp.verify.observe import Record, Seen
+from zeroexp.verify.oracle import Expected, Oracle, Updates, Whole, distance
+from zeroexp.verify.pieces import Piece, whole
+
+START, RAW = "weights at the start", "gradient before clipping"
+GRADIENT, UPDATE = "gradient at the optimizer", "weights after the step"
+CLIPPED = 1e-5  # relative rounding of a norm and of the product with it, in float32
+
+
+@dataclass
+class Difference:
+    """Where a loop first differs from one process."""
+
+    step: int
+    what: str
+    tensor: str
+    rank: int
+    distance: float  # relative to what the rank should hold of it
+    bound: float  # of that, by rounding
+    num_tensors: int  # that differ at this place
+    cause: Cause
+
+
+@dataclass
+class Verdict:
+    """What is known of a loop on one number of ranks."""
+
+    world_size: int
+    num_steps: int
+    num_weights: int
+    difference: Difference | None = None
+    used: float = 0.0  # the largest part of a bound that rounding used
+    rounding: float = 0.0  # the median bound of a gradient, relative to it
+    notes: list[str] = field(default_factory=list)
+
+
+def judge(loop: Loop, records: list[Record]) -> Verdict:
+    """Return the first difference of what ranks saw, or none."""
+    return _Judge(loop, records).judge()
+
+
+class _Judge:
+    def __init__(self, loop: Loop, records: list[Record]) -> None:
+        self.loop, self.records = loop, records
+        self.oracle, self.updates = Oracle(loop, len(records)), Updates(loop)
+        num_steps = len(records[0].steps)
+        self.verdict = Verdict(len(records), num_steps, len(self.oracle.shapes))
+        self.weights = [self._whole(self._held(step)) for step in range(num_steps + 1)]
+
+    def judge(self) -> Verdict:
+        exact = self.oracle.initial
+        found = self._first(
+            0, START, self._held(0), (exact, dict.fromkeys(exact, 0.0)), causes.of_start
+        )
+        for step in range(self.verdict.num_steps):
+            seen = [record.steps[step] for record in self.records]
+            found = found or self._gradient(step, seen) or self._update(step, seen)
+        self.verdict.difference = found
+        return self.verdict
+
+    def _gradient(self, step: int, seen: list[Seen]) -> Difference | None:
+        weights, raw = self.weights[step], [each.raw for each in seen]
+        rows = self.oracle.contributions(weights, step)
+        exact = {name: each.sum(0) for name, each in rows.items()}
+        bounds = self.oracle.rounding(weights, step, rows, self.loop.dtype)
+        self._note_rounding(exact, bounds)
+        look = GradientLook(self.oracle, self.weights, step, rows, bounds)
+        if found := self._first(step, RAW, raw, (exact, bounds), look.explain):
+            return found
+        if any(raw):
+            own = self._whole(raw)
+            exact = {n: own[n] if own[n].isfinite().all() else each for n, each in exact.items()}
+            bounds = {name: CLIPPED * float(each.norm()) for name, each in exact.items()}
+            look.clipping = True
+        look.factor = factor = self.oracle.coefficient(exact)
+        if factor < 1 and not any(raw):
+            self._note("clipping hides a factor of all gradients, as it is not torch's own")
+        expected = (
+            {n: e * factor for n, e in exact.items()},
+            {n: b * factor for n, b in bounds.items()},
+        )
+        gradients = [each.gradients for each in seen]
+
+        def explain(wrong: causes.Wrong) -> Cause:
+            calls = max(each.calls.get(wrong[0][1].name, 0) for each in seen)
+            return (
+                Cause("optimizer", f"it steps {calls} times") if calls > 1 else look.explain(wrong)
+            )
+
+        return self._first(step, GRADIENT, gradients, expected, explain) or self._missing(
+            step, gradients, expected[0]
+        )
+
+    def _missing(self, step: int, gradients: list[list[Piece]], exact: Whole) -> Difference | None:
+        """Find weights, or elements of them, whose gradient no rank's optimizer has."""
+        there, before, after = self._whole(gradients), self.weights[step], self.weights[step + 1]
+        for name, meant in exact.items():
+            lacking = there[name].isnan() & (meant != 0)
+            if not lacking.any():
+                continue
+            if (before[name] != after[name])[lacking].any():
+                raise NoLoop(
+                    f"{name}: it changes, and its gradient is in no torch optimizer that can be read"
+                )
+            cause = causes.of_missing(
+                lacking, bool(there[name].isnan().all()), self.oracle.shapes[name]
+            )
+            return Difference(step, GRADIENT, name, 0, 1.0, 0.0, 1, cause)
+        return None
+
+    def _update(self, step: int, seen: list[Seen]) -> Difference | None:
+        gradients = self._whole([each.gradients for each in seen])
+        gradients = {name: each for name, each in gradients.items() if not each.isnan().any()}
+        settings = causes.of_settings(self.updates.optimizer, seen[0])
+        before = self.weights[step]
+        expected = self.updates.step(before, gradients)
+        look = UpdateLook(before, expected[0], len(seen), settings, self.oracle.shapes)
+        return self._first(step, UPDATE, self._held(step + 1), expected, look.explain)
+
+    def _first(
+        self,
+        step: int,
+        what: str,
+        held: list[list[Piece]],
+        expected: Expected,
+        explain: Callable[[causes.Wrong], Cause],
+    ) -> Difference | None:
+        """Compare every rank's pieces, and explain those that differ if any does."""
+        exact, bounds = expected
+        order = {name: index for index, name in enumerate(exact)}
+        wrong: causes.Wrong = []
+        for rank, piece in ((rank, piece) for rank, each in enumerate(held) for piece in each):
+            if piece.name not in exact:
+                continue
+            off, bound = distance(piece, exact), bounds[piece.name]
+            if not off <= bound:  # also where it is no number
+                wrong.append((rank, piece))
+            elif bound:
+                self.verdict.used = max(self.verdict.used, off / bound)
+        if not wrong:
+            return None
+        wrong.sort(key=lambda each: (order[each[1].name], each[0]))
+        rank, piece = wrong[0]
+        size = max(float(exact[piece.name][piece.where].norm()), 1e-30)
+        relative = distance(piece, exact) / size, bounds[piece.name] / size
+        return Difference(
+            step, what, piece.name, rank, *relative, len({p.name for _, p in wrong}), explain(wrong)
+        )
+
+    def _held(self, step: int) -> list[list[Piece]]:
+        """The weights that each rank holds before a step, or after the last."""
+        return [[*each.steps, each][step].weights for each in self.records]
+
+    def _whole(self, held: Iterable[list[Piece]]) -> Whole:
+        return whole((piece for each in held for piece in each), self.oracle.shapes)
+
+    def _note_rounding(self, exact: Whole, bounds: dict[str, float]) -> None:
+        relative = {
+            name: bounds[name] / float(each.norm()) for name, each in exact.items() if each.any()
+        }
+        ordered = sorted(relative.values()) or [0.0]
+        self.verdict.rounding = ordered[len(ordered) // 2]
+        for name, each in relative.items():
+            if each > 0.5:
+                self._note(f"{name}: its gradient is rounding alone, and is not judged")
+
+    def _note(self, text: str) -> None:
+        if text not in self.verdict.notes:
+            self.verdict.notes.append(text)

@@ -1,0 +1,106 @@
+"""What one rank holds in each step, copied while its own code runs: hooks that read, and send nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Iterable
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.utils import clip_grad
+from torch.optim import Optimizer
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
+
+from zeroexp.verify.pieces import Piece, Places
+
+
+@dataclass
+class Seen:
+    """One step of one rank."""
+
+    weights: list[Piece]  # before it
+    raw: list[Piece] = field(default_factory=list)  # gradients as torch's clipping finds them
+    gradients: list[Piece] = field(default_factory=list)  # as the optimizer finds them
+    calls: dict[str, int] = field(default_factory=dict)  # of an optimizer, for each weight
+    optimizer: str = ""  # its class
+    settings: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass
+class Record:
+    """Everything that one rank saw."""
+
+    steps: list[Seen] = field(default_factory=list)
+    weights: list[Piece] = field(default_factory=list)  # after the last step
+
+
+class Observer:
+    """Listens to torch's clipping and to every optimizer of this process."""
+
+    def __init__(self, places: Places) -> None:
+        self.record = Record()
+        self._places = places
+        self._depth = 0  # an optimizer may call another, as ZeroRedundancyOptimizer does
+
+    @contextmanager
+    def step(self) -> Generator[None]:
+        self.record.steps.append(Seen(self._places.weights()))
+        begins = register_optimizer_step_pre_hook(self._begins)
+        ends = register_optimizer_step_post_hook(self._ends)
+        _listeners.append(self._clips)
+        yield
+        _listeners.remove(self._clips)
+        begins.remove()
+        ends.remove()
+        self.record.weights = self._places.weights()
+
+    def _clips(self, tensors: list[Tensor]) -> None:
+        _add(self.record.steps[-1].raw, self._places.gradients(tensors))
+
+    def _begins(self, stepping: Optimizer, *_: Any) -> None:
+        self._depth += 1
+        seen = self.record.steps[-1]
+        seen.optimizer, seen.settings = type(stepping).__name__, settings_of(stepping)
+        if self._depth == 1:
+            tensors = [each for group in stepping.param_groups for each in group["params"]]
+            pieces = self._places.gradients(tensors)
+            for name in {piece.name for piece in pieces}:
+                seen.calls[name] = seen.calls.get(name, 0) + 1
+            _add(seen.gradients, pieces)
+
+    def _ends(self, *_: Any) -> None:
+        self._depth -= 1
+
+
+def settings_of(stepping: Optimizer) -> dict[str, Any]:
+    """Return what an optimizer's first group sets, but for the choice among equal kernels."""
+    kernels = ("params", "foreach", "fused", "capturable", "differentiable", "initial_lr")
+    return {key: value for key, value in stepping.param_groups[0].items() if key not in kernels}
+
+
+_listeners: list[Callable[[list[Tensor]], None]] = []
+
+
+def listen_to_clipping() -> None:
+    """Have torch's clipping show the gradients that it is given; call it before a loop's file is imported."""
+    clip: Any = clip_grad._clip_grads_with_norm_  # pyright: ignore[reportPrivateUsage]
+
+    def shown(parameters: Tensor | Iterable[Tensor], *args: Any, **kwargs: Any) -> Any:
+        tensors = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+        for listener in _listeners:
+            listener(tensors)
+        return clip(tensors, *args, **kwargs)
+
+    clip_grad._clip_grads_with_norm_ = shown  # pyright: ignore[reportPrivateUsage]
+    torch.nn.utils.clip_grads_with_norm_ = shown
+
+
+def _add(pieces: list[Piece], further: list[Piece]) -> None:
+    """Add pieces of weights that have none yet: the first call counts."""
+    names = {piece.name for piece in pieces}
+    pieces += [piece for piece in further if piece.name not in names]

@@ -1,0 +1,138 @@
+"""One process doing the obvious thing in plain PyTorch, and how far rounding alone moves what it computes.
+
+The bound of every comparison is measured on the loop's own model: the oracle runs in the dtype in which the loop
+computes and in float64, and what lies between the two is rounding. Another right program rounds in another order, by
+about as much.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor, nn
+
+from zeroexp.verify.loop import Loop, as_dtype, batch_of
+from zeroexp.verify.pieces import Piece
+
+# How many times the measured rounding a right loop may be away: it adds its own to the oracle's, and both are one
+# sample each. Of 100 right loops (tests/verify/loops.py) the farthest is at a quarter of this.
+MARGIN = 8.0
+Whole = dict[str, Tensor]  # flat, in float64, by the name of the weight
+Expected = tuple[Whole, dict[str, float]]  # and how far from it a right loop may be
+
+
+class Oracle:
+    """Gradients of the plain model at any weights, for the batches of all ranks."""
+
+    def __init__(self, loop: Loop, world_size: int) -> None:
+        self.loop, self.world_size = loop, world_size
+        self.shapes = {name: each.shape for name, each in loop.model.named_parameters()}
+        self.initial = _flat_weights(loop.model)
+        self.counts = torch.ones(
+            world_size, loop.microbatches
+        ).double()  # labels of each microbatch
+
+    def contributions(
+        self, weights: Whole, step: int, dtype: torch.dtype = torch.float64, *, untied: bool = False
+    ) -> Whole:
+        """Return for each weight a row for each rank's each microbatch; the gradient is the sum of the rows.
+
+        untied: a weight that several modules share has a row for each of its uses.
+        """
+        model = copy.deepcopy(self.loop.model)
+        if dtype == torch.float64:
+            model.double()  # and its buffers
+        for parameter in model.parameters():
+            parameter.data = parameter.data.to(dtype)
+        _fill(model, weights)
+        uses = _uses(model, untied)
+        rows: dict[str, list[Tensor]] = {name: [] for name in uses}
+        for rank, microbatch in torch.ones_like(self.counts).nonzero().tolist():
+            batch = as_dtype(batch_of(self.loop, step, rank, microbatch), dtype)
+            result = self.loop.loss(model, batch)
+            loss, count = result if isinstance(result, tuple) else (result, 1)
+            self.counts[rank, microbatch] = float(count)
+            model.zero_grad()
+            loss.backward()
+            for name, each in rows.items():
+                each += [_gradient(parameter) for parameter in uses[name]]
+        return {name: torch.stack(each) / self.counts.sum() for name, each in rows.items()}
+
+    def rounding(
+        self, weights: Whole, step: int, exact: Whole, dtype: torch.dtype
+    ) -> dict[str, float]:
+        """Return how far from the sum of these rows a gradient may be that is computed in `dtype`."""
+        worked = self.contributions(weights, step, dtype)
+        unit = torch.finfo(dtype).eps / 2
+        return {
+            name: MARGIN
+            * float((worked[name] - rows).sum(0).norm() + unit * rows.abs().sum(0).norm())
+            for name, rows in exact.items()
+        }
+
+    def coefficient(self, gradients: Whole) -> float:
+        """Return by what clipping multiplies these gradients."""
+        norm = float(torch.cat(list(gradients.values())).norm())
+        most = self.loop.max_grad_norm
+        return 1.0 if most is None else min(1.0, most / (norm + 1e-6))
+
+
+class Updates:
+    """The plain optimizer, which follows the loop's own weights and gradients, in the model's dtype and in float64."""
+
+    def __init__(self, loop: Loop) -> None:
+        self._models = [copy.deepcopy(loop.model), copy.deepcopy(loop.model).double()]
+        self._optimizers = [loop.optimizer(model) for model in self._models]
+        schedule = loop.scheduler
+        self._schedulers = [schedule(each) for each in self._optimizers] if schedule else []
+        self.optimizer = self._optimizers[0]
+
+    def step(self, weights: Whole, gradients: Whole) -> Expected:
+        """Return what a step makes of these weights; a weight without a gradient is left as it is."""
+        for model, optimizer in zip(self._models, self._optimizers, strict=True):
+            _fill(model, weights)
+            for name, parameter in model.named_parameters():
+                own = gradients.get(name)
+                parameter.grad = None if own is None else own.view_as(parameter).to(parameter.dtype)
+            optimizer.step()
+        for scheduler in self._schedulers:
+            scheduler.step()
+        worked, exact = map(_flat_weights, self._models)
+        units = {n: torch.finfo(p.dtype).eps / 2 for n, p in self._models[0].named_parameters()}
+        return exact, {
+            name: MARGIN * float((worked[name] - each).norm() + units[name] * each.norm())
+            for name, each in exact.items()
+        }
+
+
+def distance(piece: Piece, exact: Mapping[str, Tensor]) -> float:
+    return float((piece.values.double() - exact[piece.name][piece.where]).norm())
+
+
+def _flat_weights(model: nn.Module) -> Whole:
+    return {name: each.detach().double().flatten() for name, each in model.named_parameters()}
+
+
+def _fill(model: nn.Module, weights: Whole) -> None:
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.copy_(weights[name].view_as(parameter))
+
+
+def _gradient(parameter: Tensor) -> Tensor:
+    gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+    return gradient.detach().double().flatten()
+
+
+def _uses(model: nn.Module, untied: bool) -> dict[str, list[nn.Parameter]]:
+    """Return the trained parameters by name; `untied` gives each module that shares one a copy of its own."""
+    uses = {name: [each] for name, each in model.named_parameters() if each.requires_grad}
+    names = {id(each[0]): name for name, each in uses.items()}
+    for name, parameter in list(model.named_parameters(remove_duplicate=False)) if untied else ():
+        if id(parameter) in names and name != names[id(parameter)]:
+            owner, _, attribute = name.rpartition(".")
+            uses[names[id(parameter)]].append(nn.Parameter(parameter.detach().clone()))
+            setattr(model.get_submodule(owner), attribute, uses[names[id(parameter)]][-1])
+    return uses

@@ -1,0 +1,146 @@
+"""Which elements of which weight a rank's tensors are, whoever cut them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+from zeroexp.measure.memory import local_tensor
+
+# What wrappers put into the names of parameters.
+WRAPPED = ("_fsdp_wrapped_module.", "_checkpoint_wrapped_module.", "_orig_mod.", "module.")
+Place = tuple[
+    str, Tensor, slice
+]  # a weight, which of its elements, and where these lie in a flat tensor
+
+
+@dataclass
+class Piece:
+    """Some elements of one weight, or of its gradient."""
+
+    name: str
+    where: Tensor  # the number of each in the flattened weight
+    values: Tensor  # flat, in the dtype in which they were found
+
+
+class Places:
+    """Tells what tensors of this rank are, of a sharded model and of its optimizers."""
+
+    def __init__(self, holder: Any, initial: Mapping[str, Tensor]) -> None:
+        """holder: the sharded model, or an engine of `zeroexp.interface`. initial: the plain model's weights."""
+        self._holder, self._initial = holder, initial
+        self._known: dict[int, tuple[Tensor, list[Place]]] = {}  # of optimizers, by their id
+
+    def weights(self) -> list[Piece]:
+        """Copies of all weights on this rank: those that no module shows, from where an optimizer holds them."""
+        pieces = [Piece(name, where, values.clone()) for name, where, values in self._shown()]
+        names = {piece.name for piece in pieces}
+        for tensor, places in self._known.values():
+            hidden = [place for place in places if place[0] not in names]
+            pieces += [Piece(name, where, _flat(tensor)[at].clone()) for name, where, at in hidden]
+        return pieces
+
+    def gradients(self, tensors: Iterable[Tensor]) -> list[Piece]:
+        """Copies of the gradients of these tensors, of a module or of an optimizer."""
+        pieces: list[Piece] = []
+        # Our engine shows its gradients to no plain code.
+        with torch._C.DisableTorchFunctionSubclass():  # pyright: ignore[reportPrivateUsage]
+            for tensor in (each for each in tensors if each.grad is not None):
+                if id(tensor) not in self._known:
+                    self._known[id(tensor)] = (
+                        tensor,
+                        self._by_memory(tensor) or self._by_value(tensor),
+                    )
+                gradient = _flat(tensor.grad)
+                places = self._known[id(tensor)][1]
+                pieces += [Piece(name, where, gradient[at].clone()) for name, where, at in places]
+        return pieces
+
+    def _shown(self) -> Iterable[tuple[str, Tensor, Tensor]]:
+        """(name, which elements, their values) of what the sharded model shows."""
+        if hasattr(self._holder, "model_states"):
+            for name, entries in self._holder.state_dict().items():
+                for piece in entries["weight"].pieces if "weight" in entries else ():
+                    where = torch.arange(piece.start, piece.start + piece.tensor.numel())
+                    yield name, where, piece.tensor.detach()
+            return
+        for name, parameter in self._holder.named_parameters():
+            for word in WRAPPED:
+                name = name.replace(word, "")
+            if name in self._initial and parameter.shape == self._initial[name].shape:
+                yield name, _elements(parameter), _flat(parameter)
+
+    def _by_memory(self, tensor: Tensor) -> list[Place]:
+        """Find weights that lie in the tensor's memory: it is one, or a slice of a flat buffer of them."""
+        found: list[Place] = []
+        mine = _flat(tensor)
+        for name, where, values in self._shown():
+            begin = (values.data_ptr() - mine.data_ptr()) // mine.itemsize
+            low, high = max(begin, 0), min(begin + len(values), len(mine))
+            if low < high and values.dtype == mine.dtype:
+                found.append((name, where[low - begin : high - begin], slice(low, high)))
+        return found
+
+    def _by_value(self, tensor: Tensor) -> list[Place]:
+        """Find weights by their values as built: a flat copy has them one after the other."""
+        mine = _flat(tensor).float()
+        values = [each.flatten().to(tensor.dtype).float() for each in self._initial.values()]
+        whole = torch.cat([*values, torch.tensor([torch.nan])])
+        numbers, counts = whole.unique(return_counts=True)
+        order = whole[:-1].argsort()
+        ranked = torch.searchsorted(whole[order], mine).clamp(max=len(order) - 1)
+        at = torch.where(torch.isin(mine, numbers[counts == 1]), order[ranked], -1).tolist()
+        # What stands more than once, as zeros and ones do, is found beside what stands once.
+        for indices, step in ((range(1, len(at)), 1), (range(len(at) - 2, -1, -1), -1)):
+            for i in indices:
+                beside = at[i - step] + step
+                if (
+                    at[i] < 0 <= at[i - step]
+                    and 0 <= beside < len(order)
+                    and whole[beside] == mine[i]
+                ):
+                    at[i] = beside
+        return self._runs(torch.tensor(at))
+
+    def _runs(self, at: Tensor) -> list[Place]:
+        found: list[Place] = []
+        begin = 0
+        for name, value in self._initial.items():
+            inside = ((at >= begin) & (at < begin + value.numel())).nonzero().flatten().tolist()
+            if inside and inside[-1] - inside[0] + 1 == len(inside):
+                here = slice(inside[0], inside[-1] + 1)
+                found.append((name, at[here] - begin, here))
+            begin += value.numel()
+        return found
+
+
+def whole(pieces: Iterable[Piece], shapes: Mapping[str, torch.Size]) -> dict[str, Tensor]:
+    """Return whole flat tensors in float64; nan where no piece is. The first of several wins."""
+    result = {
+        name: torch.full((size.numel(),), torch.nan).double() for name, size in shapes.items()
+    }
+    for piece in pieces:
+        empty = result[piece.name][piece.where].isnan()
+        result[piece.name][piece.where[empty]] = piece.values[empty].double()
+    return result
+
+
+def _flat(tensor: Any) -> Tensor:
+    return local_tensor(tensor).detach().reshape(-1)
+
+
+def _elements(parameter: Tensor) -> Tensor:
+    numbers = torch.arange(parameter.numel())
+    if not isinstance(parameter, DTensor):
+        return numbers
+    shape, offset = compute_local_shape_and_global_offset(
+        parameter.shape, parameter.device_mesh, parameter.placements
+    )
+    box = tuple(slice(low, low + size) for low, size in zip(offset, shape, strict=True))
+    return numbers.view(parameter.shape)[box].reshape(-1)
