@@ -16,8 +16,8 @@ import torch
 import transformers
 
 from benchmarks import targets
-from zeroexp.cluster.environment import processor_name
 from zeroexp.config.keys import ConfigError
+from zeroexp.plan.machines import processor_name
 from zeroexp.report import markdown as report
 
 MB = 1e6

@@ -14,6 +14,8 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+from zeroexp.plan.machines import processor_name
+
 LIBRARIES: tuple[str, ...] = (
     "zeroexp",
     "torch",
@@ -39,15 +41,6 @@ def describe_environment(arguments: Sequence[str], device: str) -> dict[str, Any
         "git": _git(),
         "versions": {"python": platform.python_version(), **_versions()},
     }
-
-
-def processor_name() -> str:
-    """Return the model of this machine's processor; its architecture if the kernel names no model."""
-    with contextlib.suppress(FileNotFoundError):  # no /proc
-        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    return platform.machine()
 
 
 def _versions() -> dict[str, str]:

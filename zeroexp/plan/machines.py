@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import platform
 from collections.abc import Iterable
 from dataclasses import dataclass
+from pathlib import Path
 
 from zeroexp.config.keys import Config
 
@@ -58,6 +61,15 @@ class Machines:
     def __str__(self) -> str:
         nodes = f"{self.shape.nodes} node{'s' if self.shape.nodes > 1 else ''}"
         return f"{self.device}, {nodes} of {self.shape.ranks_per_node}"
+
+
+def processor_name() -> str:
+    """Return the model of this machine's processor; its architecture if the kernel names no model."""
+    with contextlib.suppress(OSError):  # no /proc
+        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.machine()
 
 
 def machines_of(config: Config, device: str) -> Machines:

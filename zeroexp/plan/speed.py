@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import json
 import os
-import platform
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from math import log
@@ -21,7 +20,7 @@ import torch
 
 from zeroexp.config.gpus import GPUS, LINK_SHARE, NETWORKS, USUAL_GPU, USUAL_NETWORK, Gpu, Network
 from zeroexp.config.keys import Config, ConfigError
-from zeroexp.plan.machines import JobShape, Machines
+from zeroexp.plan.machines import JobShape, Machines, processor_name
 
 OUTPUTS = "outputs"  # where runs and calibrations are kept
 NOT_CALIBRATED = "not calibrated"
@@ -106,15 +105,10 @@ class Calibration:
 
 def this_machine() -> str:
     """Return the words by which a calibration knows its machine."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    except OSError:  # not Linux
-        lines = []
-    models = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    model = models[0] if models else platform.machine()
     # Without some of its instructions a machine is another one.
     word = os.environ.get("ONEDNN_MAX_CPU_ISA")
-    return f"{model}, {os.cpu_count()} cores" + (f", ONEDNN_MAX_CPU_ISA={word}" if word else "")
+    less = f", ONEDNN_MAX_CPU_ISA={word}" if word else ""
+    return f"{processor_name()}, {os.cpu_count()} cores{less}"
 
 
 def these_gpus() -> str:
