@@ -9,9 +9,12 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import ExitStack
 from dataclasses import asdict, replace
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -213,28 +216,54 @@ def test_a_run_folder_says_what_ran_where(matrix):
     assert environment["versions"]["torch"] and environment["host"]
     assert len(environment["git"]["commit"]) == 40
     assert read_summary(run.folder) is not None
+    assert not (run.folder / "earlier").exists(), "only repeated points are run again"
     assert sorted(log.name for log in (run.folder / "logs").iterdir()) == ["rank0.log", "rank1.log"]
 
 
-def test_repeats_run_in_rounds_and_give_verdicts_and_a_broken_claim_fails_the_study(tmp_path):
-    """Each point runs once before any runs again, and what others used of the machine is written down."""
+def test_repeats_run_in_rounds_and_give_verdicts_and_a_broken_claim_fails_the_study(
+    tmp_path, busy_cores
+):
+    """Each point runs once before any runs again, and what others used of the machine is written down.
+
+    Since others use all of it, each run is run again at the end, once, and its first files are kept.
+    """
     study = write_study(tmp_path, "must_equal: [strategy, versions]")
-    done = zeroexp(tmp_path, *study, "-m", "strategy=ddp,zero3", "repeats=3", *ONE)
+    with busy_cores:
+        done = zeroexp(tmp_path, *study, "-m", "strategy=ddp,zero3", "repeats=3", *ONE)
     assert done.returncode == 1, done.stderr
     assert set(statuses(tmp_path).values()) == {"done"}, "it is the claim that fails"
     assert re.search(r"study\.must_equal: strategy\S* differs: ", done.stdout)
-    order = sorted(jobs(tmp_path).values(), key=lambda job: job.state["running_at"])
-    assert [job.name for job in order] == [
-        f"{point}{repeat}"
-        for repeat in ("", "-r2", "-r3")
-        for point in ("ddp-buffer-n1", "zero3-buffer-n1")
-    ]
+    rounds = [f"{point}-buffer-n1{n}" for n in ("", "-r2", "-r3") for point in ("ddp", "zero3")]
+    order = sorted(jobs(tmp_path).values(), key=lambda job: first_state(job)["running_at"])
+    assert [job.name for job in order] == rounds
+    last = max(first_state(job)["done_at"] for job in order)
+    for job in order:
+        assert [each.name for each in (job.folder / "earlier").iterdir()] == ["1"]
+        assert job.state["running_at"] > last
+        assert len(read_records(job.folder / "earlier/1")) == len(read_records(job.folder)) == 3
+    told = "in doubt, are runs of ddp-buffer-n1 (3), zero3-buffer-n1 (3)."
+    assert told in " ".join(done.stdout.split())
     rows = re.findall(r"^(?:ddp|zero3) .*$", done.stdout, flags=re.MULTILINE)
     assert len(rows) == 2, "one row per point"
     # On a busy machine a ratio of three rounds may be anything.
     assert re.search(r"zero3-buffer-n1 +[\d.]+ \[[\d.]+, \S+\]: ", done.stdout), done.stdout
     loads = [json.loads((job.folder / "load.json").read_text()) for job in order]
     assert all(0 <= load["other_cores"] <= os.cpu_count() for load in loads)
+
+
+def first_state(job: Job) -> dict[str, Any]:
+    return json.loads((job.folder / "earlier/1/state.json").read_text())
+
+
+@pytest.fixture
+def busy_cores() -> Iterator[ExitStack]:
+    """Programs that use all cores until the block ends."""
+    with ExitStack() as running:
+        for _ in range(os.cpu_count() or 1):
+            process = subprocess.Popen([sys.executable, "-c", "while True: pass"])
+            running.callback(process.wait)
+            running.callback(process.kill)
+        yield running
 
 
 def test_a_failed_point_leaves_the_others_and_is_run_again_alone(tmp_path):

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -23,7 +23,7 @@ from zeroexp.check.sweep_points import (
     require_defined,
     require_points,
 )
-from zeroexp.checkpoint.folders import pin
+from zeroexp.checkpoint.folders import complete_checkpoints, pin
 from zeroexp.cluster.environment import describe_environment
 from zeroexp.cluster.fits_memory import plan_slurm_points
 from zeroexp.cluster.follow import cancel_unfinished, follow_waited, refresh, unfinished
@@ -45,10 +45,16 @@ from zeroexp.report.exports import runs_as_json
 from zeroexp.report.measured_points import Point as RunPoint
 from zeroexp.report.measured_points import points_of as runs_as_points
 from zeroexp.report.results_table import print_lines, print_table
-from zeroexp.report.statistics import judge_losses
+from zeroexp.report.statistics import AGAIN, in_doubt, judge_losses
 from zeroexp.report.sweep_progress import Progress
 from zeroexp.tracking import owner
-from zeroexp.tracking.files import read_records, step_record, working_folder_of, write_json
+from zeroexp.tracking.files import (
+    read_json,
+    read_records,
+    step_record,
+    working_folder_of,
+    write_json,
+)
 from zeroexp.tracking.json_files import reserve
 from zeroexp.tracking.mlflow import LINK
 from zeroexp.tracking.run import UNFINISHED, Run, read_run, read_runs
@@ -253,10 +259,29 @@ class Sweep:
                 for job in queued.values():
                     self._open_uploads(job)
                 follow_waited(queued, progress, on_step=self._look, on_end=self._send)
+                self._run_spoilt_again(numbered, progress)
         finally:
             begun = [job for job in cancel_unfinished(jobs) if (job.folder / LINK).exists()]
             for job in begun:
                 self._send(job)
+
+    def _run_spoilt_again(self, numbered: Mapping[int, Job], progress: Progress) -> None:
+        """Run once more what others have spoilt of a sweep on this machine that repeats its points for their times.
+
+        A run with a checkpoint stays as it is: it would go on from there.
+        """
+        timed = {
+            job.folder: number
+            for number, job in numbered.items()
+            if job.status == "done" and job.config.cluster.kind == "local"
+            if job.config.repeats > 1 and not complete_checkpoints(job.folder)
+        }
+        for run in [*in_doubt(runs_as_points(read_runs(timed)))]:
+            number, file = timed[run.folder], run.folder / "environment.json"
+            _set_aside(numbered[number])
+            write_json(file, {**(read_json(file) or {}), AGAIN: True})
+            progress.again()
+            self._run_one(number, numbered[number], progress)
 
     def _run_one(self, number: int, job: Job, progress: Progress) -> None:
         if job.status == "skipped":

@@ -27,6 +27,7 @@ from zeroexp.report.measured_points import (
 )
 from zeroexp.report.reading import records_of
 from zeroexp.report.statistics import (
+    AGAIN,
     Comparison,
     Quality,
     Verdict,
@@ -352,9 +353,7 @@ def conclude(points: Sequence[Point], reference: str | None = None) -> Conclusio
     broken += [f"study.must_equal: {x}" for x in lines_of_unequal_facts(points, must_equal)]
     claims = claims_of(points)
     broken += [claim.line for claim in claims if claim.holds is False]
-    return Conclusions(
-        chosen, judged, _doubtful_times(points), broken, _qualities(points, chosen), claims
-    )
+    return Conclusions(chosen, judged, _doubts(points), broken, _qualities(points, chosen), claims)
 
 
 def _qualities(points: Sequence[Point], reference: Point | None) -> list[Quality]:
@@ -381,13 +380,20 @@ def _by_seed(summaries: Mapping[int, RunSummary], key: str) -> dict[int, Any]:
     return {seed: getattr(summary, key) for seed, summary in sorted(summaries.items())}
 
 
-def _doubtful_times(points: Sequence[Point]) -> list[str]:
-    """Return one line about the times which others spoilt, or which scatter; of many it tells the first."""
+def _doubts(points: Sequence[Point]) -> list[str]:
+    """Say which times others spoilt, or scatter (of many the first), and which runs ran again for that."""
     doubtful = [f"{point.name} ({why})" for point in points if (why := why_doubtful(point))]
-    if not doubtful:
-        return []
-    who = ", ".join(doubtful)
-    if len(doubtful) > MOST_DOUBTS:
-        timed = sum(point.step_seconds is not None for point in points)
-        who = f"{len(doubtful)} of {timed} points, as of {doubtful[0]}"
-    return [f"In doubt, and marked with ?, are the times of {who}: run them again by themselves."]
+    again = [(point.name, sum(AGAIN in run.environment for run in point.runs)) for point in points]
+    again = [f"{name} ({number})" for name, number in again if number]
+    lines: list[str] = []
+    if doubtful:
+        who = ", ".join(doubtful)
+        if len(doubtful) > MOST_DOUBTS:
+            timed = sum(point.step_seconds is not None for point in points)
+            who = f"{len(doubtful)} of {timed} points, as of {doubtful[0]}"
+        told = "run them again by themselves"
+        lines.append(f"In doubt, and marked with ?, are the times of {who}: {told}.")
+    if again:
+        told = "Run again at the end, once, since their times were in doubt, are runs of"
+        lines.append(f"{told} {', '.join(again)}.")
+    return lines

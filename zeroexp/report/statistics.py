@@ -15,13 +15,14 @@ rounding. Their measure is the largest relative difference |loss − reference| 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from statistics import fmean, stdev
 from typing import Any
 
 from zeroexp.report.measured_points import Point
+from zeroexp.tracking.run import Run
 
 ALPHA = 0.05
 MARGIN = math.log(1.02)  # a smaller difference is none
@@ -32,6 +33,7 @@ DOUBT = (
 SPOILT = (
     0.10  # a larger share of the cores that others used, or a wider interval of a time, is a doubt
 )
+AGAIN = "again"  # in the environment of a run whose first times were in doubt, in earlier/
 UNSTEADY = 1.25  # slowest over fastest run
 
 
@@ -191,11 +193,23 @@ def step_time_interval(point: Point) -> Interval | None:
     return None
 
 
+def is_spoilt(run: Run) -> bool:
+    """Whether others used so much of the machine that the run's times tell little."""
+    cores = float(run.environment.get("machine.num_cpus", math.inf))
+    return run.other_cores is not None and run.other_cores > SPOILT * cores
+
+
+def in_doubt(points: Sequence[Point]) -> Iterator[Run]:
+    """Yield the runs that others spoilt, and all runs of points whose time is in doubt for another reason."""
+    for point in filter(why_doubtful, points):
+        yield from [*filter(is_spoilt, point.finished_runs)] or point.finished_runs
+
+
 def why_doubtful(point: Point) -> str | None:
     """Say in words why the point's time is in doubt: others spoilt a run of it, or its runs or steps scatter."""
     for run in point.finished_runs:
-        cores = float(run.environment.get("machine.num_cpus", math.inf))
-        if run.other_cores is not None and run.other_cores > SPOILT * cores:
+        if is_spoilt(run):
+            cores = float(run.environment["machine.num_cpus"])
             return f"others used {run.other_cores:.1f} of {cores:.0f} cores"
     seconds = sorted(point.seconds_by_round.values())
     if seconds and seconds[-1] > UNSTEADY * seconds[0]:

@@ -89,6 +89,10 @@ class Progress:
         self._ended.append(status)
         self.note(f"[{number}/{self._num_points}] {name}: {status}{took}{why}")
 
+    def again(self) -> None:
+        """A point that has ended will run once more."""
+        self._num_points += 1
+
     def __enter__(self) -> Progress:
         return self
 
