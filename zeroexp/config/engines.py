@@ -51,6 +51,7 @@ ENGINES = Registry(
             stages=("ddp", "zero1", "zero2", "zero3"),
             keys=("unit", "replicas", "gradient_as_bucket_view"),
             mixes_dtypes=True,
+            form=Later("zeroexp.plan.torch_closed_forms:form_of_torch"),
             rests={"zero1": STAGES["zero1_allreduce"], "zero2": STAGES["zero3"]},
             labels={
                 "zero1": "DDP and ZeroRedundancyOptimizer: gradients rest replicated",
@@ -77,3 +78,8 @@ def stage_carried_out(implementation: str, stage: str) -> Stage | None:
     """Return where an engine's tensors rest under the name of a stage; None where that is not known."""
     rests = ENGINES[implementation].rests if implementation in ENGINES else {}
     return rests.get(stage) or STAGES.get(stage)
+
+
+def label_of(implementation: str, stage: str) -> str | None:
+    """Return in words what an engine does under the name of a stage, where it is something else."""
+    return ENGINES[implementation].labels.get(stage) if implementation in ENGINES else None

@@ -7,7 +7,7 @@ import json
 from zeroexp.config.keys import Config
 from zeroexp.plan.advise import BUDGET_SECONDS, Advice, advise
 from zeroexp.plan.plan_points import Plans
-from zeroexp.plan.plan_table import json_entry, states_at_peak
+from zeroexp.plan.plan_table import json_entry, row_of, states_at_peak
 from zeroexp.plan.search import Candidate
 from zeroexp.plan.text_table import GIB, MIB, Row, lines_of, unit_of, wrapped
 
@@ -67,16 +67,12 @@ def _lines(advice: Advice) -> list[str]:
 
 
 def _row(each: Candidate) -> Row:
-    outcome = each.planned.outcome
     return {
-        "strategy": each.stage,
-        "implementation": outcome.implementation,
-        "micro_batch_size": each.micro,
+        **row_of(each.planned),
         "recomputes": _on(each.recomputes),
         "peak_bytes": each.peak_bytes,
-        "fits": outcome.verdict or "-",
+        "fits": each.planned.outcome.verdict or "-",
         "step_ms": f"{1e3 * each.seconds:,.1f}",
-        "sent_bytes": outcome.sent.fullest,
     }
 
 

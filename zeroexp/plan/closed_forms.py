@@ -92,7 +92,7 @@ class HeldElements(NamedTuple):
     num_matrices: int = 0
 
 
-class StatesForm:
+class ClosedForm:
     """What rests on each rank of any engine, from what a subclass says of its elements, gradients and buffers.
 
     at_rest: which dtype of the precision a parameter has. of_states: that of the optimizer's moments, and of master
@@ -174,7 +174,7 @@ class UnitsOfOneShape(NamedTuple):
 
 
 @dataclass(frozen=True)
-class ShardedForm(StatesForm):
+class ShardedForm(ClosedForm):
     """The traffic and memory of one model, stage and world size.
 
     units: the root first, then the others as the model lists them. stage: the row as `world_size` ranks carry it out.

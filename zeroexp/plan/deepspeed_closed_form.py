@@ -21,12 +21,12 @@ from zeroexp.config.keys import Config, UndefinedCombination
 from zeroexp.config.optimizer import parameter_groups
 from zeroexp.measure.record import Traffic
 from zeroexp.models.module import BuiltModel
-from zeroexp.plan.closed_forms import HeldElements, OptimizerForm, PrecisionForm, StatesForm
+from zeroexp.plan.closed_forms import ClosedForm, HeldElements, OptimizerForm, PrecisionForm
 from zeroexp.plan.form_of_config import of_any_engine
 
 
 @dataclass(frozen=True)
-class DeepSpeedForm(StatesForm):
+class DeepSpeedForm(ClosedForm):
     """Sizes are numbers of elements: `groups` those of each group's parameters, in order, and `frozen` of the others.
 
     gathers: how often a microbatch of zero3 gathers each of all these. overlaps: two buckets for one.

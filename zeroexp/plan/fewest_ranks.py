@@ -11,7 +11,7 @@ from zeroexp.plan.composed_points import BATCH
 from zeroexp.plan.outcome import PlannedPoint, plan_point
 from zeroexp.plan.peak import rehearse_point
 from zeroexp.plan.plan_points import Plans
-from zeroexp.plan.plan_table import settings_of, skipped_sentences
+from zeroexp.plan.plan_table import row_of, settings_of, skipped_sentences
 from zeroexp.plan.search import MOST_RANKS, first_that_fits, more_ranks
 from zeroexp.plan.text_table import GIB, Row, lines_of, unit_of, wrapped
 
@@ -58,12 +58,9 @@ def _fit(point: PlannedPoint, limit: int) -> Row:
     outcome = point.outcome
     told = f"{outcome.strategy} {outcome.implementation}: rehearsing"
     print(told, file=sys.stderr, flush=True)
-    row: Row = {
-        **{"model": outcome.model, "strategy": outcome.strategy},
-        **{"implementation": outcome.implementation, "settings": settings_of(outcome)},
-        **{"world_size": f"not up to {MOST_RANKS[point.device]}", "samples": "-", "seq_len": "-"},
-        **{"peak_bytes": "-", "left_bytes": "-"},
-    }
+    row = row_of(point) | {"settings": settings_of(outcome)}
+    row |= {"world_size": f"not up to {MOST_RANKS[point.device]}"}
+    row |= dict.fromkeys(("samples", "seq_len", "peak_bytes", "left_bytes"), "-")
     start = first_that_fits(more_ranks(point.config, point.device), point)
     if start is None:
         return row

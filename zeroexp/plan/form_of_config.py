@@ -2,28 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
-from torch import nn
-
 from zeroexp.comm.facts import TRANSPORTS
 from zeroexp.config.engines import ENGINES
-from zeroexp.config.keys import TORCH_DDP, Config, UndefinedCombination, resolve
+from zeroexp.config.keys import Config, UndefinedCombination, resolve
 from zeroexp.config.optimizer import OPTIMIZERS, parameter_groups
 from zeroexp.config.vocabulary import vocabulary_of_data
-from zeroexp.cut.chunk import MATRIX
 from zeroexp.cut.layout import LAYOUTS, lay_out
 from zeroexp.cut.stage import Move
 from zeroexp.engines.build import options_of, stage_of
 from zeroexp.models.module import BuiltModel, build_model
-from zeroexp.plan.closed_forms import OptimizerForm, PrecisionForm, ScheduleForm, ShardedForm
-from zeroexp.plan.torch_closed_forms import DdpForm, FsdpForm, ParameterShape
+from zeroexp.plan.closed_forms import (
+    ClosedForm,
+    OptimizerForm,
+    PrecisionForm,
+    ScheduleForm,
+    ShardedForm,
+)
 from zeroexp.zero.grouping import group_parameters, specs_of, stage_for_world
 from zeroexp.zero.options import settle_options
-
-ClosedForm = ShardedForm | DdpForm | FsdpForm
 
 
 def build_on_meta(config: Config, vocab_size: int | None = None) -> BuiltModel:
@@ -41,8 +40,6 @@ def form_of(config: Config, model: BuiltModel, transport: str) -> ClosedForm:
     name = config.strategy.implementation
     if name in LAYOUTS:
         return _sharded_form(config, model, transport)
-    if name == "torch":
-        return (_ddp_form if config.strategy.name in TORCH_DDP else _fsdp_form)(config, model)
     form = ENGINES[name].form
     if form is None:
         problem = "this engine brings no closed form, so that it can not be planned"
@@ -100,35 +97,6 @@ def _gathers(form: ShardedForm, model: BuiltModel, *, recomputes: bool) -> list[
         again = 0 if form.is_kept(index) or not has_backward else 1 + (recomputes and in_block)
         gathers.append(1 + again)
     return gathers
-
-
-def _ddp_form(config: Config, model: BuiltModel) -> DdpForm:
-    groups = parameter_groups(model.module, config.optimizer, model.blocks)
-    frozen = [p for p in model.module.parameters() if not p.requires_grad]
-    return DdpForm(
-        groups=[_shapes(group["params"], group.get("kind")) for group in groups],
-        frozen=_shapes(frozen),
-        shards_optimizer=config.strategy.name == "zero1",
-        gradient_as_bucket_view=bool(config.strategy.gradient_as_bucket_view),
-        **of_any_engine(config),
-    )
-
-
-def _fsdp_form(config: Config, model: BuiltModel) -> FsdpForm:
-    groups = group_parameters(model.module, model.blocks, "block")
-    return FsdpForm(
-        units=[_shapes(group.parameters.values()) for group in groups],
-        reshards=config.strategy.name == "zero3",
-        replicas=config.strategy.replicas or 1,
-        **of_any_engine(config),
-    )
-
-
-def _shapes(parameters: Iterable[nn.Parameter], kind: str | None = None) -> list[ParameterShape]:
-    return [
-        ParameterShape(tuple(p.shape), p.requires_grad, is_matrix=kind == MATRIX)
-        for p in parameters
-    ]
 
 
 def of_any_engine(config: Config) -> dict[str, Any]:

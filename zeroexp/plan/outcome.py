@@ -6,14 +6,14 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from zeroexp.config.engines import ENGINES
+from zeroexp.config.engines import label_of
 from zeroexp.config.gpus import GPUS
 from zeroexp.config.keys import Config
 from zeroexp.measure.record import KINDS, MOMENTS, Spread
 from zeroexp.measure.summary import spread
 from zeroexp.models.module import BuiltModel
-from zeroexp.plan.closed_forms import HeldElements, ShardedForm
-from zeroexp.plan.form_of_config import ClosedForm, build_on_meta, form_of
+from zeroexp.plan.closed_forms import ClosedForm, HeldElements, ShardedForm
+from zeroexp.plan.form_of_config import build_on_meta, form_of
 from zeroexp.plan.machines import Machines, machines_of
 
 
@@ -162,7 +162,7 @@ def _outcome_of(name: str, config: Config, form: ClosedForm, machines: Machines)
         sent_by_kind=busiest.sent,
         sent_inside=inside,
         sent_between=sent.mean - inside,
-        label=_label(config),
+        label=label_of(config.strategy.implementation, config.strategy.name),
         memory_gib=_available_gib(config),
     )
 
@@ -205,11 +205,6 @@ def _planned_rank(form: ClosedForm, rank: int) -> PlannedRank:
         held_elements=form.held_elements(rank),
         bytes_at={m: sum(kinds.values()) for m, kinds in zip(MOMENTS, held, strict=True)},
     )
-
-
-def _label(config: Config) -> str | None:
-    name = config.strategy.implementation
-    return ENGINES[name].labels.get(config.strategy.name) if name in ENGINES else None
 
 
 def plan_beside(

@@ -19,8 +19,7 @@ from typing import TYPE_CHECKING
 
 from zeroexp.config.keys import Config, ConfigError
 from zeroexp.plan.changes import with_settings
-from zeroexp.plan.closed_forms import ShardedForm
-from zeroexp.plan.form_of_config import ClosedForm
+from zeroexp.plan.closed_forms import ClosedForm, ShardedForm
 from zeroexp.plan.outcome import PlannedPoint, RankPeak, RehearsedPeaks, plan_point
 from zeroexp.plan.speed import Speed, speed_of
 from zeroexp.plan.torch_closed_forms import DdpForm

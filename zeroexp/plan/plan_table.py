@@ -69,7 +69,7 @@ PEAK = {
 def render(plans: Plans) -> str:
     """Return tables of memory and of traffic, the points that are skipped, and what the columns mean."""
     outcomes = [each.outcome for each in plans.planned]
-    rows = [{**_row(each), **_for_readers(each.outcome)} for each in plans.planned]
+    rows = [{**row_of(each), **_for_readers(each.outcome)} for each in plans.planned]
     unit, size = unit_of([row[key] for row in rows for key in ("total_bytes", "sent_bytes")])
     point, memory = (
         {key: name for key, name in names.items() if any(row[key] for row in rows)}
@@ -107,7 +107,7 @@ def json_entry(each: PlannedPoint | Point) -> dict[str, object]:
 
 def as_csv(plans: Plans) -> str:
     """Return one line for each point; bytes are those of the fullest rank, and `mean` where that is said."""
-    rows = [_row(each) for each in plans.entries]
+    rows = [row_of(each) for each in plans.entries]
     text = io.StringIO()
     names = dict.fromkeys(key for row in rows for key in row)
     writer = csv.DictWriter(text, list(names), lineterminator="\n")
@@ -122,7 +122,8 @@ def _batch(config: Config) -> dict[str, object]:
     return {key: getattr(config.data, key) for key in keys}
 
 
-def _row(each: PlannedPoint | Point) -> Row:
+def row_of(each: PlannedPoint | Point) -> Row:
+    """Return the figures of a point by their names in CSV."""
     config = each.config
     row: Row = {
         "name": each.name if isinstance(each, Point) else each.outcome.name,

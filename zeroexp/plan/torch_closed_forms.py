@@ -17,8 +17,16 @@ from functools import cached_property
 from math import prod
 from typing import NamedTuple, TypeVar
 
+from torch import nn
+
+from zeroexp.config.keys import TORCH_DDP, Config
+from zeroexp.config.optimizer import parameter_groups
+from zeroexp.cut.chunk import MATRIX
 from zeroexp.measure.record import Traffic
-from zeroexp.plan.closed_forms import HeldElements, OptimizerForm, PrecisionForm, StatesForm
+from zeroexp.models.module import BuiltModel
+from zeroexp.plan.closed_forms import ClosedForm, HeldElements, OptimizerForm, PrecisionForm
+from zeroexp.plan.form_of_config import of_any_engine
+from zeroexp.zero.grouping import group_parameters
 
 FP32, ADAMW = PrecisionForm(), OptimizerForm()
 Dealt = TypeVar("Dealt")
@@ -61,7 +69,7 @@ def deal_out(
 
 
 @dataclass(frozen=True)
-class DdpForm(StatesForm):
+class DdpForm(ClosedForm):
     """DistributedDataParallel, with ZeroRedundancyOptimizer where `shards_optimizer`.
 
     groups: the optimizer's parameter groups, which ZeroRedundancyOptimizer deals out one after the other.
@@ -121,7 +129,7 @@ class DdpForm(StatesForm):
 
 
 @dataclass(frozen=True)
-class FsdpForm(StatesForm):
+class FsdpForm(ClosedForm):
     """FSDP2: `units` are the parameters of the root and of each block; the root stays gathered until its backward."""
 
     units: Sequence[Sequence[ParameterShape]]
@@ -183,3 +191,33 @@ class FsdpForm(StatesForm):
     def _shard(self, unit: Iterable[ParameterShape]) -> int:
         """Return the elements of one rank's shard, padding included."""
         return sum(p.shard_numel(self.group_size) for p in unit)
+
+
+def form_of_torch(config: Config, model: BuiltModel) -> DdpForm | FsdpForm:
+    return (_ddp_form if config.strategy.name in TORCH_DDP else _fsdp_form)(config, model)
+
+
+def _ddp_form(config: Config, model: BuiltModel) -> DdpForm:
+    groups = parameter_groups(model.module, config.optimizer, model.blocks)
+    frozen = [p for p in model.module.parameters() if not p.requires_grad]
+    return DdpForm(
+        groups=[_shapes(group["params"], group.get("kind")) for group in groups],
+        frozen=_shapes(frozen),
+        shards_optimizer=config.strategy.name == "zero1",
+        gradient_as_bucket_view=bool(config.strategy.gradient_as_bucket_view),
+        **of_any_engine(config),
+    )
+
+
+def _fsdp_form(config: Config, model: BuiltModel) -> FsdpForm:
+    groups = group_parameters(model.module, model.blocks, "block")
+    return FsdpForm(
+        units=[_shapes(group.parameters.values()) for group in groups],
+        reshards=config.strategy.name == "zero3",
+        replicas=config.strategy.replicas or 1,
+        **of_any_engine(config),
+    )
+
+
+def _shapes(parameters: Iterable[nn.Parameter], kind: str | None = None) -> list[ParameterShape]:
+    return [ParameterShape(tuple(p.shape), p.requires_grad, kind == MATRIX) for p in parameters]

@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable, Sequence
 from textwrap import wrap
 
-from zeroexp.config.engines import ENGINES
+from zeroexp.config.engines import label_of
 from zeroexp.report.columns import Column, columns_of, describe_peak_flops, shares_memory
 from zeroexp.report.measured_points import Point
 from zeroexp.report.statistics import DOUBT, why_doubtful
@@ -126,12 +126,8 @@ def _brief_meanings(points: Sequence[Point]) -> list[str]:
 def _stage_meanings(points: Sequence[Point]) -> list[str]:
     """Return where an engine does something else than the name of its stage promises."""
     runs = {point.run.label: point.run for point in points}
-    notes = {
-        label: ENGINES[run.implementation].labels.get(run.strategy)
-        for label, run in runs.items()
-        if run.implementation in ENGINES
-    }
-    return [f"{label} is {note}." for label, note in notes.items() if note]
+    notes = [(name, label_of(run.implementation, run.strategy)) for name, run in runs.items()]
+    return [f"{name} is {note}." for name, note in notes if note]
 
 
 def _engine_meanings(points: Sequence[Point]) -> list[str]:
