@@ -253,8 +253,10 @@ def test_what_hashes_allocate_is_no_peak_of_the_model(local, tmp_path):
     assert known == [True, True, False, True]
     summaries = [read_summary(job.folder) for job in (plain, hashed)]
     peaks = [s.memory.peak.per_rank for s in summaries if s is not None and s.memory.peak]
-    # A thread of gloo may hold what ranks told each other, 72 bytes, for some time.
-    assert peaks[0] == pytest.approx(peaks[1], abs=100)
+    # gloo's thread lets go of a collective's tensor after it has woken who waits (ProcessGroupGloo::runLoop): on busy
+    # cores the sum of one step, a float64 for the norm and one for each of 8 parameters, may last into the next.
+    late = {0, 8 * (1 + 8)}
+    assert all(abs(one - other) in late for one, other in zip(*peaks, strict=True))
 
 
 def test_torch_shows_its_collectives_in_traced_steps(local, tmp_path):
