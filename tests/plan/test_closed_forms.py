@@ -18,6 +18,7 @@ from torch.nn import functional
 
 from tests.composing import composed
 from tests.plan.real_steps import one_step
+from zeroexp.cut.codes import CODE_BITS
 from zeroexp.cut.stage import STAGES
 from zeroexp.engines.sharded import Sharded
 from zeroexp.measure.record import MOMENTS, Traffic
@@ -133,6 +134,7 @@ def situations(draw):
     stage = draw(st.sampled_from([*STAGES, "zero3", "zero3"]))
     world_size = draw(st.sampled_from([1, 2, 3, 4, 6, 7]))
     groups = [1] if stage == "ddp" else [k for k in (1, 2, 3) if world_size in (2 * k, 3 * k)]
+    codecs = st.sampled_from([None, None, *CODE_BITS])
     options = Options(
         layout=draw(st.sampled_from(["parameter", "tensor", "buffer"])),
         owners=draw(st.sampled_from(["contiguous", "greedy"])),
@@ -144,6 +146,8 @@ def situations(draw):
         bucket_mb=draw(st.sampled_from([None, 40 / MIB, 500 / MIB])),
         transport=draw(st.sampled_from(["gloo", "native"])),
         replicas=draw(st.sampled_from(groups or [1])),
+        gather_codec=draw(codecs) if stage == "zero3" else None,
+        reduce_codec=draw(codecs) if stage in ("zero1", "zero2", "zero3") else None,
     )
     schedule = ScheduleForm(
         accumulation=draw(st.integers(1, 3)),
@@ -151,13 +155,15 @@ def situations(draw):
         reduce_each=options.reduce_each,
         bucket_bytes=options.bucket_mb and int(options.bucket_mb * MIB),
         transport=options.transport,
+        gather_codec=options.gather_codec,
+        reduce_codec=options.reduce_codec,
     )
     rank = draw(st.integers(0, world_size - 1))
     precision = draw(st.sampled_from(PRECISIONS))
     return stage, rank, world_size, options, schedule, precision
 
 
-@settings(max_examples=110, deadline=None, derandomize=True)
+@settings(max_examples=120, deadline=None, derandomize=True)
 @given(situation=situations(), optimizer=st.sampled_from(list(OPTIMIZERS)))
 def test_bytes_and_calls_of_a_step_and_bytes_held_at_every_named_moment(situation, optimizer):
     stage, rank, world_size, options, schedule, precision = situation

@@ -91,8 +91,10 @@ def _of_our_engine(config: Config) -> Iterator[Idle]:
     if strategy.optimizer.placement != "shard":
         yield "strategy.owners", f"strategy={strategy.name} shards nothing", None
     if strategy.parameters.placement != "shard":
-        for key in ("strategy.prefetch", "strategy.keep"):
+        for key in ("strategy.prefetch", "strategy.keep", "strategy.gather_codec"):
             yield key, f"strategy={strategy.name} never gathers parameters", None
+    if strategy.gradients.placement == "replicate":
+        yield "strategy.reduce_codec", f"strategy={strategy.name} all-reduces gradients", None
     if strategy.overlap is False and strategy.prefetch:
         yield "strategy.prefetch", "nothing is gathered ahead without overlap", None
 

@@ -9,6 +9,7 @@ direct.py          every rank hands each peer what that peer owns, and sums in r
   messages.py        carries tensors between hosts as gloo messages
   shared_memory.py   lets ranks of one host read each other's memory: host_rendezvous.py (how ranks find each other),
                      offers.py (what they tell each other), wake_up.py (how they wait), sizes.py (how much memory)
+codec.py           around any of these: what a move carries is rounded to fewer bytes
 replicas.py        sums once more, between groups of ranks, what each group has summed
 tuning.py          what a reduction costs on these links, for `zeroexp calibrate`
 """

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -154,6 +154,12 @@ class Transport:
 
         `between` sums those of one rank further before all get them.
         """
+        raise NotImplementedError
+
+    def exchange(
+        self, sent: Mapping[int, Tensor], num_bytes: Mapping[int, int], what: str
+    ) -> tuple[Pending, dict[int, Tensor]]:
+        """Send bytes to each peer, and return the tensors in which so many bytes of each peer will be."""
         raise NotImplementedError
 
     def sum(self, value: Tensor, what: str) -> Pending:

@@ -22,6 +22,7 @@ from zeroexp.comm.base import (
     Sent,
     Transport,
 )
+from zeroexp.comm.codec import all_gather_encoded, reduce_scatter_encoded
 from zeroexp.comm.direct import Direct
 from zeroexp.comm.facts import Facts
 from zeroexp.comm.native import Native
@@ -39,10 +40,16 @@ def choose_transport(world: World, moves: Moves) -> Transport:
     return TRANSPORTS["direct" if world.backend == "gloo" else "native"](world, moves)
 
 
-# Another transport, or a codec around one of these, is a file beside this one and a row here. It carries the moves of
-# the ranks in `world`, all or a group of them, and records them in `moves`, which all transports of an engine share.
+def choose_messages(world: World, moves: Moves) -> Transport:
+    """Return a new transport that sends all it moves: `gloo` on CPU, and `native` elsewhere."""
+    return TRANSPORTS["gloo" if world.backend == "gloo" else "native"](world, moves)
+
+
+# Another transport is a file beside this one and a row here. It carries the moves of the ranks in `world`, all or a
+# group of them, and records them in `moves`, which all transports of an engine share.
 TRANSPORTS: dict[str, Callable[[World, Moves], Transport]] = {
     "auto": choose_transport,
+    "messages": choose_messages,
     "direct": lambda world, moves: Direct(world, moves, share_memory=True),
     "gloo": lambda world, moves: Direct(world, moves, share_memory=False),
     "native": Native,
@@ -83,7 +90,8 @@ class Collectives:
 
     world: all ranks. group: those that shard among themselves. holders: those that hold the same pieces, one of each
     of the `replicas` groups. With one replica the group is the world, and this rank the only holder.
-    reductions_apart: see `Transport.reduce_apart`.
+    reductions_apart: see `Transport.reduce_apart`. gather_codec, reduce_codec: of gathers and of reduce-scatters in the
+    group; None: they are exact. Codecs travel by messages, since memory that is shared is not sent.
     """
 
     def __init__(
@@ -93,9 +101,16 @@ class Collectives:
         transport: str = "auto",
         replicas: int = 1,
         reductions_apart: bool = False,
+        gather_codec: str | None = None,
+        reduce_codec: str | None = None,
     ):
         self.world = world
         self.group, self.holders = world.split(replicas)
+        sends = self.group.size > 1  # else nothing travels, and nothing is rounded
+        self._gather_codec = gather_codec if sends else None
+        self._reduce_codec = reduce_codec if sends else None
+        if transport == "auto" and (self._gather_codec or self._reduce_codec):
+            transport = "messages"
         self._moves = Moves(world)
         self._transport = TRANSPORTS[transport](self.group, self._moves)
         if reductions_apart:
@@ -174,10 +189,16 @@ class Collectives:
         kind: str,
         offer: int | None = None,
         what: str = "parameters",
+        *,
+        exact: bool = False,
     ) -> Pending:
-        """Start sharded -> replicated. Parts without an `offer` are offered now."""
+        """Start sharded -> replicated. Parts without an `offer` are offered now. `exact`: without a codec."""
+        name, transport, codec = f"the {kind} of {what}", self._transport, self._gather_codec
         with meter.issuing(kind, what) as move:
-            sent = self._transport.all_gather(parts, offer, f"the {kind} of {what}")
+            if codec is None or exact:
+                sent = transport.all_gather(parts, offer, name)
+            else:
+                sent = all_gather_encoded(transport, codec, self.group, parts, offer, name)
             move.moves_on_wait = self.facts.moves_on_wait
             return self._count(kind, sent, move)
 
@@ -193,8 +214,12 @@ class Collectives:
 
         `last`: nothing more is added to them; they are those of all ranks once `finish_sums` has returned.
         """
+        name, codec = f"the {kind} of {what}", self._reduce_codec
         with meter.issuing(kind, what) as move:
-            sent = self._transport.reduce_scatter(parts, f"the {kind} of {what}")
+            if codec is None:
+                sent = self._transport.reduce_scatter(parts, name)
+            else:
+                sent = reduce_scatter_encoded(self._transport, codec, self.group, parts, name)
             reduced = self._count(kind, sent, move)
         between = self._between
         if between is None or not last:

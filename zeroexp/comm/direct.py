@@ -7,7 +7,7 @@ other. gloo's own reduce-scatter is an all-reduce inside, which sends twice the 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import closing
 from typing import Any
 
@@ -139,7 +139,9 @@ class Direct(Transport):
                 own.copy_(piece)
         theirs = {p: [part.full[part.chunk.real_section(p)] for part in parts] for p in self._peers}
         tag = self._gather_tag(offer)
-        received = self._exchange(mine, {p: theirs[p] for p in remote}, tag, what)
+        received = self._exchange(
+            dict.fromkeys(remote, mine), {p: theirs[p] for p in remote}, tag, what
+        )
 
         def copy() -> None:
             for peer in self._peers:
@@ -190,7 +192,16 @@ class Direct(Transport):
         num_bytes += len(self._peers) * sum(span.nbytes for span in mine)
         if between is not None:
             reduced = Pending([reduced], lambda: between(mine))
-        return Pending([reduced], lambda: self._exchange(mine, theirs, tag, what)), num_bytes
+        to_all = dict.fromkeys(self._peers, mine)
+        return Pending([reduced], lambda: self._exchange(to_all, theirs, tag, what)), num_bytes
+
+    def exchange(
+        self, sent: Mapping[int, Tensor], num_bytes: Mapping[int, int], what: str
+    ) -> tuple[Pending, dict[int, Tensor]]:
+        self._moves.record_collective(what)
+        received = {p: sent[p].new_empty(num_bytes[p]) for p in self._peers}
+        mine, theirs = ({p: [each[p]] for p in self._peers} for each in (sent, received))
+        return self._exchange(mine, theirs, self._reduction_tag(), what), received
 
     def sum(self, value: Tensor, what: str) -> Pending:
         self._moves.record_collective(what)
@@ -212,14 +223,18 @@ class Direct(Transport):
         return [part.piece[: part.chunk.real_numel(self._rank)] for part in parts]
 
     def _exchange(
-        self, mine: list[Tensor], theirs: dict[int, list[Tensor]], tag: int, what: str
+        self,
+        mine: Mapping[int, list[Tensor]],
+        theirs: Mapping[int, list[Tensor]],
+        tag: int,
+        what: str,
     ) -> Pending:
-        """Send `mine` to each peer in `theirs` and receive that peer's tensors into `theirs`.
+        """Send each peer in `theirs` what `mine` has for it, and receive that peer's tensors into `theirs`.
 
         Receives are posted first, since a send that meets one saves a round trip.
         """
         arrivals = [self._channels[p].receive(tag, theirs[p], what, into=True) for p in theirs]
-        works = [work for p in theirs for work in self._channels[p].send(tag, mine, what)]
+        works = [work for p in theirs for work in self._channels[p].send(tag, mine[p], what)]
 
         def arrive() -> None:
             for arrival in arrivals:

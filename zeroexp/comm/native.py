@@ -6,7 +6,7 @@ over every backend. The backend decides the order of sums.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import accumulate, pairwise
 from typing import Any
@@ -109,6 +109,23 @@ class Native(Transport):
         summed = Pending([reduced], lambda: between([own]))
         gathered = Pending([summed], lambda: self._pending([_all_gather(message, own, group)]))
         return Pending([gathered], spread), num_bytes
+
+    def exchange(
+        self, sent: Mapping[int, Tensor], num_bytes: Mapping[int, int], what: str
+    ) -> tuple[Pending, dict[int, Tensor]]:
+        self._moves.record_collective(what)
+        ranks = [rank for rank in range(self._size) if rank != self._rank]
+        message = torch.cat([sent[rank] for rank in ranks])
+        sizes_sent = [len(sent[rank]) if rank in sent else 0 for rank in range(self._size)]
+        sizes = [num_bytes.get(rank, 0) for rank in range(self._size)]
+        received = message.new_empty(sum(sizes))
+        work = dist.all_to_all_single(
+            *(received, message, sizes, sizes_sent),
+            group=self._reductions.process_group,
+            async_op=True,
+        )
+        of_ranks = dict(enumerate(received.split(sizes)))
+        return self._pending([work]), of_ranks
 
     def sum(self, value: Tensor, what: str) -> Pending:
         self._moves.record_collective(what)

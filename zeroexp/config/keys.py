@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, TypeVar, cast, get_type_hints
 
 from zeroexp.config.gpus import GPUS, NETWORKS
+from zeroexp.cut.codes import CODE_BITS
 from zeroexp.cut.layout import LAYOUTS
 from zeroexp.cut.stage import Placement, default_reduce_each
 from zeroexp.registry.did_you_mean import suggest_nearest
@@ -148,6 +149,9 @@ class StrategyConfig:
     bucket_mb: float | None = of_engine(least=0.001, most=1 << 20)
     # groups of neighbouring ranks that hold all states each, sharded inside of the group; None: 1
     replicas: int | None = of_engine(least=1, most=1 << 20)
+    # Parameters (zero3), and gradients, travel rounded in fewer bytes; None: exact. See docs/codecs.md.
+    gather_codec: str | None = of_engine(None, *CODE_BITS)
+    reduce_codec: str | None = of_engine(None, *CODE_BITS)
     # These are settings of torch's engines.
     gradient_as_bucket_view: bool | None = None  # DistributedDataParallel
     settings: dict[str, Any] = field(default_factory=dict[str, Any])  # keys of a plugin's engine

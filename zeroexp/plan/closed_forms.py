@@ -27,6 +27,7 @@ from zeroexp.comm.message_layout import message_layout_of
 from zeroexp.comm.sizes import aligned, num_slots, slot_bytes, slot_bytes_of_sums, sums_of
 from zeroexp.cut.bucket import Bucket, cut_in_buckets
 from zeroexp.cut.chunk import FROZEN, MATRIX, Chunk
+from zeroexp.cut.codes import encoded_bytes, encoded_chunk
 from zeroexp.cut.stage import Move, Placement, Stage
 from zeroexp.measure.record import MOMENTS, Traffic
 
@@ -50,6 +51,8 @@ class ScheduleForm:
     bucket_bytes: int | None = None  # the most bytes of one reduction; None: a whole unit
     transport: str = "gloo"  # direct (ranks of one host) | mixed (of several) | gloo | native
     overlap: bool = True  # reductions travel beside backward
+    gather_codec: str | None = None
+    reduce_codec: str | None = None
 
     @property
     def facts(self) -> Facts:
@@ -227,14 +230,21 @@ class ShardedForm(ClosedForm):
 
     def _gather_bytes(self, chunks: Sequence[Chunk], place: int) -> int:
         """Return the bytes a rank sends in an all-gather: its part, to every peer."""
-        _, own = self._moved_numel(chunks, place, self._compute)
-        return (self.group_size - 1) * own * self._compute
+        itemsize = self._compute
+        if codec := self.schedule.gather_codec:
+            chunks, itemsize = [encoded_chunk(codec, tuple(chunks))], 1
+        _, own = self._moved_numel(chunks, place, itemsize)
+        return (self.group_size - 1) * own * itemsize
 
     def _reduction_bytes(self, chunks: Sequence[Chunk], place: int) -> int:
         """Return the bytes a rank sends in a reduction.
 
         Each peer gets the terms that it sums; in an all-reduce it also gets this rank's sums.
         """
+        if codec := self.schedule.reduce_codec:
+            peers = (rank for rank in range(self.group_size) if rank != place)
+            terms = (sum(chunk.real_numel(rank) for chunk in chunks) for rank in peers)
+            return sum(encoded_bytes(codec, numel) for numel in terms)
         if self.reduction is Move.ALL_REDUCE and self.schedule.facts.is_collective:
             # In the backend's ring every rank sends as much.
             total = self._all_reduced_numel(chunks)

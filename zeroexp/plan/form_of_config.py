@@ -51,6 +51,8 @@ def _sharded_form(config: Config, model: BuiltModel, transport: str) -> ShardedF
     strategy, world_size = config.strategy, config.world_size
     options, stage = options_of(strategy), stage_for_world(stage_of(strategy), world_size)
     group_size = world_size // options.replicas
+    if (options.gather_codec or options.reduce_codec) and not TRANSPORTS[transport].is_collective:
+        transport = "gloo"
     settled = settle_options(options, stage, TRANSPORTS[transport], world_size)
     of_optimizer = parameter_groups(model.module, config.optimizer, model.blocks)
     groups = group_parameters(model.module, model.blocks, options.unit, of_optimizer)
@@ -63,6 +65,8 @@ def _sharded_form(config: Config, model: BuiltModel, transport: str) -> ShardedF
         bucket_bytes=settled.bucket_bytes,
         transport=transport,
         overlap=options.overlap,
+        gather_codec=options.gather_codec,
+        reduce_codec=options.reduce_codec,
     )
     rows = (strategy.parameters, strategy.gradients, strategy.optimizer)
     precision = PrecisionForm(*(row.dtype for row in rows))

@@ -54,14 +54,13 @@ DEFAULT_BUCKET_BYTES = 25 << 20
 @contextmanager
 def absent_neighbours(storages: Storages, ranks_per_host: int) -> Generator[None]:
     """Let engines that are built inside choose this transport if they are free to choose."""
-    chosen = TRANSPORTS["auto"]
-    TRANSPORTS["auto"] = lambda world, moves: DirectWithoutNeighbours(
-        world, moves, storages, ranks_per_host
-    )
+    chosen = {word: TRANSPORTS[word] for word in ("auto", "messages")}
+    for word, ranks in (("auto", ranks_per_host), ("messages", 1)):
+        TRANSPORTS[word] = partial(DirectWithoutNeighbours, storages=storages, ranks_per_host=ranks)
     try:
         yield
     finally:
-        TRANSPORTS["auto"] = chosen
+        TRANSPORTS.update(chosen)
 
 
 class DirectWithoutNeighbours(Direct):

@@ -42,7 +42,7 @@ def own_dtypes(module: nn.Module) -> Dtypes:
 
 @dataclass(frozen=True)
 class Options:
-    """How the engine carries out a stage; no option changes what is computed."""
+    """How the engine carries out a stage; no option but the codecs changes what is computed."""
 
     layout: str = "buffer"  # a word of LAYOUTS
     owners: str = "greedy"  # a word of OWNERS, where the layout keeps parameters whole
@@ -56,6 +56,9 @@ class Options:
     bucket_mb: float | None = None  # most MiB of one reduction; None: the transport's default
     transport: str = "auto"  # a word of comm.collectives.TRANSPORTS
     replicas: int = 1  # groups of ranks that each hold all states, sharded inside of the group
+    # What travels in fewer bytes, and is rounded: int8, float8 or int4 (comm/codec.py); None: it is exact.
+    gather_codec: str | None = None  # parameters that rest sharded
+    reduce_codec: str | None = None  # gradients that are reduce-scattered
 
 
 @dataclass(frozen=True)

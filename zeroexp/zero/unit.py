@@ -207,7 +207,7 @@ class Unit:
     def gather_into(self, fulls: list[Tensor]) -> None:
         """Gather the full parameters into other memory, one flat tensor a chunk; the unit stays as it is."""
         parts = [GatherPart(h.chunk, f, h.piece) for h, f in zip(self.held, fulls, strict=True)]
-        self._wire.all_gather(parts, "gather", self._offer, str(self)).wait()
+        self._wire.all_gather(parts, "gather", self._offer, str(self), exact=True).wait()
 
     def states(self) -> dict[str, list[Tensor]]:
         """Return the tensors that exist now, by kind of memory."""

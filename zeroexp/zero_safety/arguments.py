@@ -13,6 +13,7 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from zeroexp.comm.collectives import TRANSPORTS
+from zeroexp.cut.codes import CODE_BITS
 from zeroexp.cut.layout import LAYOUTS
 from zeroexp.cut.owners import OWNERS
 from zeroexp.cut.stage import Placement, Stage, why_no_replicas
@@ -27,6 +28,7 @@ WORDS = {
     "keep": ("none", "last", "all"),
     "reduce_each": ("microbatch", "step", None),
     "transport": TRANSPORTS,
+    **dict.fromkeys(("gather_codec", "reduce_codec"), (*CODE_BITS, None)),
 }
 TRAINED_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _Replicated = DataParallel | DistributedDataParallel
@@ -169,6 +171,18 @@ def refuse_options(options: Options, stage: Stage) -> None:
     size = options.bucket_mb
     if size is not None and not (is_number(size) and size > 0):
         raise ValueError(f"options.bucket_mb={size!r}: use a size in MiB above 0, or None")
+    if options.gather_codec and stage.parameters is not Placement.SHARD:
+        raise ValueError(
+            f"options.gather_codec={options.gather_codec}: parameters that rest replicated are not gathered, use zero3"
+        )
+    if options.reduce_codec and stage.gradients is Placement.REPLICATE:
+        raise ValueError(
+            f"options.reduce_codec={options.reduce_codec}: gradients are all-reduced, use zero1, zero2 or zero3"
+        )
+    if (options.gather_codec or options.reduce_codec) and options.transport == "direct":
+        raise ValueError(
+            "options.transport=direct: ranks read each other's memory, so that a codec saves nothing; use auto"
+        )
     if stage.gradients is Placement.PARTIAL and options.reduce_each == "microbatch":
         raise ValueError(
             "reduce_each=microbatch: gradients that rest partial are reduced once, use step or zero2"

@@ -1,0 +1,130 @@
+"""Codecs: what travels between ranks takes fewer bytes than what is computed with, and is rounded for it.
+
+    codec      a block of 128 elements                                          bytes an element, for 4 of float32
+    int8       128 integers, and the float32 by which they are multiplied       1.03
+    float8     128 numbers of float8_e4m3fn, and such a factor                  1.03
+    int4       64 bytes of two integers, and such a factor                      0.53
+
+The factor is the largest absolute value of the block over the largest number of the code, so that nothing overflows;
+what is not finite makes its whole block nan. Equal values have equal codes on every rank and in every run.
+
+A gather carries codes, and every rank computes with what they stand for, the owner of a section as well: all see the
+same weights. A reduction carries each rank's terms as codes to the rank that sums them, in rank order and in the dtype
+of the sum. That rank's own terms travel nowhere and stay exact. What the optimizer keeps, and so every checkpoint,
+never passes a codec.
+
+ZeRO++ (arXiv:2306.10209) calls the first qwZ; the second is qgZ in one hop.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from zeroexp.comm.base import GatherPart, Pending, ReducePart, Sent, Transport
+from zeroexp.comm.direct import sum_into
+from zeroexp.cut.codes import CODE_BITS, CODES_IN_BLOCK, encoded_bytes, encoded_chunk
+from zeroexp.process.world import World
+
+LARGEST = {"int8": 127.0, "float8": 448.0, "int4": 7.0}  # number of each code
+OFFSET_INT4 = 8  # makes an int4 a number without sign
+
+
+def encode(codec: str, values: Tensor) -> Tensor:
+    """Return the codes of a flat tensor and then the factors of its blocks, [encoded_bytes(...)] of uint8."""
+    blocks = pad(values.float(), (0, -values.numel() % CODES_IN_BLOCK)).view(-1, CODES_IN_BLOCK)
+    factors = blocks.abs().amax(1, keepdim=True).div_(LARGEST[codec])
+    # A block of zeros is not divided by zero.
+    factors.clamp_(min=torch.finfo(torch.float32).tiny)
+    numbers = blocks / factors
+    dtype = torch.float8_e4m3fn if codec == "float8" else torch.int8
+    codes = (numbers if codec == "float8" else numbers.round_()).to(dtype)
+    if codec == "int4":
+        low, high = (codes + OFFSET_INT4).view(torch.uint8).view(-1, 2).unbind(1)
+        codes = low | high << 4
+    return torch.cat([codes.view(torch.uint8).view(-1), factors.view(torch.uint8).view(-1)])
+
+
+def decode(codec: str, encoded: Tensor, numel: int, dtype: torch.dtype) -> Tensor:
+    """Return the values that each row of `encoded` stands for: [rows, encoded_bytes(...)] -> [rows, numel]."""
+    num_rows, num_blocks = len(encoded), -(-numel // CODES_IN_BLOCK)
+    codes, factors = encoded.split(
+        [num_blocks * CODES_IN_BLOCK * CODE_BITS[codec] // 8, num_blocks * 4], dim=1
+    )
+    if codec == "float8":
+        numbers = codes.view(torch.float8_e4m3fn).float()
+    elif codec == "int8":
+        numbers = codes.view(torch.int8).float()
+    else:
+        numbers = torch.stack([codes & 15, codes >> 4], dim=2).float().sub_(OFFSET_INT4)
+    blocks = numbers.view(num_rows, num_blocks, CODES_IN_BLOCK)
+    blocks *= factors.view(torch.float32).unsqueeze(2)
+    return blocks.view(num_rows, -1)[:, :numel].to(dtype)
+
+
+def all_gather_encoded(
+    transport: Transport,
+    codec: str,
+    world: World,
+    parts: Sequence[GatherPart],
+    offer: int | None,
+    what: str,
+) -> Sent:
+    """Start an all-gather that carries codes; `full` of every part gets what they stand for."""
+    chunk = encoded_chunk(codec, tuple(part.chunk for part in parts))
+    mine = encode(codec, torch.cat([part.piece for part in parts]))
+    full = mine.new_empty(chunk.padded_numel)
+    gathered, num_bytes = transport.all_gather([GatherPart(chunk, full, mine)], offer, what)
+
+    def unpack() -> None:
+        if all(part.by_rank is not None for part in parts):
+            _decode_into(codec, full.view(world.size, -1), [part.by_rank for part in parts])
+            return
+        for rank in range(world.size):
+            sections = [part.full[part.chunk.section(rank)].unsqueeze(0) for part in parts]
+            _decode_into(codec, full[chunk.section(rank)].unsqueeze(0), sections)
+
+    return Pending([gathered], unpack), num_bytes
+
+
+def reduce_scatter_encoded(
+    transport: Transport, codec: str, world: World, parts: Sequence[ReducePart], what: str
+) -> Sent:
+    """Start a reduce-scatter of which each rank's terms travel as codes to the rank that sums them."""
+    peers = [rank for rank in range(world.size) if rank != world.rank]
+    nothing = parts[0].gradients[0].new_empty(0)  # a peer may own nothing of these parts
+    sent = {p: encode(codec, torch.cat([nothing, *_terms_of(parts, p)])) for p in peers}
+    own = _terms_of(parts, world.rank)
+    outs = [(out, part.accumulate) for part in parts for out in part.out]
+    sizes = [term.numel() for term in own]
+    expected = dict.fromkeys(peers, encoded_bytes(codec, sum(sizes)))
+    arriving, received = transport.exchange(sent, expected, what)
+
+    def add_in_rank_order() -> None:
+        terms: dict[int, Sequence[Tensor]] = {world.rank: own}
+        for peer in peers:
+            values = decode(codec, received[peer].unsqueeze(0), sum(sizes), nothing.dtype)
+            terms[peer] = values.view(-1).split(sizes)
+        for index, (out, accumulate) in enumerate(outs):
+            sum_into(out, [terms[rank][index] for rank in range(world.size)], accumulate)
+
+    return Pending([arriving], add_in_rank_order), sum(map(len, sent.values()))
+
+
+def _decode_into(codec: str, encoded: Tensor, targets: Sequence[Tensor | None]) -> None:
+    """Decode rows of codes into tables of as many rows, which lie side by side in them."""
+    tables = [target for target in targets if target is not None]
+    widths = [table.shape[1] for table in tables]
+    values = decode(codec, encoded, sum(widths), tables[0].dtype)
+    torch._foreach_copy_(tables, list(values.split(widths, dim=1)))
+
+
+def _terms_of(parts: Sequence[ReducePart], owner: int) -> list[Tensor]:
+    return [
+        part.gradients[span.member][span.start : span.stop]
+        for part in parts
+        for span in part.chunk.spans(owner)
+    ]
