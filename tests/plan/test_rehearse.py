@@ -62,6 +62,7 @@ def by_module(model: str, keep: str, prefetch: int, accumulation: int) -> tuple[
 
 RECOMPUTES = "train.activation_checkpointing=true"
 MIXTRAL = ("model=mixtral_tiny", *LLAMA[1:])
+CODECS = ("strategy.gather_codec=int8", "strategy.reduce_codec=int4")
 BELOW_ALL_GRADIENTS = "model.freeze=[*embed*,*layers.0.*]"
 CELLS = [*itertools.product(STAGES, LAYOUTS)]
 POINTS = [
@@ -81,6 +82,8 @@ POINTS = [
     (2, llama("zero1", "parameter")),
     (2, llama("zero3", "buffer")),
     (4, llama("ddp", "buffer")),
+    (4, llama("zero3", "buffer", "block", *CODECS)),
+    (FAKE, (*LLAMA, *point("zero3", "parameter", *CODECS))),
     (1, by_module("tiny", "last", 1, 2)),
     (2, by_module("tiny", "last", 6, 1)),
     (2, by_module("gpt2_tiny", "none", 2, 1)),
