@@ -19,7 +19,7 @@ from pathlib import Path
 
 from zeroexp.cluster.follow import cancel, follow, refresh, unfinished
 from zeroexp.cluster.job import Job
-from zeroexp.cluster.submit import is_held, slurm_id
+from zeroexp.cluster.submit import is_held_back, slurm_id
 from zeroexp.cluster.sweep import Sweep
 from zeroexp.config.keys import ConfigError
 from zeroexp.process.json_output import answer
@@ -111,7 +111,7 @@ def follow_all(jobs: list[Job], uploads: Uploads | None) -> None:
 @contextmanager
 def submitter_of(jobs: list[Job]) -> Generator[dict[int, Job]]:
     """Become the process that submits the held jobs, and return them; none if the sweep's own process still does."""
-    held = {n: job for n, job in enumerate(jobs, start=1) if is_held(job)}
+    held = {n: job for n, job in enumerate(jobs, start=1) if is_held_back(job)}
     sweep = jobs[0].folder.parent
     try:
         if held:

@@ -31,7 +31,7 @@ from tests.test_rank import make_config as training_config
 from zeroexp.cluster import slurm_state
 from zeroexp.cluster.follow import cancel, cancel_unfinished, follow, follow_waited, refresh
 from zeroexp.cluster.job import Job
-from zeroexp.cluster.submit import is_held, slurm_id, submit_all
+from zeroexp.cluster.submit import is_held_back, slurm_id, submit_all
 from zeroexp.cluster.submit import submit as submit_jobs
 from zeroexp.cluster.task import ENDED, PREEMPTED, TIME_LIMIT
 from zeroexp.config.keys import ClusterConfig, Config, SlurmConfig, save
@@ -447,7 +447,7 @@ def test_points_that_slurm_takes_later_are_held(
     jobs = {number: held_job(tmp_path / str(number), config) for number in (1, 2, 3)}
     submits(jobs.values())
     first, *others = jobs.values()
-    assert slurm_id(first) and all(is_held(job) and not slurm_id(job) for job in others)
+    assert slurm_id(first) and all(is_held_back(job) and not slurm_id(job) for job in others)
     assert "MaxSubmit" in others[0].state["reason"], others[0].state
     told = io.StringIO()
     with Progress(len(jobs), told) as progress:
@@ -460,7 +460,7 @@ def test_points_that_slurm_takes_later_are_held(
             assert list(held.values()) == others
             follow({1: first, **held}, progress, on_step=ignore, on_end=ignore, submit=submits)
     assert [job.state["status"] for job in jobs.values()] == ["done"] * 3
-    assert not any(is_held(job) for job in jobs.values())
+    assert not any(is_held_back(job) for job in jobs.values())
 
 
 def held_job(folder: Path, config: ClusterConfig) -> Job:

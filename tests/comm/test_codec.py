@@ -6,6 +6,8 @@ by a sixteenth of its value at most, or by half of the smallest number, 2^-9, ti
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
@@ -81,7 +83,7 @@ def check_moves(world: World, codec: str, transport: str) -> list[tuple[str, int
     found: list[tuple[str, int, int, int, int]] = []
     for case in CASES:
         chunks = chunks_of(case, world.size)
-        codecs = {"gather_codec": codec, "reduce_codec": codec}
+        codecs: dict[str, Any] = {"gather_codec": codec, "reduce_codec": codec}
         schedule = ScheduleForm(transport=wire.facts.name, keep="all", **codecs)
         form = ShardedForm([chunks], STAGES["zero3"], world.size, schedule).traffic(world.rank)
         _gather(wire, world, codec, chunks)

@@ -12,7 +12,7 @@ import pytest
 from zeroexp.calibrate import __main__ as command
 from zeroexp.calibrate import rates
 from zeroexp.calibrate.factors import fit_factors
-from zeroexp.calibrate.practice import PHASES, POINTS, Point, measured, rehearsed_phases
+from zeroexp.calibrate.practice import PHASES, POINTS, PracticeRun, measured, rehearsed_phases
 from zeroexp.plan.speed import Speed, this_machine
 
 SPEED = Speed(
@@ -24,7 +24,7 @@ SPEED = Speed(
     link_bytes_per_second=1e9,
     moves_on_wait=True,
 )
-TINY = Point(64, 2, 128, 1, 16, "zero3", "buffer")
+TINY = PracticeRun(64, 2, 128, 1, 16, "zero3", "buffer")
 
 
 def test_the_factors_of_made_up_phases_are_found_again():

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -117,13 +118,13 @@ def assert_equal(one: Outcome, other: Outcome) -> None:
 def shown_and_kept(world: World):
     """Whole weights inside of `gathered`, and what is saved, loaded by an engine without codecs and saved again."""
     recipe = Recipe(world_size=world.size)
-    coded = build_on_rank(
+    coded: Any = build_on_rank(
         world, recipe, Ours("zero3", Options(gather_codec="int4", reduce_codec="int4"))
     )
     run_steps(coded, world, recipe, range(2))
     with coded.gathered():
         shown = {name: p.detach().clone() for name, p in coded.model.named_parameters()}
-    exact = build_on_rank(world, recipe, Ours("zero2", Options()))
+    exact: Any = build_on_rank(world, recipe, Ours("zero2", Options()))
     exact.load_state_dict(merge(worlds.gather_objects(pieces_of(coded))))
     with exact.gathered():
         loaded = {name: p.detach().clone() for name, p in exact.model.named_parameters()}
@@ -156,14 +157,15 @@ def test_a_codec_without_effect_is_refused(words, line):
 
 def refused(world: World) -> list[str]:
     lines: list[str] = []
-    for stage, words in (
-        ("zero2", {"gather_codec": "int8"}),
-        ("zero1_allreduce", {"reduce_codec": "int4"}),
-        ("zero3", {"reduce_codec": "int3"}),
-        ("zero3", {"reduce_codec": "int4", "transport": "direct"}),
-    ):
+    wrong: list[tuple[str, Options]] = [
+        ("zero2", Options(gather_codec="int8")),
+        ("zero1_allreduce", Options(reduce_codec="int4")),
+        ("zero3", Options(reduce_codec="int3")),
+        ("zero3", Options(reduce_codec="int4", transport="direct")),
+    ]
+    for stage, options in wrong:
         with pytest.raises(ValueError) as raised:
-            build_on_rank(world, Recipe(), Ours(stage, Options(**words)))
+            build_on_rank(world, Recipe(), Ours(stage, options))
         lines.append(str(raised.value))
     return lines
 

@@ -26,7 +26,7 @@ PHASES = ("forward", "backward", "step")
 
 
 @dataclass(frozen=True)
-class Point:
+class PracticeRun:
     """A small LLaMA under one strategy."""
 
     width: int
@@ -59,18 +59,18 @@ class Point:
 
 
 POINTS = (
-    Point(256, 6, 512, 1, 64, "zero3", "buffer"),
-    Point(256, 2, 4096, 4, 64, "ddp", "buffer"),
-    Point(320, 4, 1024, 2, 192, "zero1", "buffer"),
-    Point(640, 3, 1024, 1, 64, "zero2", "buffer"),
-    Point(640, 4, 2048, 1, 128, "zero3", "buffer"),
-    Point(448, 5, 2048, 4, 96, "zero3", "tensor"),
-    Point(448, 3, 3072, 8, 64, "zero1", "parameter"),
-    Point(384, 6, 1024, 1, 256, "ddp", "tensor"),
-    Point(320, 8, 2048, 2, 96, "zero2", "tensor"),
-    Point(768, 2, 512, 1, 96, "zero3", "parameter"),
-    Point(768, 2, 1024, 2, 160, "zero1", "buffer"),
-    Point(128, 4, 2048, 8, 128, "ddp", "buffer"),
+    PracticeRun(256, 6, 512, 1, 64, "zero3", "buffer"),
+    PracticeRun(256, 2, 4096, 4, 64, "ddp", "buffer"),
+    PracticeRun(320, 4, 1024, 2, 192, "zero1", "buffer"),
+    PracticeRun(640, 3, 1024, 1, 64, "zero2", "buffer"),
+    PracticeRun(640, 4, 2048, 1, 128, "zero3", "buffer"),
+    PracticeRun(448, 5, 2048, 4, 96, "zero3", "tensor"),
+    PracticeRun(448, 3, 3072, 8, 64, "zero1", "parameter"),
+    PracticeRun(384, 6, 1024, 1, 256, "ddp", "tensor"),
+    PracticeRun(320, 8, 2048, 2, 96, "zero2", "tensor"),
+    PracticeRun(768, 2, 512, 1, 96, "zero3", "parameter"),
+    PracticeRun(768, 2, 1024, 2, 160, "zero1", "buffer"),
+    PracticeRun(128, 4, 2048, 8, 128, "ddp", "buffer"),
 )
 
 

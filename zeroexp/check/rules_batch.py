@@ -80,7 +80,7 @@ def check_requeue(config: Config) -> Iterator[Refusal]:
         yield "cluster.slurm.save_s", problem, f"use at most {limit // 2}"
 
 
-def check_reserved_memory(config: Config) -> Iterator[Refusal]:
+def check_memory_left_free(config: Config) -> Iterator[Refusal]:
     limit, reserved = config.cluster.device_memory_gib, config.cluster.reserved_gib
     if limit is not None and reserved is not None and reserved >= limit:
         problem = f"leaves nothing of cluster.device_memory_gib={limit:g}"
@@ -106,6 +106,6 @@ def check_named_gpu(config: Config) -> Iterator[Refusal]:
             yield f"cluster.{key}", problem, "leave it out"
 
 
-RULES = (check_batch, check_warmup, check_requeue, check_reserved_memory, check_link)
+RULES = (check_batch, check_warmup, check_requeue, check_memory_left_free, check_link)
 # A run needs these rules about the machine, and a plan does not.
 RULES_OF_MACHINE = (check_device, check_named_gpu, check_ranks_fit_machine)

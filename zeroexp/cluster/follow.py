@@ -14,7 +14,7 @@ from zeroexp.checkpoint.folders import LOG
 from zeroexp.cluster import slurm_state
 from zeroexp.cluster.job import Job
 from zeroexp.cluster.slurm_state import Sighting, SlurmSilent
-from zeroexp.cluster.submit import SUBMITTING, adopt, is_held, slurm_id, submit_all
+from zeroexp.cluster.submit import SUBMITTING, adopt, is_held_back, slurm_id, submit_all
 from zeroexp.report.sweep_progress import Progress
 from zeroexp.tracking.files import RECORDS, read_json, read_rows, step_record, write_json
 from zeroexp.tracking.follow_file import Complaints, Tail
@@ -75,7 +75,9 @@ def cancel_unfinished(jobs: Iterable[Job]) -> list[Job]:
 
     One line then says how to end and follow the jobs that go on.
     """
-    ours = [job for job in jobs if job.config.cluster.wait or not (slurm_id(job) or is_held(job))]
+    ours = [
+        job for job in jobs if job.config.cluster.wait or not (slurm_id(job) or is_held_back(job))
+    ]
     stopped = [job for job in ours if job.status in UNFINISHED]
     try:
         in_slurm = cancel(stopped, STOPPED)
@@ -110,7 +112,7 @@ def follow_waited(
 ) -> None:
     """Follow those of a sweep's submitted jobs that it waits for (cluster.wait), and say what becomes of the others."""
     waited: dict[int, Job] = {}
-    held = [job for job in jobs.values() if is_held(job)]
+    held = [job for job in jobs.values() if is_held_back(job)]
     for number, job in jobs.items():
         if job.config.cluster.wait or job.status != "pending":
             waited[number] = job
@@ -137,12 +139,12 @@ def follow(
     rest, followed = dict(jobs), list[_Followed]()
     pause, silent, retry = FIRST_PAUSE_SECONDS, False, time.monotonic()
     while True:
-        held = [job for job in rest.values() if is_held(job)]
+        held = [job for job in rest.values() if is_held_back(job)]
         if held and time.monotonic() >= retry:
             submit(held)
             retry = time.monotonic() + RETRY_SECONDS
         for number, job in list(rest.items()):
-            if is_held(job):
+            if is_held_back(job):
                 continue
             del rest[number]
             if job.status in UNFINISHED:

@@ -111,12 +111,12 @@ def adopt(job: Job) -> bool:
 
 
 def hold(job: Job, reason: str) -> None:
-    if not is_held(job):
+    if not is_held_back(job):
         write_json(job.folder / HELD_FILE, {"reason": reason})
         job.enter("pending", reason)
 
 
-def is_held(job: Job) -> bool:
+def is_held_back(job: Job) -> bool:
     return (job.folder / HELD_FILE).exists() and job.status == "pending"
 
 

@@ -26,7 +26,7 @@ from zeroexp.comm.codec import all_gather_encoded, reduce_scatter_encoded
 from zeroexp.comm.direct import Direct
 from zeroexp.comm.facts import Facts
 from zeroexp.comm.native import Native
-from zeroexp.comm.replicas import BetweenReplicas, facts_of_all
+from zeroexp.comm.replicas import BetweenReplicas, common_facts
 from zeroexp.measure.record import Traffic, sum_of_traffic
 from zeroexp.measure.verb_seconds import TimedMove, meter
 from zeroexp.process import progress
@@ -119,7 +119,7 @@ class Collectives:
         if replicas > 1:
             other = TRANSPORTS[transport](self.holders, self._moves)
             self._between = BetweenReplicas(other, replicas)
-        self._facts_of_all: Facts | None = None
+        self._common_facts: Facts | None = None
         self.traffic = Traffic()
         _of_this_process.add(self)
 
@@ -133,7 +133,7 @@ class Collectives:
         if self.world.size == 1 or self.world.is_fake:
             return
         if self._between is not None:
-            self._facts_of_all = facts_of_all(worlds.gather_objects(self.facts))
+            self._common_facts = common_facts(worlds.gather_objects(self.facts))
         self._moves.start(worlds.gather_objects(uuid.uuid4().hex)[0])
 
     @property
@@ -152,7 +152,7 @@ class Collectives:
     @property
     def facts(self) -> Facts:
         """What holds for the moves inside of every group."""
-        return self._facts_of_all or self._transport.facts
+        return self._common_facts or self._transport.facts
 
     @property
     def facts_between(self) -> Facts | None:

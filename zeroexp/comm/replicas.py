@@ -46,7 +46,7 @@ class BetweenReplicas:
             self._in_flight.popleft().wait()
 
 
-def facts_of_all(facts: Sequence[Facts]) -> Facts:
+def common_facts(facts: Sequence[Facts]) -> Facts:
     """Return the facts that hold for every rank, since one group may share a host and another not."""
     names = {each.name for each in facts}
     return replace(

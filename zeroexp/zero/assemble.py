@@ -81,7 +81,7 @@ def agree_on_weights(module: nn.Module, wire: Collectives, values: Values | None
         raise ValueError(
             "ranks would start from different weights: give each the same seed and the same files"
         )
-    sums = [sum_of_bits(tensor) for tensor in tensors]
+    sums = [bit_checksum(tensor) for tensor in tensors]
     if wire.same_everywhere(zlib.crc32(repr(sums).encode())):
         return
     if wire.world.rank == 0:
@@ -92,7 +92,7 @@ def agree_on_weights(module: nn.Module, wire: Collectives, values: Values | None
         tensor.detach().copy_(whole)
 
 
-def sum_of_bits(tensor: Tensor) -> int:
+def bit_checksum(tensor: Tensor) -> int:
     """Return a sum over the bits of the values, each times its place; other values almost certainly have another sum.
 
     A plain sum would be that of the same values in another order too. Products and sums wrap around.

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from zeroexp.comm.collectives import Collectives
 from zeroexp.cut.chunk import Span
-from zeroexp.zero.assemble import sum_of_bits
+from zeroexp.zero.assemble import bit_checksum
 from zeroexp.zero.held import Held, unguarded
 from zeroexp.zero.schedule import Schedule
 from zeroexp.zero.unit import Unit
@@ -81,7 +81,7 @@ def gathered(
 def _show_the_same(units: Sequence[Unit], wire: Collectives) -> bool:
     """Tell whether the parameters show the same bits on all ranks, by a checksum; padding is not compared."""
     shown = [held.whole[: held.chunk.unpadded_numel] for unit in units for held in unit.held]
-    number = zlib.crc32(repr([sum_of_bits(each) for each in shown]).encode())
+    number = zlib.crc32(repr([bit_checksum(each) for each in shown]).encode())
     return wire.same_everywhere(number, "`strategy.gathered(write=True)`")
 
 

@@ -6,7 +6,7 @@ same model.
 refusals.py             the observer: each event of the engine goes to the files below
 arguments.py            what an engine is built with: modules, blocks, parameter groups, options
 guard.py                parameters whose values or gradients are not there (tensor_functions.py: which uses need them)
-calls.py                the order of microbatch, step and zero_grad
+call_order.py           the order of microbatch, step and zero_grad
 changed_parameters.py   parameters that were replaced, moved, thawed or written behind the engine
 replicas_differ.py      replicas whose weights drift apart
 kept_views.py           views of gathered parameters that outlive them

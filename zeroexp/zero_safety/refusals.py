@@ -22,7 +22,7 @@ from zeroexp.zero.options import Options
 from zeroexp.zero.unit import Unit
 from zeroexp.zero.whole import written_while_reading
 from zeroexp.zero_safety.arguments import refuse_arguments
-from zeroexp.zero_safety.calls import Calls
+from zeroexp.zero_safety.call_order import CallOrder
 from zeroexp.zero_safety.changed_parameters import ParameterWatch
 from zeroexp.zero_safety.guard import (
     await_on_use,
@@ -77,7 +77,7 @@ class Refusals(Observer):
         self._units, self._wire = units, wire
         # A second last microbatch would sum again what was summed between replicas.
         has_replicas = wire.holders.size > 1
-        self._calls = Calls(once=has_replicas or any(u.reduces_at_hand_over for u in units))
+        self._calls = CallOrder(once=has_replicas or any(u.reduces_at_hand_over for u in units))
         self._parameters = ParameterWatch(module, units, wire.world)
         self._views = KeptViews(unit for unit in units if unit.is_sharded)
         self._methods = OwnMethods(module, optimizer, zero_grad)

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 from zeroexp.comm.collectives import Collectives
 from zeroexp.process import world as worlds
-from zeroexp.zero.assemble import sum_of_bits
+from zeroexp.zero.assemble import bit_checksum
 from zeroexp.zero.unit import Unit
 
 
@@ -20,7 +20,7 @@ def refuse_different_replicas(units: Sequence[Unit], wire: Collectives) -> None:
     if wire.holders.size == 1 or wire.world.is_fake:
         return
     sums = [
-        sum(sum_of_bits(master) for _, master in unit.parameters_with_masters()) for unit in units
+        sum(bit_checksum(master) for _, master in unit.parameters_with_masters()) for unit in units
     ]
     of_ranks = worlds.gather_objects(sums)
     for rank, theirs in enumerate(of_ranks):

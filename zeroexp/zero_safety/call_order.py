@@ -7,7 +7,7 @@ RuntimeError, which names the missing call.
 from __future__ import annotations
 
 
-class Calls:
+class CallOrder:
     """The call that comes next. With `once` the gradients of a step can be reduced only once."""
 
     def __init__(self, *, once: bool):
