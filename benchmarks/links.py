@@ -9,17 +9,15 @@ from dataclasses import dataclass
 
 from zeroexp.cluster.link import open_nodes
 from zeroexp.config.keys import ClusterConfig, ConfigError
-from zeroexp.measure.traffic import LINK
+from zeroexp.measure.traffic import LINK, payload_rate
 
 NUM_NODES = 2
-# Of Ethernet frames with 1500 bytes, which is what the token bucket counts.
-TCP_PAYLOAD_OF_FRAME = 1448 / 1514
-SHAPES = {"1gbit": 1e9, "200mbit": 200e6}  # bits a second
+SHAPES = ("1gbit", "200mbit")
 
 
 def payload_bytes_per_second(name: str) -> float | None:
     """What TCP can carry in one direction; None for loopback."""
-    return SHAPES[name] / 8 * TCP_PAYLOAD_OF_FRAME if name in SHAPES else None
+    return payload_rate(name) if name in SHAPES else None
 
 
 def why_not_shaped() -> str | None:

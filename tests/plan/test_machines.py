@@ -8,6 +8,7 @@ import pytest
 
 from tests.composing import composed
 from zeroexp.plan.machines import JobShape, Machines, device_of, machines_of
+from zeroexp.plan.speed import prior_speed, speed_of
 
 
 @pytest.mark.parametrize(
@@ -65,3 +66,21 @@ def test_ranks_of_a_local_run_on_cpus_share_a_machine():
 def test_a_plan_is_for_gpus_where_no_run_is_possible_here(sizes, num_gpus, device):
     configs = [composed(f"world_size={size}") for size in sizes]
     assert device_of(configs, num_gpus, num_cpus=2) == device
+
+
+def test_a_move_behind_a_link_takes_what_of_it_crosses(tmp_path, monkeypatch):
+    """Two ranks share their node's 1448 of 1514 bytes in a gigabit a second; a group of one node crosses nothing."""
+    monkeypatch.chdir(tmp_path)  # where nothing is calibrated
+    words = ("world_size=4", "data.global_batch_size=4", "cluster.link=1gbit", "strategy=zero2")
+    config, grouped = composed(*words), composed(*words, "strategy.replicas=2")
+    assert device_of([config], num_gpus=8, num_cpus=2) == "cpu"
+    machines = machines_of(config, "cpu")
+    assert machines.shape == JobShape(2, 2)
+    whole, parts = speed_of(config, machines), speed_of(grouped, machines)
+    inside = prior_speed(machines).link_bytes_per_second
+    crossing = 1e9 / 8 * 1448 / 1514 / 2
+    # Of three peers one is on the same node.
+    assert 1 / whole.link_rate("reduce") == pytest.approx(2 / 3 / crossing + 1 / 3 / inside)
+    assert parts.link_rate("reduce") == pytest.approx(inside)
+    assert parts.link_rate("replicas") == pytest.approx(crossing)
+    assert "1gbit" in parts.label

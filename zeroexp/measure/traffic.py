@@ -21,6 +21,7 @@ SENT_AND_RESENT = struct.Struct("=QQ"), 200
 # packet has beside its payload: headers of Ethernet, IPv4, and TCP with its timestamps.
 LINK = "zeroexp-link"
 HEADER_BYTES = 14 + 20 + 32
+FRAME_BYTES = 14 + 1500
 
 _libc = ctypes.CDLL(None)
 
@@ -87,3 +88,9 @@ def _link_bytes() -> int | None:
                 num_bytes, num_packets = counters.split()[8:10]
                 return int(num_bytes) - HEADER_BYTES * int(num_packets)
     return None
+
+
+def payload_rate(link: str) -> float:
+    """Return the payload bytes that TCP carries in a second over a link of this speed, as 1gbit."""
+    bits = float(link[: -len("gbit")]) * {"m": 1e6, "g": 1e9}[link[-4]]
+    return bits / 8 * (1 - HEADER_BYTES / FRAME_BYTES)

@@ -58,6 +58,16 @@ class Machines:
             return (together - 1) / together
         return (together - 1) / (num_ranks - 1)
 
+    def shares_inside(self, replicas: int) -> tuple[float, dict[str, float]]:
+        """Return the part inside of a node of what a rank sends in its group, and of moves over other ranks by kind."""
+        num_ranks = self.shape.nodes * self.shape.ranks_per_node
+        size = num_ranks // replicas
+        between = self.share_inside_node(replicas, size)
+        return self.share_inside_node(size), {
+            "replicas": between,
+            "norm": self.share_inside_node(),
+        }
+
     def __str__(self) -> str:
         nodes = f"{self.shape.nodes} node{'s' if self.shape.nodes > 1 else ''}"
         return f"{self.device}, {nodes} of {self.shape.ranks_per_node}"

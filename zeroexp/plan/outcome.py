@@ -169,9 +169,7 @@ def _outcome_of(name: str, config: Config, form: ClosedForm, machines: Machines)
 
 def _sent_inside(form: ClosedForm, machines: Machines, ranks: Sequence[PlannedRank]) -> float:
     """Return the bytes that stay inside of a rank's node, the mean over ranks."""
-    size = form.world_size // form.replicas
-    inside_group, all_ranks = machines.share_inside_node(size), machines.share_inside_node()
-    shares = {"replicas": machines.share_inside_node(form.replicas, size), "norm": all_ranks}
+    inside_group, shares = machines.shares_inside(form.replicas)
     sent = (shares.get(kind, inside_group) * n for rank in ranks for kind, n in rank.sent.items())
     return sum(sent) / len(ranks)
 

@@ -20,6 +20,7 @@ import torch
 
 from zeroexp.config.gpus import GPUS, LINK_SHARE, NETWORKS, USUAL_GPU, USUAL_NETWORK, Gpu, Network
 from zeroexp.config.keys import Config, ConfigError
+from zeroexp.measure.traffic import payload_rate
 from zeroexp.plan.machines import JobShape, Machines, processor_name
 
 OUTPUTS = "outputs"  # where runs and calibrations are kept
@@ -51,6 +52,8 @@ class Speed:
     launch_seconds: float  # of one operation
     latency_seconds: float  # of one move
     link_bytes_per_second: float  # of what this rank sends
+    # of moves of one kind, where it differs: those over other ranks than the group's
+    rates_by_kind: Mapping[str, float] = field(default_factory=dict[str, float])
     moves_on_wait: bool = False  # moves do their work in the wait, so that nothing overlaps
     products_read_memory: bool = False  # rates of products are those of operands from memory
     overlaps_launch: bool = False  # the host of a GPU launches ahead of it
@@ -58,6 +61,10 @@ class Speed:
     # What a second by these tables takes in a real step, by what it is spent on (timing.py); None: whichever of an
     # operation's bytes and products takes longer hides the other.
     factors: dict[str, float] | None = None
+
+    def link_rate(self, kind: str) -> float:
+        """Return the bytes a second of a move of this kind."""
+        return self.rates_by_kind.get(kind, self.link_bytes_per_second)
 
     def product_rate(self, dtype: torch.dtype, smallest: int | None = None) -> float:
         """Return the operations of a product whose smallest dimension is `smallest`; None: of the best shape."""
@@ -151,8 +158,27 @@ def speed_of(config: Config, machines: Machines) -> Speed:
     calibration = load(calibration_path(Path(OUTPUTS), machines.device))
     gpu, network = config.cluster.gpu, NETWORKS[config.cluster.network or USUAL_NETWORK]
     if calibration and gpu is None:
-        return calibrated_speed(calibration, machines, network)
-    return prior_speed(machines, GPUS[gpu or USUAL_GPU], network)
+        speed = calibrated_speed(calibration, machines, network)
+    else:
+        speed = prior_speed(machines, GPUS[gpu or USUAL_GPU], network)
+    return speed if config.cluster.link is None else _behind_link(speed, config, machines)
+
+
+def _behind_link(speed: Speed, config: Config, machines: Machines) -> Speed:
+    """Return the speed of ranks that share their node's `cluster.link`, which a part of what they send crosses."""
+    assert config.cluster.link is not None
+    own = payload_rate(config.cluster.link) / machines.shape.ranks_per_node
+
+    def rate(inside: float) -> float:
+        return 1 / ((1 - inside) / own + inside / speed.link_bytes_per_second)
+
+    inside_group, shares = machines.shares_inside(config.strategy.replicas or 1)
+    return replace(
+        speed,
+        label=f"{speed.label}; links of {config.cluster.link}",
+        link_bytes_per_second=rate(inside_group),
+        rates_by_kind={kind: rate(inside) for kind, inside in shares.items()},
+    )
 
 
 def calibrated_speed(

@@ -136,7 +136,7 @@ class Timeline(LocalOperations):
         if move.num_bytes == 0:
             return
         kind = VERBS.get(move.verb, move.verb)
-        sent = move.num_bytes / speed.link_bytes_per_second
+        sent = move.num_bytes / speed.link_rate(move.verb)
         spent = {f"{kind}: moves": speed.latency_seconds, f"{kind}: sent": sent}
         takes = speed.seconds_of(spent)
         if move.waited is None:
