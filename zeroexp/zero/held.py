@@ -56,6 +56,8 @@ class Held:
     report: Callable[..., None]  # the observer's `shown`
     masters: list[nn.Parameter] = field(default_factory=list)  # one for each owned span
     master_flat: Tensor | None = None  # the masters' memory, where it is not the parameters' own
+    # Views of the owned elements in the masters' shapes, where a step casts masters into them; made once.
+    elements: list[Tensor] = field(default_factory=list[Tensor])
     full: Tensor | None = None  # flat and padded; None until the unit rests
     views: list[Tensor] = field(default_factory=list)  # views of full, one for each parameter
     # A copy of full in memory of its own, while `whole` shows it (whole.py).
@@ -125,10 +127,8 @@ class Held:
             yield self.parameters[span.member], master
 
     def casts(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield the owned elements with their masters, where these have another dtype; all are flat."""
-        if self.master_flat is not None:
-            for (_, elements), master in zip(self.own_elements(), self.masters, strict=True):
-                yield elements, master.detach().view(-1)
+        """Yield the owned elements with their masters, where these have another dtype."""
+        return zip(self.elements, self.masters, strict=False)
 
     @torch.no_grad()
     def write_parameter(self, member: int, read: Read) -> None:
@@ -189,3 +189,6 @@ def _make_masters(held: Held, dtypes: Dtypes) -> None:
         whole = span.numel == shape.numel()
         # `.data` gives it a version counter of its own, which only writes into the master advance.
         held.masters.append(nn.Parameter((value.view(shape) if whole else value).data))
+    if held.master_flat is not None:
+        pairs = zip(held.own_elements(), held.masters, strict=True)
+        held.elements = [elements.view(master.shape) for (_, elements), master in pairs]

@@ -25,7 +25,7 @@ from zeroexp.cut.chunk import FROZEN
 from zeroexp.cut.stage import Move, Stage
 from zeroexp.measure.verb_seconds import meter, timed_as_verb
 from zeroexp.zero.gradients import Gradients
-from zeroexp.zero.held import MAY_BECOME, Held, Residence
+from zeroexp.zero.held import MAY_BECOME, Held, Residence, unguarded
 from zeroexp.zero.options import Dtypes
 
 
@@ -182,7 +182,8 @@ class Unit:
         self.generation += 1
         if casts := [pair for held in self.trainable for pair in held.casts()]:
             elements, masters = zip(*casts, strict=True)
-            torch._foreach_copy_(list(elements), list(masters))
+            with torch.no_grad(), unguarded():
+                torch._foreach_copy_(list(elements), list(masters))
         if self.is_sharded:
             self.offer()
         if self._publishes:
