@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Protocol
@@ -13,7 +14,7 @@ import torch
 import yaml
 from torch import Tensor, nn
 
-from benchmarks import peers
+from benchmarks import peers, tunable
 from zeroexp.config.keys import (
     Config,
     DataConfig,
@@ -131,16 +132,33 @@ ENGINES: dict[str, Engine] = {
 }
 
 
+def _variant(peer: str, settings: dict[str, Any]) -> Engine:
+    engine = ENGINES[peer]
+    if peer in tunable.BUILD:
+        return replace(engine, build=partial(tunable.BUILD[peer], settings))
+    own = {**engine.settings, "settings": settings} if engine.settings else None
+    return replace(engine, settings=own)
+
+
+VARIANTS = {
+    name: _variant(peer, settings)
+    for peer in tunable.SETTINGS
+    for name, settings in tunable.variants(peer).items()
+}
+ENGINES |= VARIANTS
+
 # Compared where a comparison names them: what is kept from forward to backward pays on slow links alone, and the
 # model's setting where a tied embedding is large.
-ON_REQUEST = ("zero3_buffer_keep_all", "zero3_buffer_tied_rows", "fsdp2_tied_rows")
+ON_REQUEST = ("zero3_buffer_keep_all", "zero3_buffer_tied_rows", "fsdp2_tied_rows", *VARIANTS)
 
 
 def engines_for(world_size: int) -> list[str]:
     """Those that are installed and mean something at this world size."""
     missing = set() if find_spec("deepspeed") else {"deepspeed2", "deepspeed3"}
     return [
-        name for name in ENGINES if name not in missing | ({"plain"} if world_size > 1 else set())
+        name
+        for name in ENGINES
+        if name.partition("@")[0] not in missing | ({"plain"} if world_size > 1 else set())
     ]
 
 

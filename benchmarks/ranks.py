@@ -27,6 +27,7 @@ from zeroexp.measure.memory import AllocationMeter, count_cpu_allocations
 from zeroexp.measure.traffic import WireMeter
 from zeroexp.models.loss import loss_sum
 from zeroexp.process import world as worlds
+from zeroexp.process.world import World
 from zeroexp.run.rank import keep_freed_memory
 
 START_SECONDS = 300  # to import, build and join
@@ -166,8 +167,9 @@ def _serve(
 class Training:
     """The engine of a spec on this rank, and a batch that it is trained on again and again."""
 
-    def __init__(self, spec: Spec) -> None:
-        self.world = worlds.join_process_group(timeout_seconds=TURN_SECONDS)
+    def __init__(self, spec: Spec, world: World | None = None) -> None:
+        """`world`: one that has been joined."""
+        self.world = world or worlds.join_process_group(timeout_seconds=TURN_SECONDS)
         self.strategy: Timed = build_engine(
             spec.engine,
             model_config(spec.model),
@@ -180,11 +182,12 @@ class Training:
         self._tokens = torch.randint(words, (1, SEQ_LEN + 1), generator=generator)
         self._num_valid = SEQ_LEN * self.world.size
 
-    def step(self, *, drain: bool = False) -> None:
+    def step(self, *, drain: bool = False) -> Tensor:
         with self.strategy.microbatch(last=True):
             self.strategy.backward(self._loss())
-        self.strategy.step(drain=drain)
+        norm = self.strategy.step(drain=drain)
         self.strategy.zero_grad()
+        return norm
 
     def _loss(self) -> Tensor:
         """A function of its own, so that the model's output dies before backward."""

@@ -216,6 +216,7 @@ def _row(comparison: Comparison, engine: str, rounds: list[list[Turn]]) -> dict[
         "step_seconds": statistics.median(seconds),
         "step_seconds_quartiles": quartiles(seconds),
         "num_turns": len(seconds),
+        "turn_seconds": seconds,
         "peak_bytes": of_ranks(max, [turn.peak_bytes for turn in last]),
         "allocated_bytes": of_ranks(max, [turn.allocated_bytes for turn in last]),
         "wire_bytes": of_ranks(statistics.mean, [turn.wire_bytes for turn in last]),

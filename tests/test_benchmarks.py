@@ -16,16 +16,17 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import accuracy, breakdown, check, checkpoints, run, startup, table
+from benchmarks import accuracy, breakdown, check, checkpoints, run, startup, table, tunable
 from benchmarks.checkpoint_ranks import shapes_of
 from benchmarks.engines import ENGINES, ON_REQUEST, engines_for, parameter_bytes
 from benchmarks.gpu import Case
 from benchmarks.links import open_link, payload_bytes_per_second, why_not_shaped
 from benchmarks.published_run import HeldByTwoRanks
-from benchmarks.ranks import Ranks
+from benchmarks.ranks import Ranks, Spec, Training
 from tests.run_folders import record
 from tests.test_docs import prose
 from zeroexp.measure.summary import summarise, summarise_rank
+from zeroexp.measure.traffic import WireMeter
 from zeroexp.plan.outcome import RankPeak
 from zeroexp.report.markdown import BEGIN, END, LINE
 
@@ -366,3 +367,31 @@ def test_what_two_ranks_held_is_known_from_the_fullest_and_the_mean():
     found = HeldByTwoRanks(summarise([record(3)], ranks).memory)
     told = [found.held_bytes("after_backward", rank) for rank in range(found.world_size)]
     assert told == [held[1]["after_backward"], held[0]["after_backward"]]
+
+
+def stepped(world, engine: str) -> tuple[list[float], int]:
+    """Norms of two steps, and what a rank has sent in the second."""
+    training = Training(Spec(engine, "tiny", "fp32", world.size), world)
+    norms: list[float] = []
+    for _ in range(2):
+        meter = WireMeter(world.backend)
+        norms.append(float(training.step(drain=True)))
+    return norms, meter.sent_bytes() or 0
+
+
+@pytest.mark.parametrize("peer", ["ddp", "fsdp2"])
+def test_a_peer_trains_alike_with_all_carriers_and_shared_memory_sends_nothing(ranks, peer):
+    """Settings that change numbers would compare something else."""
+    first = {each["carrier"]: name for name, each in tunable.variants(peer).items()}
+    found = {carrier: ranks(stepped, name)[0] for carrier, name in first.items()}
+    assert all(norms == pytest.approx(found["gloo"][0], rel=1e-6) for norms, _ in found.values())
+    assert found["shared"][1] < 0.1 * found["gloo"][1]
+    if "exact" in found:  # gloo's reduce-scatter sends twice the bytes
+        assert found["exact"][1] < 0.85 * found["gloo"][1]
+
+
+def test_no_peer_gets_more_settings_than_are_allowed():
+    for peer in tunable.SETTINGS:
+        names = tunable.variants(peer)
+        assert 1 < len(names) <= tunable.MOST and set(names) <= ENGINES.keys()
+        assert set(names) <= set(ON_REQUEST)

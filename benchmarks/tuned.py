@@ -1,0 +1,123 @@
+"""python -m benchmarks.tuned: ours beside peers at their best, so that engines and transports are told apart.
+
+Every peer is timed with up to 16 settings (tunable.py), in turn and shortly. The fastest then runs beside the peer's
+default and ours in one comparison, in rounds. A ratio is the median over rounds of step over step in the same round;
+its spread are the quartiles.
+
+--model NAME     the default is small      --rounds N     of the comparison; 7
+--peers NAME ... some of them, and of ours what is beside them
+--write FILE     the page whose section is replaced
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from benchmarks import table
+from benchmarks.engines import engines_for
+from benchmarks.run import OURS, OVER_SOCKETS, Comparison, compare, quartiles
+from benchmarks.tunable import SETTINGS, variants
+
+Rows = dict[str, dict[str, Any]]
+# ours, the peer, and what is aimed at: at most so much of the tuned peer's step.
+GOALS = [
+    *((ours, "ddp", 1.00) for ours in OURS),
+    *((ours, "ddp", 1.00) for ours in OVER_SOCKETS),
+    ("zero1_buffer", "zero_redundancy", 1.00),
+    ("zero2_buffer", "fsdp2_no_reshard", 0.75),
+    ("zero3_buffer", "fsdp2", 0.75),
+    ("zero2_buffer_sockets", "fsdp2_no_reshard", 1.00),
+    ("zero3_buffer_sockets", "fsdp2", 1.00),
+    ("zero2_buffer", "deepspeed2", 0.75),
+    ("zero3_buffer", "deepspeed3", 0.75),
+]
+
+
+def main() -> int:
+    args = _arguments()
+    tuning = Comparison("tuning", args.model, num_steps=3, num_rounds=2)
+    peers = [peer for peer in args.peers if peer in engines_for(2)]
+    best = {peer: _fastest(peer, tuning) for peer in peers}
+    engines = (*peers, *best.values(), *OURS, *OVER_SOCKETS)
+    chosen = tuple(dict.fromkeys(engine for engine in engines if engine != "ddp"))
+    rows = compare(replace(tuning, name="tuned", num_rounds=args.rounds, engines=chosen))
+    by_name = {row["engine"]: row for row in rows}
+    table.tell("tuned", markdown(by_name, best), cells(by_name, best), args.write)
+    return 0
+
+
+def _fastest(peer: str, tuning: Comparison) -> str:
+    rows = compare(replace(tuning, engines=tuple(variants(peer))))
+    # Engines that do not fit into memory together run in groups, each with DDP.
+    measured = {row["engine"]: row["ratio_to_ddp"] for row in rows if "@" in row["engine"]}
+    for name, over_ddp in sorted(measured.items(), key=lambda pair: pair[1]):
+        print(f"  {over_ddp:.2f} of DDP  {name}", file=sys.stderr)
+    return min(measured, key=lambda name: measured[name])
+
+
+def markdown(rows: Rows, best: dict[str, str]) -> str:
+    """Return each goal beside what was measured: over the peer's default, and over the peer at its best."""
+    lines = [
+        [ours, peer, ratio(rows, ours, peer), ratio(rows, ours, best[peer]), f"{goal:.2f}"]
+        for ours, peer, goal in GOALS
+        if ours in rows and best.get(peer) in rows
+    ]
+    gains = [
+        [peer, f"`{name.partition('@')[2]}`", ratio(rows, name, peer)]
+        for peer, name in best.items()
+        if name in rows and peer in rows
+    ]
+    others = [row["other_cores"] for row in rows.values()]
+    turns = next(iter(rows.values()))["num_turns"]
+    said = table.report.wrapped(
+        f"{table.machine()} Medians of {turns} rounds, with quartiles; other programs used "
+        f"{min(others):.1f}–{max(others):.1f} cores meanwhile."
+    )
+    head = ("ours", "peer", "over its default", "over it at its best", "goal")
+    tuned = ("peer", "fastest settings", "over its default")
+    return "\n\n".join([said, table.grid(tuned, gains, 2), table.grid(head, lines, 2)])
+
+
+def cells(rows: Rows, best: dict[str, str]) -> list[Sequence[str]]:
+    """Return each engine's step and peak, below the names of the columns."""
+    found = [
+        (
+            name,
+            "at its best" if name in best.values() else "default",
+            f"{1e3 * row['step_seconds']:.0f}",
+            ratio(rows, name, "ddp"),
+            table.megabytes(row["peak_bytes"]),
+            table.megabytes(row["wire_bytes"]),
+        )
+        for name, row in rows.items()
+    ]
+    return [("engine", "settings", "step, ms", "/ DDP", "peak, MB", "sent, MB"), *found]
+
+
+def ratio(rows: Rows, one: str, other: str) -> str:
+    """Return the median of the ratios of a round, and their quartiles."""
+    pairs = zip(rows[one]["turn_seconds"], rows[other]["turn_seconds"], strict=True)
+    ratios = [a / b for a, b in pairs]
+    low, high = quartiles(ratios)
+    return f"{statistics.median(ratios):.2f} ({low:.2f}–{high:.2f})"
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--model", default="small")
+    parser.add_argument("--peers", nargs="+", choices=list(SETTINGS), default=list(SETTINGS))
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--write", type=Path)
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    sys.exit(main())
