@@ -86,13 +86,7 @@ class Engine:
         # torch can not convert modules of fake tensors, and a fake world is given a model that lies on its device.
         self.model = module if world.is_fake else module.to(world.device)
         self._stage, self._max_grad_norm = stage, max_grad_norm
-        self.wire = Collectives(
-            world,
-            transport=options.transport,
-            replicas=options.replicas,
-            gather_codec=options.gather_codec,
-            reduce_codec=options.reduce_codec,
-        )
+        self.wire = Collectives(world, **options.of_moves)
         settings = [str(stage), options, dtypes, max_grad_norm, list(blocks)]
         start_alike(self.model, settings, param_groups, values, self.wire)
         self._buffers = Buffers(module, world)

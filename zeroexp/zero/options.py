@@ -60,6 +60,12 @@ class Options:
     gather_codec: str | None = None  # parameters that rest sharded
     reduce_codec: str | None = None  # gradients that are reduce-scattered
 
+    @property
+    def of_moves(self) -> dict[str, Any]:
+        """Those that the moves between ranks are made with."""
+        names = ("transport", "replicas", "gather_codec", "reduce_codec")
+        return {name: getattr(self, name) for name in names}
+
 
 @dataclass(frozen=True)
 class SettledOptions:
