@@ -7,7 +7,7 @@ more than the limit, or to take twice as long as what was named.
 
 The rule: what was named is run twice in every round, as two candidates, and the noise of a case is what its two figures
 differ by, at least CLEAR. A case is right if what was named fits and nothing that fits is faster than the slower of the
-two by more than the noise. Where the noise is above LOUD the case says nothing, whatever it found, and is no case.
+two by more than the noise. Where the noise is above LOUD, or nothing fits, it is no case, and another is drawn.
 
     python -m benchmarks.advised --cases 10 --rounds 2 [--seed 1] [--first]
 
@@ -23,7 +23,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from benchmarks.real_runs import before_others, config_of, peak_and_steps_of
-from zeroexp.plan.advise import Advice, advise
+from zeroexp.plan.advise import Advice, advise, confirm_best
 from zeroexp.plan.composed_points import ComposedPoints
 from zeroexp.plan.outcome import plan_point
 from zeroexp.plan.plan_points import Plans
@@ -67,7 +67,7 @@ def main() -> int:
             advice_of(words), drawn.random(), args.rounds, before_others if args.first else int
         )
         judged += [] if is_right is None else [is_right]
-        word = {True: "right", False: "WRONG", None: "loud"}[is_right]
+        word = {True: "right", False: "WRONG", None: "no case"}[is_right]
         print(f"{len(judged):2} {word}  {words}\n   {line}", flush=True)
     told = f"nothing that fits is faster by more than the noise, at least {CLEAR:.0%}"
     print(f"{sum(judged)} of {args.cases} right ({told})")
@@ -103,15 +103,19 @@ def advice_of(words: str) -> Advice:
 def judge(
     case: Advice, share: float, rounds: int, prepare: Callable[[], object]
 ) -> tuple[bool | None, str]:
-    """Return whether what is named under a limit is the fastest that fits, None in a loud case, and what was measured.
+    """Return whether what is named under a limit is the fastest that fits, or None: no case; and what was measured.
 
     share: where the limit lies between the least and the most that candidates are planned to hold.
     """
     peaks = sorted(each.peak_bytes for each in case.candidates)
     limit = int(peaks[0] + share * (peaks[-1] - peaks[0]))
     case.candidates = [within(each, limit) for each in case.candidates]
-    best = case.best
-    assert best is not None
+    confirm_best(case)
+    if (best := case.best) is None:
+        return (
+            None,
+            f"{limit / MIB:.2f} MiB: nothing fits, which rehearsals of one rank did not see",
+        )
     twins = [Run(best), Run(best)]
     others = [
         Run(each)

@@ -132,7 +132,7 @@ def advise(plans: Plans, *, now: Callable[[], float] = time.monotonic) -> list[A
             raise ConfigError(f"world_size={size}: {problem}")
         advice = Advice(bases[0].config, candidates)
         _rehearse_likely_first(advice, until, now)
-        _confirm_best(advice)
+        confirm_best(advice)
         found.append(advice)
     return found
 
@@ -200,7 +200,7 @@ def _rehearse_likely_first(advice: Advice, until: float | None, now: Callable[[]
         bytes_per_sample[tried.recomputes] = max(beside, 0.0)
 
 
-def _confirm_best(advice: Advice) -> None:
+def confirm_best(advice: Advice) -> None:
     """Rehearse in full what would be named, and what then would be."""
     confirmed: set[int] = set()
     while (best := advice.best) and (at := advice.candidates.index(best)) not in confirmed:

@@ -20,11 +20,12 @@ KEY_PREFIX = "zeroexp."
 MAX_SWEEPS = 5  # sweeps with views: MLflow lets no user save a view beyond 40
 
 COLUMNS = (
-    # A window of 1,280 pixels shows these four beside the name of the run.
-    "tags.`strategy`",
-    "metrics.`world_size`",
+    # A window of 1,280 pixels shows these four beside the name of the run, and the first two while MLflow's assistant
+    # is open, as it is until a user closes it: a run's name has its strategy and ranks.
     "metrics.`memory/peak_mib`",
     "metrics.`time/step_ms_median`",
+    "tags.`strategy`",
+    "metrics.`world_size`",
     "metrics.`loss`",
     "metrics.`time/step_ms_p95`",
     "metrics.`tokens_per_s_mean`",
@@ -188,7 +189,7 @@ def _slug(title: str) -> str:
 def _width(column: str) -> int:
     """Return a width in pixels that shows the whole header."""
     name = column.split("`")[1]
-    return max(WIDEST.get(name, 90), 7 * len(name) + 24)
+    return max(WIDEST.get(name, 90), 7 * len(name) + 20)
 
 
 def _card(kind: str, title: str, **settings: Any) -> Chart:
