@@ -148,7 +148,8 @@ def _run_ranks(
             # Unlike a free port, nobody can take a file between its choice and its use.
             where = meeting.enter_context(locks.temporary_folder())
             for rank in range(size):
-                place = RankInfo(rank, size, local_rank=rank % per_node)
+                # Also on nodes of its own the first rank alone samples this machine.
+                place = RankInfo(rank, size, local_rank=rank)
                 node = nodes[rank // per_node] if nodes else None
                 meet = f"file://{where}/ranks"
                 ranks.append(_fork_rank(place, node, meet, folder, device, control, main))
