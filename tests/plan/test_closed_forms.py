@@ -26,7 +26,7 @@ from zeroexp.plan.closed_forms import OptimizerForm, PrecisionForm, ScheduleForm
 from zeroexp.plan.form_of_config import build_on_meta
 from zeroexp.plan.form_of_config import form_of as form_of_config
 from zeroexp.plan.outcome import plan_point
-from zeroexp.process.world import World, barrier, fake_world
+from zeroexp.process.world import World, fake_world
 from zeroexp.zero.grouping import stage_for_world
 from zeroexp.zero.options import DTYPES, MIB, Dtypes, Options
 
@@ -210,27 +210,6 @@ def test_plain_schedule_is_the_table(stage, times, family, transport):
         sent = dict(form.traffic(rank).bytes_by_kind)
         sent.pop("norm")  # the form's own kind
         assert sum(sent.values()) == times * parameter_bytes * 3 // 4
-
-
-# -- replicas --------------------------------------------------------------------------------------
-
-
-def check_groups_of_one_host(world: World, stage: str) -> None:
-    for layout in ("parameter", "tensor", "buffer"):
-        options = Options(
-            layout=layout, reduce_each="step", transport="direct", prefetch=1, replicas=2
-        )
-        strategy = engine(world, stage, options, PRECISIONS[3], "adamw")
-        schedule = ScheduleForm(accumulation=2, bucket_bytes=4 * MIB, transport="direct")
-        form = form_of(strategy, stage, options, schedule, PRECISIONS[3], "adamw")
-        check_step(strategy, form, 2)
-        strategy.drain()
-        barrier()
-
-
-@pytest.mark.parametrize("stage", [name for name in STAGES if name != "ddp"])
-def test_groups_of_one_host_share_memory(ranks, stage):
-    ranks(check_groups_of_one_host, stage, world_size=4)
 
 
 def test_groups_move_what_travels_between_nodes():

@@ -63,6 +63,7 @@ def by_module(model: str, keep: str, prefetch: int, accumulation: int) -> tuple[
 RECOMPUTES = "train.activation_checkpointing=true"
 MIXTRAL = ("model=mixtral_tiny", *LLAMA[1:])
 CODECS = ("strategy.gather_codec=int8", "strategy.reduce_codec=int4")
+GROUPS = "strategy.replicas=2"
 BELOW_ALL_GRADIENTS = "model.freeze=[*embed*,*layers.0.*]"
 CELLS = [*itertools.product(STAGES, LAYOUTS)]
 POINTS = [
@@ -84,6 +85,8 @@ POINTS = [
     (4, llama("ddp", "buffer")),
     (4, llama("zero3", "buffer", "block", *CODECS)),
     (FAKE, (*LLAMA, *point("zero3", "parameter", *CODECS))),
+    (4, llama("zero2", "tensor", "block", GROUPS)),
+    (4, llama("zero1", "buffer", "block", GROUPS)),
     (1, by_module("tiny", "last", 1, 2)),
     (2, by_module("tiny", "last", 6, 1)),
     (2, by_module("gpt2_tiny", "none", 2, 1)),
@@ -92,6 +95,7 @@ POINTS = [
 ]
 MORE = [
     *((4, llama(*each, "block", "precision=bf16_master")) for each in CELLS),
+    *((4, llama(*each, "block", GROUPS)) for each in CELLS if each[0] != "ddp"),
     *((host, llama(*each)) for each in CELLS for host in (4, 2, 1)),
     (4, llama("zero2", "parameter", "block", "precision=bf16_master", RECOMPUTES)),
     *(
