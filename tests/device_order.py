@@ -100,6 +100,11 @@ class PlayedDevice(TorchDispatchMode):
             for held in unit.held:
                 self._nothing |= {each.untyped_storage()._cdata for each in held.nothing}
 
+    @property
+    def streams(self) -> set[str]:
+        """Those of collectives."""
+        return {work.stream for work in self._works}
+
     def never_waited(self) -> list[str]:
         """What was launched and is in flight for ever: what it brings is taken by nobody."""
         return [work.what for work in self._works if not work.is_waited]

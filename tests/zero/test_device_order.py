@@ -90,6 +90,7 @@ CASES = [
     ),
     *(more(s, replicas=2, recipe=Recipe(world_size=4)) for s in ("ddp", "zero3")),
     *(more(stage, "parameter", apart=True) for stage in ("zero2", "zero3")),
+    *(more(stage, reductions_apart=True, prefetch=2) for stage in ("zero2", "zero3")),
     more("zero3", keep="all"),
     more("zero3", overlap=False),
     more("zero3", reduce_each="microbatch", prefetch=2),
@@ -189,6 +190,8 @@ def test_every_use_waits_for_what_it_needs_and_ranks_launch_the_same(case):
     assert found == [[] for _ in devices]
     assert all(device.launches == devices[0].launches for device in devices)
     assert devices[0].launches
+    streams = 1 + case.options.get("reductions_apart", False) + 2 * ("replicas" in case.options)
+    assert len(devices[0].streams) == streams
 
 
 def trained(world: World, case: Case) -> tuple[Any, list[str], list[Any]]:

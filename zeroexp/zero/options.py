@@ -56,6 +56,8 @@ class Options:
     bucket_mb: float | None = None  # most MiB of one reduction; None: the transport's default
     transport: str = "auto"  # a word of comm.collectives.TRANSPORTS
     replicas: int = 1  # groups of ranks that each hold all states, sharded inside of the group
+    # Reductions have a communicator of their own over the backend's collectives, so that no gather waits for one.
+    reductions_apart: bool = False
     # What travels in fewer bytes, and is rounded: int8, float8 or int4 (comm/codec.py); None: it is exact.
     gather_codec: str | None = None  # parameters that rest sharded
     reduce_codec: str | None = None  # gradients that are reduce-scattered
@@ -63,7 +65,7 @@ class Options:
     @property
     def of_moves(self) -> dict[str, Any]:
         """Those that the moves between ranks are made with."""
-        names = ("transport", "replicas", "gather_codec", "reduce_codec")
+        names = ("transport", "replicas", "reductions_apart", "gather_codec", "reduce_codec")
         return {name: getattr(self, name) for name in names}
 
 

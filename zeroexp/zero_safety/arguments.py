@@ -163,8 +163,9 @@ def refuse_options(options: Options, stage: Stage) -> None:
             raise ValueError(
                 f"options.{key}={getattr(options, key)}: use {', '.join(map(str, words))}"
             )
-    if not isinstance(options.overlap, bool):
-        raise ValueError(f"options.overlap={options.overlap!r}: use True or False")
+    for key in ("overlap", "reductions_apart"):
+        if not isinstance(getattr(options, key), bool):
+            raise ValueError(f"options.{key}={getattr(options, key)!r}: use True or False")
     depth = options.prefetch
     if depth is not None and not (isinstance(depth, int) and depth >= 0):
         raise ValueError(f"options.prefetch={depth!r}: use 0 or more units, or None")
