@@ -16,11 +16,17 @@ from zeroexp.plan.plan_points import Plans
 
 
 @pytest.fixture
-def planned(monkeypatch, tmp_path, capsys) -> Callable[[str], tuple[int, str, str]]:
-    """Calls the command in an empty folder: (exit code, output, errors)."""
+def in_an_empty_folder(monkeypatch, tmp_path) -> None:
     compose_once(monkeypatch)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+
+
+@pytest.fixture
+def planned(
+    in_an_empty_folder, monkeypatch, tmp_path, capsys
+) -> Callable[[str], tuple[int, str, str]]:
+    """Calls the command in an empty folder: (exit code, output, errors)."""
 
     def call(line: str) -> tuple[int, str, str]:
         monkeypatch.setattr(sys, "argv", ["zeroexp.plan", *line.split()])
@@ -33,10 +39,8 @@ def planned(monkeypatch, tmp_path, capsys) -> Callable[[str], tuple[int, str, st
 
 
 @pytest.fixture
-def plans_of(monkeypatch, tmp_path) -> Callable[[str], Plans]:
+def plans_of(in_an_empty_folder) -> Callable[[str], Plans]:
     """Plans a line, in which lists are swept: what Hydra composes of it takes most of a command's time."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
 
     def plan_line(line: str) -> Plans:
         words = [word for word in line.split() if word != plan.REHEARSE]

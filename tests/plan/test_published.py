@@ -9,20 +9,14 @@ import pytest
 from benchmarks.published import sent_with_redundant_optimizers
 from benchmarks.published_page import compare_study, page
 from benchmarks.published_tables import TABLES, PublishedTable
-from tests.composing import compose_once
 
+pytestmark = pytest.mark.usefixtures("in_an_empty_folder")
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "published.md"
 # Cells in which the publication is known to differ; all others must agree.
 DIFFER = {
     "table_d": [("zero1/buffer", "saving")],
     "traffic": [("zero1/torch", "times"), ("zero3/torch", "times")],
 }
-
-
-@pytest.fixture(autouse=True)
-def in_an_empty_folder(monkeypatch, tmp_path):
-    compose_once(monkeypatch)
-    monkeypatch.chdir(tmp_path)
 
 
 def check_cells(table: PublishedTable) -> None:

@@ -20,24 +20,18 @@ from benchmarks.scaling_page import (
     planned_points,
     section,
 )
-from tests.composing import compose_once
 from tests.test_docs import prose
 from zeroexp.config.gpus import NETWORKS
 from zeroexp.plan import __main__ as plan
 from zeroexp.report.markdown import LINE
 
+pytestmark = pytest.mark.usefixtures("in_an_empty_folder")
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "scaling.md"
 ONE_BLOCK = ("model=tiny", "model.hf_config.num_hidden_layers=1")
 TINY = [
     Scaled("tiny", (*ONE_BLOCK, "data.seq_len=16"), (16,), ("zero1", "zero3")),
     Scaled("experts", ("model=mixtral_tiny", "data.seq_len=16"), (16,), ("zero3",)),
 ]
-
-
-@pytest.fixture(autouse=True)
-def in_an_empty_folder(monkeypatch, tmp_path):
-    compose_once(monkeypatch)
-    monkeypatch.chdir(tmp_path)
 
 
 def rows_of(text: str) -> list[list[str]]:
