@@ -61,7 +61,7 @@ def section(table: PublishedTable, cells: list[ComparedCell]) -> str:
     columns = list(dict.fromkeys(cell.column for cell in cells))
     rows: dict[str, dict[str, str]] = {}
     for cell in cells:
-        rows.setdefault("/".join(cell.row.engine), {})[cell.column] = _text(cell)
+        rows.setdefault("-".join(cell.row.engine), {})[cell.column] = _text(cell)
     lines = [["point", *columns], ["---", *["---:"] * len(columns)]]
     lines += [[point, *(row.get(column, "") for column in columns)] for point, row in rows.items()]
     why = [_wrapped(text) for text in _reasons_of_differences(table)]

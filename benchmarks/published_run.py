@@ -118,13 +118,13 @@ PEAKS_TOLD = (
 
 def _cell(planned: ComparedCell, measured: ComparedCell) -> list[str]:
     numbers = [f"{each.ours:.{max(each.digits, 2)}f}" for each in (planned, measured)]
-    return ["/".join(planned.row.engine), planned.column, planned.published, *numbers]
+    return ["-".join(planned.row.engine), planned.column, planned.published, *numbers]
 
 
 def _peaks(runs: Mapping[Engine, RunSummary]) -> str:
     peaks = [runs[row.engine].memory.peak for row in TABLE_A.rows]
     shown = ["–" if peak is None else f"{peak.fullest / MIB:,.0f}" for peak in peaks]
-    return grid(["/".join(row.engine) for row in TABLE_A.rows], [shown], 0)
+    return grid(["-".join(row.engine) for row in TABLE_A.rows], [shown], 0)
 
 
 def _arguments() -> argparse.Namespace:

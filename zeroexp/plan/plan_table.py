@@ -210,7 +210,7 @@ def _rehearsed(plans: Plans, point: dict[str, str], rows: Sequence[Row]) -> list
 def _foot(entries: Sequence[PlannedPoint | Point], outcomes: Sequence[Outcome]) -> list[str]:
     sentences = [
         MEANINGS,
-        *(f"{o.strategy}/{o.implementation} is {o.label}." for o in outcomes if o.label),
+        *(f"{o.strategy}-{o.implementation} is {o.label}." for o in outcomes if o.label),
         *(f"not rehearsed: {o.not_rehearsed}." for o in outcomes if o.not_rehearsed),
         *(
             f"{o.name} does not fit {o.memory_gib:g} GiB; {_remedy(o)}"
