@@ -82,11 +82,15 @@ def build_fsdp2(settings: Settings, config: Config, built: BuiltModel, world: Wo
     sharded = [module for module in engine.model.modules() if isinstance(module, FSDPModule)]
     if settings["prefetch"]:
         _prefetch(sharded[1:])
-    if settings["carrier"] == "exact":
-        carry(sharded, reduce=ExactReduceScatter())
+    memory = None
     if settings["carrier"] == "shared":
         memory = SharedMemory(world, _bytes_of(built))
-        carry(sharded, reduce=SharedReduceScatter(memory), gather=SharedAllGather(memory))
+    for module in sharded:
+        if memory is not None:
+            module.set_custom_all_gather(Carrier(memory.all_gather))
+            module.set_custom_reduce_scatter(Carrier(memory.reduce_scatter))
+        elif settings["carrier"] == "exact":
+            module.set_custom_reduce_scatter(Carrier(reduce_scatter_exactly))
     return engine
 
 
@@ -101,13 +105,6 @@ def _prefetch(blocks: list[FSDPModule]) -> None:
     for block, following in pairwise(blocks):
         block.set_modules_to_forward_prefetch([following])
         following.set_modules_to_backward_prefetch([block])
-
-
-def carry(modules: list[FSDPModule], *, reduce: Any, gather: Any = None) -> None:
-    for module in modules:
-        module.set_custom_reduce_scatter(reduce)
-        if gather is not None:
-            module.set_custom_all_gather(gather)
 
 
 def _bytes_of(built: BuiltModel) -> int:
@@ -141,7 +138,7 @@ class SharedMemory:
         transport = self._transport
         rows[transport._rank].copy_(piece.view(-1))
         theirs = {peer: [rows[peer]] for peer in transport._peers}
-        mine = [rows[transport._rank]]
+        mine = {peer: [rows[transport._rank]] for peer in transport._peers}
         transport._exchange(mine, theirs, transport._reduction_tag(), "a gather").wait()
 
     def _part(self, gradients: Tensor, out: list[Tensor]) -> ReducePart:
@@ -149,50 +146,24 @@ class SharedMemory:
         return ReducePart(chunk_of_sums((flat.numel(),), self._size), [flat], out)
 
 
-class _Allocates:
+class Carrier(ReduceScatter, AllGather):
+    """FSDP2's communicator that moves one tensor into another, and has when it returns."""
+
+    def __init__(self, move: Callable[[Tensor, Tensor], None]):
+        self._move = move
+
     def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> Tensor:
         return torch.empty(*size, dtype=dtype, device=device)
 
+    def __call__(self, output_tensor: Tensor, input_tensor: Tensor, *_: Any, **__: Any) -> None:
+        self._move(output_tensor, input_tensor)
 
-class ExactReduceScatter(_Allocates, ReduceScatter):
+
+def reduce_scatter_exactly(own: Tensor, gradients: Tensor) -> None:
     """Every rank gets the parts that it owns, and adds them in the order of ranks."""
-
-    def __call__(
-        self,
-        output_tensor: Tensor,
-        input_tensor: Tensor,
-        group: Any,
-        op: Any,
-        async_op: bool = False,
-    ) -> None:
-        parts = torch.empty_like(input_tensor)
-        dist.all_to_all_single(parts, input_tensor, group=group)
-        torch.sum(parts.view(-1, output_tensor.numel()), 0, out=output_tensor)
-
-
-class SharedReduceScatter(_Allocates, ReduceScatter):
-    def __init__(self, memory: SharedMemory):
-        self._memory = memory
-
-    def __call__(
-        self,
-        output_tensor: Tensor,
-        input_tensor: Tensor,
-        group: Any,
-        op: Any,
-        async_op: bool = False,
-    ) -> None:
-        self._memory.reduce_scatter(output_tensor, input_tensor)
-
-
-class SharedAllGather(_Allocates, AllGather):
-    def __init__(self, memory: SharedMemory):
-        self._memory = memory
-
-    def __call__(
-        self, output_tensor: Tensor, input_tensor: Tensor, group: Any, async_op: bool = False
-    ) -> None:
-        self._memory.all_gather(output_tensor, input_tensor)
+    parts = torch.empty_like(gradients)
+    dist.all_to_all_single(parts, gradients)
+    torch.sum(parts.view(-1, own.numel()), 0, out=own)
 
 
 def _summed(memory: SharedMemory, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
