@@ -1,6 +1,6 @@
 """Right loops, one for each row of a table: `loops.py:right_17` is a function that returns the Loop of row 17.
 
-Each trains a small language model as a user of that library would write it.
+Each trains a small language model as a user of that library writes it.
 """
 
 from __future__ import annotations
@@ -12,65 +12,18 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
-from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grad_norm_
 
+from benchmarks.silent_loops import WIDTH, Batch, Model, adamw, batch_of, loss_of
 from zeroexp.cut.stage import STAGES
 from zeroexp.engines.sharded import Sharded
 from zeroexp.process import world as worlds
 from zeroexp.verify import Loop
-
-VOCAB, WIDTH, LENGTH = 37, 12, 6  # odd, so that no world size cuts it evenly
-Batch = tuple[Tensor, Tensor]
-
-
-class Block(nn.Module):
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(width)
-        self.up, self.down = nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        return hidden + self.down(torch.tanh(self.up(self.norm(hidden))))
-
-
-class Model(nn.Module):
-    def __init__(self, width: int = WIDTH, *, tied: bool = False, frozen: bool = False) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(VOCAB, width)
-        self.blocks = nn.ModuleList(Block(width) for _ in range(2))
-        self.head = nn.Linear(width, VOCAB, bias=False)
-        if tied:
-            self.head.weight = self.embed.weight
-        if frozen:
-            self.blocks[0].up.weight.requires_grad_(False)
-
-    def forward(self, words: Tensor) -> Tensor:
-        hidden = self.embed(words)
-        for block in self.blocks:
-            hidden = block(hidden)
-        return self.head(hidden)
-
-
-def loss_of(model: Any, batch: Batch) -> Tensor:
-    words, labels = batch
-    return cross_entropy(model(words).flatten(0, 1).float(), labels.flatten())
-
-
-def batch_of(generator: torch.Generator) -> Batch:
-    text = torch.randint(VOCAB, (3, LENGTH + 1), generator=generator)
-    return text[:, :-1], text[:, 1:]
-
-
-def adamw(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(
-        [p for p in model.parameters() if p.requires_grad], lr=1e-2, weight_decay=0.1
-    )
 
 
 def sgd(model: nn.Module) -> torch.optim.Optimizer:

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from benchmarks.silent_loops import BUGS
 from tests.verify.test_verify import answers
 from zeroexp.process import safe_output
 from zeroexp.verify.__main__ import main
@@ -72,25 +73,34 @@ def test_programs_read_the_same(tmp_path: Path) -> None:
     assert found["bound"] < 1e-4 < 1.9 < found["distance"] < 2.1  # three times as long
 
 
-# What is written behind the page's loop, and what is said of `it`
+# Functions behind the page's loop, and what is said of them
 CANNOT = {
-    "def other(): return my_loop()": "no such function; name one that returns a Loop",
-    "it = build_model": "returns Sequential; return a zeroexp.verify.Loop",
-    "def train(model): return None": "train returns no step; return step, or (model, step)",
-    "def train(model): return lambda batches: 1 / 0": "ZeroDivisionError: division by zero",
-    "def build_model(): return nn.Sequential(nn.Linear(1, 1), nn.Dropout())": "1: dropout 0.5 draws",
-    "import time\ndef train(model): return lambda _: time.sleep(99)": "rank 0, 1 of 2: not done after",
-    "import os\ndef train(model): os._exit(3)": "of 2: ended with exit code 3",
+    "nothing": "no such function; name one that returns a Loop",
+    "build_model": "returns Sequential; return a zeroexp.verify.Loop",
+    "without_step": "train returns no step; return step, or (model, step)",
+    "divides": "rank 0 of 1: loop.py:{line}: ZeroDivisionError: division by zero",
+    "with_dropout": "1: dropout 0.5 draws differently on each rank; build it with 0",
+    "sleeps": "rank 0 of 1: not done after 3 s; see whether ranks issue different collectives",
+    "ends": "rank 0 of 1: ended with exit code 3",
 }
+BEHIND = """
+import os, time
+from dataclasses import replace
+without_step = lambda: replace(my_loop(), train=lambda model: None)
+divides = lambda: replace(my_loop(), train=lambda model: lambda batches: 1 / 0)
+with_dropout = lambda: replace(my_loop(), model=nn.Sequential(nn.Linear(1, 1), nn.Dropout()))
+sleeps = lambda: replace(my_loop(), train=lambda model: time.sleep(99))
+ends = lambda: replace(my_loop(), train=lambda model: os._exit(3))
+"""
 
 
 def test_what_can_not_be_run_is_one_line(tmp_path: Path) -> None:
-    for number, (change, said) in enumerate(CANNOT.items()):
-        made = "" if "other" in change or "it =" in change else "\nit = my_loop"
-        file = tmp_path / f"loop{number}.py"
-        file.write_text(f"{CODE}\n{change}{made}\n")
-        ((word, line),) = answers(file, [("it", 2, 5.0 if "sleep" in change else 300.0)])
-        assert word == "refused" and said in line and "\n" not in line
+    file = tmp_path / "loop.py"
+    file.write_text(CODE + BEHIND)
+    line = file.read_text().splitlines().index(BEHIND.splitlines()[4]) + 1
+    asked = [(name, 1, 3.0 if name == "sleeps" else 300.0) for name in CANNOT]
+    for said, (word, told) in zip(CANNOT.values(), answers(file, asked), strict=True):
+        assert word == "refused" and said.format(line=line) in told and "\n" not in told
 
 
 @pytest.mark.parametrize(
@@ -115,3 +125,11 @@ def test_a_wrong_word_is_refused(
     monkeypatch.setattr(safe_output, "keep_going", lambda: None)  # pytest has its own
     assert main() == 2
     assert capsys.readouterr().err == f"zeroexp: {said}\n"
+
+
+def test_the_page_of_bugs_has_each_with_its_thread_and_kind() -> None:
+    rows = (ROOT / "docs/silent_bugs.md").read_text().splitlines()
+    for bug in BUGS.values():
+        (row,) = [each for each in rows if each.startswith(f"| {bug.was} |")]
+        assert f"| `{bug.kind}`: " in row
+        assert f"[{bug.thread}]({bug.url})" in row if bug.thread else "| made up |" in row

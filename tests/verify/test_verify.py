@@ -12,20 +12,15 @@ from typing import Any
 
 import pytest
 
-from tests.verify.faults import FAULTS
+from benchmarks.silent_loops import BUGS
 from tests.verify.loops import rows
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
 # One of each engine, and of each of DDP, FSDP2 and ZeRO by hand a few that are explained in different ways.
 QUICK_RIGHT = [1, 2, 3, 4]
-QUICK_FAULTS = [
-    "zero_drops_the_remainder",
-    "zero_sum_for_mean",
-    "ddp_batch_late",
-    "fsdp2_local_norm",
-]
-QUICK_FAULTS += ["fsdp2_optimizer_first", "fsdp2_mean_of_means"]
+QUICK_BUGS = ["remainder_dropped", "divided_twice", "norm_of_a_shard"]
+QUICK_BUGS += ["optimizer_before_sharding", "mean_of_ranks"]
 
 
 def answers(file: Path, asked: Sequence[tuple[str, int] | tuple[str, int, float]]) -> list[Any]:
@@ -44,7 +39,9 @@ def answers(file: Path, asked: Sequence[tuple[str, int] | tuple[str, int, float]
 
 
 def kinds(names: list[str]) -> dict[str, str | None]:
-    said = answers(HERE / "faults.py", [(name, FAULTS[name][1]) for name in names])
+    said = answers(
+        ROOT / "benchmarks/silent_loops.py", [(name, BUGS[name].ranks) for name in names]
+    )
     return {name: each and each[0] for name, each in zip(names, said, strict=True)}
 
 
@@ -55,7 +52,7 @@ def alarms(numbers: list[int]) -> dict[str, Any]:
 
 
 def test_some_faults_are_named_by_their_kind():
-    assert kinds(QUICK_FAULTS) == {name: FAULTS[name][0] for name in QUICK_FAULTS}
+    assert kinds(QUICK_BUGS) == {name: BUGS[name].kind for name in QUICK_BUGS}
 
 
 def test_some_right_loops_raise_no_alarm():
@@ -65,10 +62,13 @@ def test_some_right_loops_raise_no_alarm():
 
 @pytest.mark.slow
 def test_all_faults_are_named_by_their_kind():
-    assert len(FAULTS) >= 20
-    assert kinds(list(FAULTS)) == {name: kind for name, (kind, _) in FAULTS.items()}
+    assert len([each for each in BUGS.values() if each.thread]) >= 25
+    assert kinds(list(BUGS)) == {name: each.kind for name, each in BUGS.items()}
     assert (
-        answers(HERE / "faults.py", [("zero_right", world) for world in (1, 2, 3, 4)]) == [None] * 4
+        answers(
+            ROOT / "benchmarks/silent_loops.py", [("zero_right", world) for world in (1, 2, 3, 4)]
+        )
+        == [None] * 4
     )
 
 

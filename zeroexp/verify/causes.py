@@ -22,6 +22,7 @@ from zeroexp.verify.pieces import Piece
 
 Wrong = list[tuple[int, Piece]]  # (rank, what it holds), in the order of weights
 CLOSE = 0.01  # relative distance from a factor that has a name
+NOTHING = 1e-6  # a factor that is rounding
 
 
 @dataclass
@@ -54,33 +55,28 @@ class GradientLook:
     def explain(self, wrong: Wrong) -> Cause:
         """Explain all pieces together where they tell one story, else those of the first weight."""
         exact = {name: each.sum(0) * self.factor for name, each in self.rows.items()}
-        low = _bits(piece for _, piece in wrong)
-        if low and all(
-            distance(piece, exact) < 0.05 * float(exact[piece.name].norm()) for _, piece in wrong
-        ):
-            return Cause("dtype", f"it was rounded to {low} on its way: no element has more bits")
         first = [(rank, piece) for rank, piece in wrong if piece.name == wrong[0][1].name]
-        return (
-            self._by_rows(wrong)
-            or self._by_rows(first)
-            or self._of_one_weight([p for _, p in first])
+        near = (distance(p, exact) < 0.05 * float(exact[p.name].norm()) for _, p in wrong)
+        if (low := _bits(piece for _, piece in wrong)) and all(near):
+            return Cause("dtype", f"it was rounded to {low} on its way: no element has more bits")
+        of_rows = self._by_rows(wrong) or self._by_rows(first)
+        return of_rows or self._of_one_weight(
+            [piece for _, piece in first], exact[first[0][1].name]
         )
 
     def _by_rows(self, wrong: Wrong) -> Cause | None:
-        before, later = (
-            self.weights[self.step - 1],
-            [s for s in range(self.step + 2) if s != self.step],
-        )
-        stale = [("it is the gradient of the weights before the last step", before, self.step)]
-        others = [
-            (f"it is the gradient of the batches of step {s}", self.weights[self.step], s)
-            for s in later
-        ]
         if factors := self._factors(wrong, self.rows):
             return self._read(factors)
-        for text, weights, step in [*(stale if self.step else []), *others]:
-            if self._factors(wrong, self.oracle.contributions(weights, step)):
-                return Cause("data" if step != self.step else "stale", text)
+        if self.step:
+            before = self.weights[self.step - 1]
+            if self._factors(wrong, self.oracle.contributions(before, self.step)):
+                return Cause("stale", "it is the gradient of the weights before the last step")
+            last = self.oracle.contributions(before, self.step - 1)
+            if self._factors(_without(wrong, last), self.rows):
+                return Cause("stale", "the gradient of the step before is still in it")
+        for step in range(self.step + 2):
+            if self._factors(wrong, self.oracle.contributions(self.weights[self.step], step)):
+                return Cause("data", f"it is the gradient of the batches of step {step}")
         return None
 
     def _factors(self, wrong: Wrong, rows: Whole) -> dict[int, Tensor] | None:
@@ -101,19 +97,14 @@ class GradientLook:
         if all(_is_even(each) for each in factors.values()):
             return self._of_scales({rank: float(each.mean()) for rank, each in factors.items()})
         used = {
-            rank: {r for r, row in enumerate(f) if not _is_zero(row, f)}
-            for rank, f in factors.items()
+            r: {i for i, row in enumerate(f) if not _is_zero(row, f)} for r, f in factors.items()
         }
+        if any(len(ranks) == self.oracle.world_size for ranks in used.values()):
+            return self._of_microbatches(*next(iter(factors.items())))
         if all(ranks == {rank} for rank, ranks in used.items()):
-            return Cause(
-                "no sum", "each rank has the gradient of its own batches: no sum between ranks"
-            )
-        if all(len(ranks) < self.oracle.world_size for ranks in used.values()):
-            return Cause(
-                "data",
-                f"it is made of the batches of rank {_listed(set.union(*used.values()))} alone",
-            )
-        return self._of_microbatches(*next(iter(factors.items())))
+            return Cause("no sum", "each rank has the gradient of its own batches, and no other's")
+        ranks = _listed(set.union(*used.values()))
+        return Cause("data", f"it is made of the batches of rank {ranks} alone")
 
     def _of_microbatches(self, rank: int, factors: Tensor) -> Cause:
         columns = range(factors.shape[1])
@@ -153,7 +144,7 @@ class GradientLook:
                 f"it is clipped by a norm x {norms[0]:.3g}{_named(norms[0], ranks, microbatches)}",
             )
         low, high = min(scales.values()), max(scales.values())
-        if abs(high) < CLOSE and abs(low) < CLOSE:
+        if max(abs(low), abs(high)) < NOTHING:
             return Cause("frozen", "it is zero")
         if high - low > CLOSE * abs(high):
             return Cause(
@@ -161,26 +152,24 @@ class GradientLook:
             )
         return Cause("scale", f"it is x {high:.4g}{_named(high, ranks, microbatches)}")
 
-    def _of_one_weight(self, pieces: list[Piece]) -> Cause:
-        name = pieces[0].name
-        exact, bound = self.rows[name].sum(0) * self.factor, self.bounds[name]
+    def _of_one_weight(self, pieces: list[Piece], exact: Tensor) -> Cause:
+        name, shape = pieces[0].name, self.oracle.shapes[pieces[0].name]
         if found := self._tied(pieces[0]):
             return found
         off, zero = (torch.zeros(len(exact), dtype=torch.bool) for _ in range(2))
         for piece in pieces:
             meant, values = exact[piece.where], piece.values.double()
-            off[piece.where] |= (values - meant).abs() > bound / len(exact) ** 0.5
+            off[piece.where] |= (values - meant).abs() > self.bounds[name] / len(exact) ** 0.5
             zero[piece.where] |= (values == 0) & (meant != 0)
         if zero.any() and not (off & ~zero).any():
-            return Cause("rows", f"{_rows(zero, self.oracle.shapes[name])} are zero")
+            return Cause("rows", f"{_rows(zero, shape)} are zero")
         if 0 < off.sum() <= len(off) // 2:
-            return Cause("rows", f"{_rows(off, self.oracle.shapes[name])} differ, and no others")
-        half = torch.bfloat16
-        rounding = self.oracle.rounding(self.weights[self.step], self.step, self.rows, half)
-        if self.oracle.loop.dtype != half and all(
-            distance(p, {name: exact}) <= rounding[name] for p in pieces
-        ):
-            return Cause("dtype", "it is as far away as computing in 16 bits brings it")
+            return Cause("rows", f"{_rows(off, shape)} differ, and no others")
+        if self.oracle.loop.dtype == torch.float32:
+            half = self.weights[self.step], self.step, self.rows, torch.bfloat16
+            bound = self.oracle.rounding(*half)[name]
+            if all(distance(piece, {name: exact}) <= bound for piece in pieces):
+                return Cause("dtype", "it is as far away as computing in 16 bits brings it")
         return Cause("unknown", "it looks like nothing known")
 
     def _tied(self, piece: Piece) -> Cause | None:
@@ -210,7 +199,8 @@ class UpdateLook:
 
     def explain(self, wrong: Wrong) -> Cause:
         rank, piece = wrong[0]
-        still = {r for r, each in wrong if not distance(each, self.before)}
+        own = [(r, each) for r, each in wrong if each.name == piece.name]
+        still = {r for r, each in own if not distance(each, self.before)}
         if rank in still:
             kind = "frozen" if len(still) == self.num_ranks else "stale"
             return Cause(kind, f"rank {_listed(still)} keeps the weights from before the step")
@@ -248,6 +238,15 @@ def of_missing(lacking: Tensor, whole: bool, shape: torch.Size) -> Cause:
             "frozen", "no optimizer holds it or has a gradient of it, and it never changes"
         )
     return Cause("rows", f"no optimizer holds {_rows(lacking, shape)}, which never change")
+
+
+def _without(wrong: Wrong, rows: Whole) -> Wrong:
+    """Take the sum of these rows off each piece."""
+    sums = {name: each.sum(0) for name, each in rows.items()}
+    return [
+        (rank, Piece(p.name, p.where, p.values.double() - sums[p.name][p.where]))
+        for rank, p in wrong
+    ]
 
 
 def _alike(one: Any, other: Any) -> bool:

@@ -94,18 +94,17 @@ def _begin(
             work(world, folder, *words)
             dist.destroy_process_group = leave
     except Exception as error:
-        line = str(error) if isinstance(error, NoLoop) else _one_line(error, words[0], place)
+        who = "the plain process" if work is _judge else f"rank {place.rank} of {place.size}"
+        line = str(error) if isinstance(error, NoLoop) else f"{who}: {_one_line(error, words[0])}"
         (folder / f"error.{place.rank}").write_text(line, encoding="utf-8")
         os._exit(1)  # leaving the group would wait for peers
 
 
-def _one_line(error: Exception, file: Path, place: worlds.RankInfo) -> str:
+def _one_line(error: Exception, file: Path) -> str:
     frames = traceback.extract_tb(error.__traceback__)
     own = [frame for frame in frames if Path(frame.filename) == file] or frames
     what = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
-    return (
-        f"rank {place.rank} of {place.size}: {Path(own[-1].filename).name}:{own[-1].lineno}: {what}"
-    )
+    return f"{Path(own[-1].filename).name}:{own[-1].lineno}: {what}"
 
 
 def _rank(world: worlds.World, folder: Path, file: Path, function: str, num_steps: int) -> None:
