@@ -118,6 +118,11 @@ def row_of(module: str) -> tuple[int, str] | None:
     return index, prefix
 
 
+def test_no_two_files_share_a_name():
+    names = [path.name for path in SOURCES if not path.name.startswith("__")]
+    assert {name for name in names if names.count(name) > 1} == set()
+
+
 def test_what_is_installed_asks_for_nothing_that_is_not():
     found = {
         path: {module.partition(".")[0] for _, module in imported_modules(path)} for path in SOURCES

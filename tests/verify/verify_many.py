@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from zeroexp.verify.loop import NoLoop
+from zeroexp.verify.loop_to_verify import NoLoop
 from zeroexp.verify.ranks import verify_world
 
 

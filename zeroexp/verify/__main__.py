@@ -19,8 +19,8 @@ import torch
 
 from zeroexp.process import safe_output
 from zeroexp.process.json_output import json_alone, wants_json
-from zeroexp.verify.compare import Verdict
-from zeroexp.verify.loop import NoLoop
+from zeroexp.verify.compare_steps import Verdict
+from zeroexp.verify.loop_to_verify import NoLoop
 from zeroexp.verify.oracle import MARGIN
 from zeroexp.verify.ranks import verify_world
 

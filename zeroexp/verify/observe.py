@@ -16,7 +16,7 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
-from zeroexp.verify.pieces import Piece, Places
+from zeroexp.verify.local_elements import Piece, Places
 
 
 @dataclass

@@ -13,8 +13,8 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, nn
 
-from zeroexp.verify.loop import Loop, as_dtype, batch_of
-from zeroexp.verify.pieces import Piece
+from zeroexp.verify.local_elements import Piece
+from zeroexp.verify.loop_to_verify import Loop, as_dtype, batch_of
 
 # How many times the measured rounding a right loop may be away: it adds its own to the oracle's, and both are one
 # sample each. Of 100 right loops (tests/verify/loops.py) the farthest is at a quarter of this.

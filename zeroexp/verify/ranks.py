@@ -17,10 +17,10 @@ import torch.distributed.optim
 
 from zeroexp.process import locks
 from zeroexp.process import world as worlds
-from zeroexp.verify.compare import Verdict, judge
-from zeroexp.verify.loop import NoLoop, batch_of, load
+from zeroexp.verify.compare_steps import Verdict, judge
+from zeroexp.verify.local_elements import Places
+from zeroexp.verify.loop_to_verify import NoLoop, batch_of, load
 from zeroexp.verify.observe import Observer, listen_to_clipping
-from zeroexp.verify.pieces import Places
 
 PEERS_SECONDS = 3.0  # in which peers of a failed rank may say why they fail
 

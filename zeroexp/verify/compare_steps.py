@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
-from zeroexp.verify import causes
-from zeroexp.verify.causes import Cause, GradientLook, UpdateLook
-from zeroexp.verify.loop import Loop, NoLoop
+from zeroexp.verify import explain_difference
+from zeroexp.verify.explain_difference import Cause, GradientLook, UpdateLook
+from zeroexp.verify.local_elements import Piece, whole
+from zeroexp.verify.loop_to_verify import Loop, NoLoop
 from zeroexp.verify.observe import Record, Seen
 from zeroexp.verify.oracle import Expected, Oracle, Updates, Whole, distance
-from zeroexp.verify.pieces import Piece, whole
 
 START, RAW = "weights at the start", "gradient before clipping"
 GRADIENT, UPDATE = "gradient at the optimizer", "weights after the step"
@@ -60,7 +60,7 @@ class _Judge:
     def judge(self) -> Verdict:
         exact = self.oracle.initial
         found = self._first(
-            0, START, self._held(0), (exact, dict.fromkeys(exact, 0.0)), causes.of_start
+            0, START, self._held(0), (exact, dict.fromkeys(exact, 0.0)), explain_difference.of_start
         )
         for step in range(self.verdict.num_steps):
             seen = [record.steps[step] for record in self.records]
@@ -91,7 +91,7 @@ class _Judge:
         )
         gradients = [each.gradients for each in seen]
 
-        def explain(wrong: causes.Wrong) -> Cause:
+        def explain(wrong: explain_difference.Wrong) -> Cause:
             calls = max(each.calls.get(wrong[0][1].name, 0) for each in seen)
             return (
                 Cause("optimizer", f"it steps {calls} times") if calls > 1 else look.explain(wrong)
@@ -112,7 +112,7 @@ class _Judge:
                 raise NoLoop(
                     f"{name}: it changes, and its gradient is in no torch optimizer that can be read"
                 )
-            cause = causes.of_missing(
+            cause = explain_difference.of_missing(
                 lacking, bool(there[name].isnan().all()), self.oracle.shapes[name]
             )
             return Difference(step, GRADIENT, name, 0, 1.0, 0.0, 1, cause)
@@ -121,7 +121,7 @@ class _Judge:
     def _update(self, step: int, seen: list[Seen]) -> Difference | None:
         gradients = self._whole([each.gradients for each in seen])
         gradients = {name: each for name, each in gradients.items() if not each.isnan().any()}
-        settings = causes.of_settings(self.updates.optimizer, seen[0])
+        settings = explain_difference.of_settings(self.updates.optimizer, seen[0])
         before = self.weights[step]
         expected = self.updates.step(before, gradients)
         look = UpdateLook(before, expected[0], len(seen), settings, self.oracle.shapes)
@@ -133,12 +133,12 @@ class _Judge:
         what: str,
         held: list[list[Piece]],
         expected: Expected,
-        explain: Callable[[causes.Wrong], Cause],
+        explain: Callable[[explain_difference.Wrong], Cause],
     ) -> Difference | None:
         """Compare every rank's pieces, and explain those that differ if any does."""
         exact, bounds = expected
         order = {name: index for index, name in enumerate(exact)}
-        wrong: causes.Wrong = []
+        wrong: explain_difference.Wrong = []
         for rank, piece in ((rank, piece) for rank, each in enumerate(held) for piece in each):
             if piece.name not in exact:
                 continue

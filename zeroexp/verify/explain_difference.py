@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from zeroexp.verify.local_elements import Piece
 from zeroexp.verify.observe import Seen, settings_of
 from zeroexp.verify.oracle import Oracle, Whole, distance
-from zeroexp.verify.pieces import Piece
 
 Wrong = list[tuple[int, Piece]]  # (rank, what it holds), in the order of weights
 CLOSE = 0.01  # relative distance from a factor that has a name
