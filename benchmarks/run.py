@@ -250,6 +250,8 @@ def _add_ratios(row: dict[str, Any], others: dict[str, dict[str, Any]], capacity
         limit = max(limit, row["form_bytes"] / capacity)
     row["ratio_to_limit"] = row["step_seconds"] / limit
     row["ratio_to_ddp"] = row["step_seconds"] / others["ddp"]["step_seconds"]
+    pairs = zip(row["turn_seconds"], others["ddp"]["turn_seconds"], strict=True)
+    row["turns_over_ddp"] = [mine / ddp for mine, ddp in pairs]
 
 
 def _groups(comparison: Comparison) -> list[list[str]]:

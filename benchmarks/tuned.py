@@ -101,8 +101,12 @@ def cells(rows: Rows, best: dict[str, str]) -> list[Sequence[str]]:
 
 
 def ratio(rows: Rows, one: str, other: str) -> str:
-    """Return the median of the ratios of a round, and their quartiles."""
-    pairs = zip(rows[one]["turn_seconds"], rows[other]["turn_seconds"], strict=True)
+    """Return the median of the ratios of a round, and their quartiles.
+
+    Each step counts over DDP's of its round, since engines that do not fit into memory together run apart, with a DDP
+    of their own.
+    """
+    pairs = zip(rows[one]["turns_over_ddp"], rows[other]["turns_over_ddp"], strict=True)
     ratios = [a / b for a, b in pairs]
     low, high = quartiles(ratios)
     return f"{statistics.median(ratios):.2f} ({low:.2f}–{high:.2f})"
