@@ -23,7 +23,8 @@ from tests.oracle import (
     pieces_of,
     run_steps,
 )
-from tests.plan.test_torch_closed_forms import config_of, run_step
+from tests.plan.real_steps import one_step
+from tests.plan.test_torch_closed_forms import IDS, config_of
 from zeroexp.check import check
 from zeroexp.config.keys import ConfigError, UndefinedCombination
 from zeroexp.engines.build import build_strategy
@@ -53,7 +54,7 @@ def check_held(world: World, accumulation: int, precision: str) -> None:
         strategy = build_strategy(config, model, world)
         held: dict[str, dict[str, int]] = {}
         for _ in range(2):
-            run_step(strategy, accumulation, held)
+            one_step(strategy, IDS, accumulation, held)
         expected = {moment: form.held_bytes(moment, world.rank) for moment in MOMENTS}
         for m in MOMENTS:
             assert held[m] == expected[m], f"{stage} {world.rank} {m} {held[m]} form {expected[m]}"
@@ -74,10 +75,10 @@ def check_wire(world: World, stage: str) -> None:
     model = build_model(config.model, seed=0, device=world.device)
     strategy = build_strategy(config, model, world)
     for _ in range(2):
-        run_step(strategy, 2, {})
+        one_step(strategy, IDS, 2, {})
     barrier()
     before = sent_bytes()
-    run_step(strategy, 2, {})
+    one_step(strategy, IDS, 2, {})
     barrier()
     sent = form.traffic(world.rank).bytes_by_kind
     doubled = sent["reduce"] if stage == "zero3" else 0

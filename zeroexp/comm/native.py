@@ -114,10 +114,12 @@ class Native(Transport):
         self, sent: Mapping[int, Tensor], num_bytes: Mapping[int, int], what: str
     ) -> tuple[Pending, dict[int, Tensor]]:
         self._moves.record_collective(what)
-        ranks = [rank for rank in range(self._size) if rank != self._rank]
-        message = torch.cat([sent[rank] for rank in ranks])
-        sizes_sent = [len(sent[rank]) if rank in sent else 0 for rank in range(self._size)]
-        sizes = [num_bytes.get(rank, 0) for rank in range(self._size)]
+        # Each rank sends itself the bytes of a float32, which keep what follows aligned: torch refuses a rank that
+        # sends nothing and receives something, or the other way.
+        own = torch.zeros(4, dtype=torch.uint8, device=self._world.device)
+        parts = [sent.get(rank, own) for rank in range(self._size)]
+        message, sizes_sent = torch.cat(parts), [len(part) for part in parts]
+        sizes = [num_bytes.get(rank, len(own)) for rank in range(self._size)]
         received = message.new_empty(sum(sizes))
         work = dist.all_to_all_single(
             *(received, message, sizes, sizes_sent),
