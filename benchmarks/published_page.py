@@ -82,7 +82,7 @@ def _text(cell: ComparedCell) -> str:
 def _reasons_of_differences(table: PublishedTable) -> Iterator[str]:
     for row in table.rows:
         if row.why:
-            yield f"{'/'.join(row.engine)}: {row.why}"
+            yield f"{'-'.join(row.engine)}: {row.why}"
     yield from table.notes
 
 
