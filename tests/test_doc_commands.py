@@ -48,7 +48,7 @@ SAVED = ("resume=", "model.weights=")
 ELSEWHERE = {
     "hydra/sweeper=optuna": "tests/cluster/test_sweep.py and test_slurm_sweep.py run it",
     "--advise": "it takes a minute; tests/plan/test_advise.py asks for a small model",
-    "verify": "tests/verify/test_page.py runs it",
+    "verify": "tests/verify/test_verify_page.py runs it",
     "data=yelp": "it asks the network for the data",
     "cluster.link=": "a link needs root; tests/cluster/test_link.py makes one",
     "study=slow_link": "as above",
