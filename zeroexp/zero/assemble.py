@@ -23,7 +23,9 @@ from zeroexp.zero.observer import Observer
 from zeroexp.zero.options import Dtypes, Options, SettledOptions
 from zeroexp.zero.unit import Unit
 
-ELEMENTS_AT_ONCE = 1 << 18  # what a sum of bits takes at once, since it needs 16 bytes for each
+# What a checksum takes at once, since it needs 24 bytes for each. Replicas are compared so after a step: with more the
+# first two steps would hold most then.
+ELEMENTS_AT_ONCE = 1 << 16
 
 
 def start_alike(
