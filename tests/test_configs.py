@@ -98,7 +98,7 @@ def test_deepspeed_is_refused_with_how_to_install_it():
 
 
 def test_defined_and_undefined_combinations_of_strategy_and_implementation():
-    """Section 9 of docs/architecture.md: all but one combination means something. DeepSpeed: test_deepspeed.py."""
+    """All but one combination means something. DeepSpeed: test_deepspeed.py."""
     undefined = []
     own = (*LAYOUTS, *(engine for engine in ENGINES if engine != "deepspeed"))
     for stage, implementation in itertools.product(STAGES, own):

@@ -11,7 +11,7 @@ from zeroexp.cut.stage import STAGES, Move, Placement, Stage, move_between
 NOTHING, GATHER, SCATTER = Move.NOTHING, Move.ALL_GATHER, Move.REDUCE_SCATTER
 ALL_REDUCE, SLICE = Move.ALL_REDUCE, Move.SLICE
 
-# gather, reduce, hand_over, publish: the table of docs/architecture.md
+# gather, reduce, hand_over, publish: the table of zeroexp/zero/__init__.py
 TABLE = {
     "ddp": (NOTHING, ALL_REDUCE, NOTHING, NOTHING),
     "zero1_allreduce": (NOTHING, ALL_REDUCE, SLICE, GATHER),
