@@ -100,8 +100,8 @@ def train(world: World, kind: type[Language], watch: Callable[[Language], Any], 
     model = kind()
     strategy = sharded(model, world, transport)
     root = strategy.units[0]
-    memory = root.memory
-    assert memory is not None
+    assert root.full is not None
+    memory = root.full.memory
     model.watch = lambda own: (watch(own), memory.untyped_storage().nbytes())
     for step in range(2):
         for last in (False, True):

@@ -106,11 +106,13 @@ def test_bytes_stay_while_somebody_else_holds_a_view(world):
     unit.held[0].full.fill_(2.0)
     kept = weight(unit).detach()[0]
     unit.free()
-    assert unit.is_viewed and bytes_of(unit.states()["buffers"]) == 128
+    assert (
+        unit.full is not None and unit.full.is_viewed and bytes_of(unit.states()["buffers"]) == 128
+    )
     assert kept.tolist() == [2.0] * 3
     del kept
-    assert not unit.is_viewed
-    unit.drop_bytes()
+    assert not unit.full.is_viewed
+    unit.full.drop()
     assert bytes_of(unit.states()["buffers"]) == 0
 
 

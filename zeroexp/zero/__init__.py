@@ -33,6 +33,7 @@ Read zeroexp/cut/ first, then the files with a star: they are the algorithm. Imp
     options.py          dtypes of parameters, gradients and masters; how a stage is carried out
     grouping.py         which parameters of a module move together
     held.py *           what memory a rank holds of one chunk: piece, gathered parameters, masters
+    full_storage.py     the one storage of a unit's gathered parameters, empty while they are freed
     gradients.py        one chunk's gradients, from autograd to the optimizer
     unit.py *           what moves together: the five verbs
     observer.py         events of the engine; zero_safety/ is an observer, which raises where code around the engine

@@ -15,7 +15,7 @@ kept as its place in their storage. When backward asks for the view, the unit is
 again. This is right however backward gets there, whatever form a module's output had, and in a second backward through
 the first. What is recomputed under `torch.utils.checkpoint(use_reentrant=False)` does not pass through these hooks,
 since checkpointing's own hooks come first. It keeps views, which keep the unit's bytes until backward has used them
-(unit.py, [Note: one storage]).
+(full_storage.py, [Note: one storage]).
 """
 
 from __future__ import annotations
@@ -122,7 +122,7 @@ class SavedViews:
         self._schedule = schedule
         units = schedule.gathers.sharded
         self._unit_of = {p: unit for unit in units for p in unit.parameters}
-        self._unit_at = {unit.storage: unit for unit in units}
+        self._unit_at = {unit.full.address: unit for unit in units if unit.full is not None}
 
     def watch(self) -> AbstractContextManager[None]:
         """Return a context in which autograd saves places of gathered parameters instead of their values."""
@@ -148,8 +148,8 @@ class SavedViews:
         self._schedule.make_ready_for_backward(unit)
         if kept.parameter is not None:
             return kept.parameter
-        assert unit.memory is not None
-        return unit.memory.view(kept.dtype).as_strided(kept.size, kept.stride, kept.offset)
+        assert unit.full is not None
+        return unit.full.memory.view(kept.dtype).as_strided(kept.size, kept.stride, kept.offset)
 
     def _place_of(self, tensor: Tensor) -> SavedView | Tensor:
         """Return the place of a view of full parameters; a tensor of other memory is saved as it is."""

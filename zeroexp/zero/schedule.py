@@ -16,7 +16,7 @@ alone does**: which parameters have a gradient, how many references a tensor has
 much time has passed. So reductions start in an order that all ranks agreed on, a bucket whose gradients are there early
 waits for its turn, and a unit whose parameters get no gradient is closed when backward has passed it. Where no gather
 needs all ranks, gradients that are there may start a reduction between two events, since nothing but reductions is
-ordered there. What one rank alone decides is how long bytes stay (unit.py, [Note: one storage]).
+ordered there. What one rank alone decides is how long bytes stay (full_storage.py, [Note: one storage]).
 
 [Note: when a unit is closed] Among the nodes that are ready, autograd runs the one created last. So when the gradient
 of a module's output is about to be used, everything created after that output has run already: a unit whose first use

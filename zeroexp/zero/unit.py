@@ -1,17 +1,10 @@
 """A unit is a set of parameters that move together; its five verbs are gather, free, reduce, hand_over, publish.
 
 held.py draws what a rank holds of a unit. cut/stage.py derives from the stage what each verb does.
-
-[Note: one storage] The full parameters of a unit that rests sharded lie in one storage for the whole training. It is
-resized to nothing while the unit is freed, and back; it is never replaced. So a view of it, such as backward makes of
-what autograd saved (hooks.py), is right again once the unit is gathered again. Where somebody else holds a view, the
-bytes stay until that view is gone: reading it ends in no crash, and zero_safety/kept_views.py refuses to go on. Neither
-assigning `.data` nor writing into the storage advances a parameter's version counter.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -19,11 +12,11 @@ from torch import Tensor, nn
 
 from zeroexp.comm.base import GatherPart, Pending
 from zeroexp.comm.collectives import Collectives
-from zeroexp.comm.sizes import aligned
 from zeroexp.cut.bucket import Bucket, cut_in_buckets
 from zeroexp.cut.chunk import FROZEN
 from zeroexp.cut.stage import Move, Stage
 from zeroexp.measure.verb_seconds import meter, timed_as_verb
+from zeroexp.zero.full_storage import FullStorage
 from zeroexp.zero.gradients import Gradients
 from zeroexp.zero.held import MAY_BECOME, Held, Residence, unguarded
 from zeroexp.zero.options import Dtypes
@@ -56,8 +49,7 @@ class Unit:
         self.held = held
         self.residence = Residence.READY
         self.is_sharded = stage.gather is Move.ALL_GATHER and bool(held)
-        # The full parameters, flat and uint8, where they rest sharded.
-        self.memory: Tensor | None = None
+        self.full: FullStorage | None = None  # of the full parameters, where they rest sharded
         self.generation = 0  # number of optimizer steps that the weights have taken
         self.trainable = [each for each in held if each.is_trainable]
         self.parameters = [parameter for each in held for parameter in each.parameters]
@@ -80,24 +72,16 @@ class Unit:
         return f"unit {self.name or '(root)'}"
 
     def rest(self) -> None:
-        """Take up the memory of full parameters that rest sharded, free it, and offer the pieces to peers.
+        """Free full parameters that rest sharded, and offer the pieces to peers.
 
         All ranks call it in one order, when the pieces have their values.
         """
         if not self.is_sharded:
             return
-        starts = [0]
-        for held in self.held:
-            starts.append(aligned(starts[-1] + held.full_bytes))
-        device = self._wire.world.device
-        self.memory = torch.empty(starts[-1], dtype=torch.uint8, device=device)
-        for held, start in zip(self.held, starts, strict=False):
-            held.place_in(self.memory[start : start + held.full_bytes])
-        self._parts = [GatherPart(held.chunk, held.whole, held.piece) for held in self.held]
         self._become(Residence.FREED)
         self.show()
-        self._own_uses = torch._C._storage_Use_Count(self.storage)
-        self.drop_bytes()
+        self.full = FullStorage(self.held, self._wire.world.device)
+        self._parts = self.full.parts
         self.offer()
 
     # -- gather: P -> replicate, before forward and before backward ------------------------------
@@ -105,9 +89,9 @@ class Unit:
     @timed_as_verb("gather")
     def gather(self) -> None:
         """Start P -> replicate; `arrive` ends it."""
-        assert self.memory is not None
+        assert self.full is not None
         self._become(Residence.GATHERING)
-        self.memory.untyped_storage().resize_(self.memory.numel())
+        self.full.take_up()
         self._arriving = self._wire.all_gather(self._parts, "gather", self._offer, str(self))
 
     def arrive(self) -> None:
@@ -132,12 +116,8 @@ class Unit:
         if self.residence is Residence.READY:
             self._become(Residence.FREED)
         self.show()
-        self.drop_bytes()
-
-    def drop_bytes(self) -> None:
-        """Give back the memory of a freed unit, if nobody else holds a view of it."""
-        if self.residence is Residence.FREED and self.memory is not None and not self.is_viewed:
-            self.memory.untyped_storage().resize_(0)
+        if self.full is not None and self.residence is Residence.FREED:
+            self.full.drop()
 
     # -- reduce: partial -> G, when gradients are ready ------------------------------------------
 
@@ -216,7 +196,7 @@ class Unit:
             "parameters": [h.piece if self.is_sharded else h.whole for h in self.held],
             "gradients": [tensor for each in self._gradients for tensor in each.tensors],
             "master": [h.master_flat for h in self.held if h.master_flat is not None],
-            "buffers": [] if self.memory is None else [self.memory],
+            "buffers": [] if self.full is None else [self.full.memory],
         }
 
     def gradient_presence(self) -> list[bool]:
@@ -236,32 +216,9 @@ class Unit:
         }
 
     @property
-    def storage(self) -> int:
-        """The address by which torch knows the storage of the full parameters."""
-        assert self.memory is not None
-        return self.memory.untyped_storage()._cdata
-
-    @property
-    def is_viewed(self) -> bool:
-        """Whether anybody but the engine and the unit's parameters holds a view of the full parameters."""
-        if self.memory is None:
-            return False
-        shown = 0 if self.residence is Residence.FREED else len(self.parameters)
-        return torch._C._storage_Use_Count(self.storage) > self._own_uses + shown
-
-    @property
     def is_pinned(self) -> bool:
         """Whether the parameters lie whole in memory of their own, see whole.py."""
         return any(held.pinned is not None for held in self.held)
-
-    def own_views(self) -> Iterator[Tensor]:
-        """Yield the engine's tensors over the storage of the full parameters."""
-        if self.memory is not None:
-            yield self.memory
-        for held, part in zip(self.held, self._parts, strict=True):
-            yield from (held.whole, *held.views)
-            if part.by_rank is not None:
-                yield part.by_rank
 
     def _become(self, residence: Residence) -> None:
         if residence not in MAY_BECOME[self.residence]:

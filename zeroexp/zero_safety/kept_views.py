@@ -2,7 +2,7 @@
 
 Nothing can make such a view raise when it is read: it is a plain tensor, which shows the weights as they were, and not
 those that training makes of them. But every tensor counts as a use of its storage, and a unit knows how many uses are
-its own (`Unit.is_viewed`). If there are more at the end of a microbatch, somebody has kept a view.
+its own (`FullStorage.is_viewed`). If there are more at the end of a microbatch, somebody has kept a view.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch._C._functorch import get_unwrapped, is_functorch_wrapped_tensor
 
+from zeroexp.zero.full_storage import FullStorage
 from zeroexp.zero.held import Residence
 from zeroexp.zero.unit import Unit
 
@@ -29,43 +30,51 @@ class KeptViews:
     def refuse(self) -> None:
         """Raise RuntimeError if a view of parameters that are freed now is still alive."""
         for unit in self._units:
-            if unit.residence is not Residence.FREED or not unit.is_viewed:
+            freed = _freed_storage(unit)
+            if freed is None or not freed.is_viewed:
                 self._of_graphs.discard(unit)
             elif unit not in self._of_graphs:
-                self._refuse(unit)
+                _refuse(unit, freed)
                 self._of_graphs.add(unit)
 
-    def _refuse(self, unit: Unit) -> None:
-        """Raise unless only checkpointing keeps such views: it drops them with the graph they belong to.
 
-        A view in garbage is kept by nobody, whether or not this rank has collected it yet.
-        """
-        if self._kept_shape(unit) is None:
-            return
-        gc.collect()
-        shape = self._kept_shape(unit)
-        if shape is not None:
-            raise RuntimeError(
-                f"a view of parameters of {unit} outlives the module's forward (shape {shape}): clone what is kept "
-                "of weights, or read them inside `with strategy.gathered():`"
-            )
+def _refuse(unit: Unit, storage: FullStorage) -> None:
+    """Raise unless only checkpointing keeps such views: it drops them with the graph they belong to.
 
-    def _kept_shape(self, unit: Unit) -> list[int] | None:
-        """Return the shape of a view of the unit's storage that is neither the engine's nor checkpointing's."""
-        known = {id(each) for each in unit.own_views()} | _of_checkpointing()
-        kept = (t for t in _living(Tensor) if id(t) not in known and _storage_of(t) == unit.storage)
-        return next((list(each.shape) for each in kept), None)
+    A view in garbage is kept by nobody, whether or not this rank has collected it yet.
+    """
+    if _kept_shape(storage) is None:
+        return
+    gc.collect()
+    shape = _kept_shape(storage)
+    if shape is not None:
+        raise RuntimeError(
+            f"a view of parameters of {unit} outlives the module's forward (shape {shape}): clone what is kept "
+            "of weights, or read them inside `with strategy.gathered():`"
+        )
+
+
+def _kept_shape(storage: FullStorage) -> list[int] | None:
+    """Return the shape of a view of the storage that is neither the engine's nor checkpointing's."""
+    known = {id(each) for each in storage.own_views()} | _of_checkpointing()
+    kept = (t for t in _living(Tensor) if id(t) not in known and _storage_of(t) == storage.address)
+    return next((list(each.shape) for each in kept), None)
+
+
+def _freed_storage(unit: Unit) -> FullStorage | None:
+    return unit.full if unit.residence is Residence.FREED else None
 
 
 def is_view_of_freed(tensor: Tensor, unit: Unit) -> bool:
     """Tell whether `tensor` is no parameter and lies in the memory of the unit's freed parameters."""
-    if unit.memory is None or unit.residence is not Residence.FREED:
+    freed = _freed_storage(unit)
+    if freed is None:
         return False
     if isinstance(tensor, nn.Parameter) or tensor.layout is not torch.strided:
         return False
     while is_functorch_wrapped_tensor(tensor):  # inside of a transform of torch.func
         tensor = get_unwrapped(tensor)
-    return _storage_of(tensor) == unit.storage
+    return _storage_of(tensor) == freed.address
 
 
 def _of_checkpointing() -> set[int]:
