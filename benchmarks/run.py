@@ -23,7 +23,7 @@ from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # read once, when torch is imported
 
-from benchmarks import table
+from benchmarks import table, targets
 from benchmarks.engines import ENGINES, ON_REQUEST, engines_for, parameter_bytes
 from benchmarks.links import SHAPES, Link, open_link, payload_bytes_per_second, why_not_shaped
 from benchmarks.ranks import RankFailed, Ranks, Spec, Turn
@@ -101,6 +101,7 @@ def main() -> int:
         LATEST.parent.mkdir(parents=True, exist_ok=True)
         LATEST.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
     table.tell("speed", table.markdown(rows), table.cells(rows), args.write)
+    print("Targets that are missed:", *targets.missed_lines(rows), sep="\n")
     return 0
 
 

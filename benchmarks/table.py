@@ -7,7 +7,7 @@ import datetime
 import io
 import os
 import platform
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,8 @@ BELOW = 0.98  # of the time of who only computes: what lies further below is noi
 ROWS = (
     Path(__file__).parent / "measured"
 )  # every row of what a page sums up, a file for each section
+# Comparisons on the page; the others lie in its rows.
+ON_PAGE = ("small", "135m", "small_1gbit", "small_bf16", "small_4_ranks")
 HEAD = (
     *("comparison", "engine", "stage", "step, ms", "quartiles", "/ limit", "/ DDP", "peak, MB"),
     *("allocated a step, MB", "sent, MB", "form, MB"),
@@ -32,16 +34,34 @@ HEAD = (
 
 
 def markdown(rows: list[dict[str, Any]]) -> str:
-    """Return what the page says: a column for each comparison, a row for each engine; then the targets."""
-    names = list(dict.fromkeys(row["comparison"] for row in rows))
-    shaped = [row for row in rows if row["link"] != "loopback"]
-    parts = [_circumstances(rows), "\n".join(map(_described, _first_of_each(rows)))]
-    parts.append("### Step, over DDP's\n\n" + _pivot(rows, names, _to_ddp))
-    parts.append("### Peak, MB\n\n" + _pivot(rows, names, lambda r: megabytes(r["peak_bytes"])))
-    if shaped:
-        named = [name for name in names if any(row["comparison"] == name for row in shaped)]
-        parts.append("### Sent a step, MB\n\n" + _pivot(shaped, named, _sent))
-    return "\n\n".join([*parts, "### Against the targets", targets.markdown(rows)])
+    """Return what the page says: a column for each comparison it has room for, a row for each engine there."""
+    shown = [row for row in rows if row["comparison"] in ON_PAGE] or rows
+    names = list(dict.fromkeys(row["comparison"] for row in shown))
+    several = [row for row in shown if len(_comparisons_of(row["engine"], shown)) > 1] or shown
+    alone = [row for row in shown if row not in several]
+    parts = [_circumstances(rows), "\n".join(map(_described, _first_of_each(shown)))]
+    parts.append(_pivot(several, names, _to_ddp_and_peak))
+    parts += [report.wrapped(_listed(name, each)) for name, each in _by_comparison(alone)]
+    if shaped := [row for row in shown if row["link"] != "loopback"]:
+        sent = "; ".join(f"{row['engine']} {_sent(row)}" for row in shaped)
+        parts.append(report.wrapped(f"Sent a step over the link, MB, of what theory asks: {sent}."))
+    return "\n\n".join([*parts, report.wrapped(targets.summary(rows))])
+
+
+def _by_comparison(
+    rows: Iterable[dict[str, Any]],
+) -> Iterator[tuple[str, list[dict[str, Any]]]]:
+    for name, of_one in groupby(rows, key=lambda row: row["comparison"]):
+        yield name, list(of_one)
+
+
+def _listed(comparison: str, rows: Iterable[Mapping[str, Any]]) -> str:
+    engines = "; ".join(f"{row['engine']} {_to_ddp_and_peak(row)}" for row in rows)
+    return f"In `{comparison}` alone: {engines}."
+
+
+def _comparisons_of(engine: str, rows: Iterable[Mapping[str, Any]]) -> set[str]:
+    return {row["comparison"] for row in rows if row["engine"] == engine}
 
 
 def cells(rows: Iterable[Mapping[str, Any]]) -> list[Sequence[str]]:
@@ -75,8 +95,8 @@ def _pivot(
     return grid(["engine", *names], lines)
 
 
-def _first_of_each(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    return [next(of_one) for _, of_one in groupby(rows, key=lambda row: row["comparison"])]
+def _first_of_each(rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [of_one[0] for _, of_one in _by_comparison(rows)]
 
 
 def _described(row: Mapping[str, Any]) -> str:
@@ -89,11 +109,14 @@ def _described(row: Mapping[str, Any]) -> str:
     )
 
 
-def _to_ddp(row: Mapping[str, Any]) -> str:
-    ratio = f"{row['ratio_to_ddp']:.2f}"
+def _to_ddp_and_peak(row: Mapping[str, Any]) -> str:
+    """Return the step over DDP's, of DDP itself in ms, and the peak in MB."""
     if row["engine"] == "ddp":
-        return f"{1e3 * row['step_seconds']:.0f} ms"
-    return f"{ratio}, noise" if row["ratio_to_limit"] < BELOW else ratio
+        step = f"{1e3 * row['step_seconds']:.0f} ms"
+    else:
+        noise = ", noise" if row["ratio_to_limit"] < BELOW else ""
+        step = f"{row['ratio_to_ddp']:.2f}{noise}"
+    return f"{step}, {megabytes(row['peak_bytes'])}"
 
 
 def _sent(row: Mapping[str, Any]) -> str:
