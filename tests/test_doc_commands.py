@@ -35,6 +35,8 @@ FOR_A_PLACE = {
     "<other run>": "run",
     "study=<name>": "study=table_b",
     "outputs/before outputs/after": "outputs/compare outputs/compare",
+    "outputs/mine/zero3-buffer-n2": "outputs/compare/run",
+    "outputs/mine/zero3-tensor-n2": "outputs/compare/run",
     " ... ": " ",
     "/scratch/$USER": "scratch/$USER",
     "=N": "=10",
