@@ -13,9 +13,14 @@ from pathlib import Path
 import pytest
 from omegaconf import OmegaConf
 
-from tests.composing import CONF, compose_once, composed
+from tests.composing import CONF, compose_once, composed, values_of
 from zeroexp import __main__ as zeroexp
-from zeroexp.check.sweep_points import LONGEST_NAME_BYTES, Composed, points_of
+from zeroexp.check.sweep_points import (
+    LONGEST_NAME_BYTES,
+    Composed,
+    points_of,
+    with_suited_batch,
+)
 from zeroexp.cluster.sweep import Sweep
 from zeroexp.commandline import help
 from zeroexp.commandline.commands import VERBS
@@ -88,6 +93,29 @@ def test_every_verb_has_help(verb, monkeypatch, capsys):
         code = ended.code
     told = capsys.readouterr().out
     assert code == 0 and "zeroexp" in told and len(told.splitlines()) > 3
+
+
+@pytest.mark.parametrize(
+    "words, batch",
+    [
+        (["world_size=3"], 12),  # the default suits them
+        (["world_size=8"], 8),
+        (["world_size=5"], 10),
+        (["world_size=2 data.micro_batch_size=8"], 16),
+        (["world_size=2", "world_size=8"], 8),  # alike in all points, or they could not be compared
+        (["world_size=all cluster.world_sizes=[2,5]"], 10),
+        (["world_size=8 data.global_batch_size=12"], 12),  # chosen, and refused later
+        (["world_size=8 study=compare"], 2),
+        (["world_size=0", "world_size=8"], 8),
+        (["world_size=all"], 12),
+    ],
+)
+def test_a_batch_that_nobody_chose_suits_all_ranks(words, batch, capsys):
+    points = [(each.split(), values_of(*each.split()), {}) for each in words]
+    suited = with_suited_batch(points, [])
+    assert {values["data"]["global_batch_size"] for _, values, _ in suited} == {batch}
+    told = capsys.readouterr().err
+    assert told.startswith(f"zeroexp: data.global_batch_size={batch} ") == (suited is not points)
 
 
 def test_a_run_keeps_what_users_of_hydra_look_for(monkeypatch, tmp_path):

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import re
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from hashlib import sha256
@@ -13,11 +15,20 @@ from zeroexp.check import require_values
 from zeroexp.check.refusal import value_of
 from zeroexp.checkpoint.resume import resolve_resume
 from zeroexp.config import plugins
-from zeroexp.config.keys import Config, ConfigError, UndefinedCombination, from_mapping, resolve
+from zeroexp.config.keys import (
+    Config,
+    ConfigError,
+    DataConfig,
+    UndefinedCombination,
+    from_mapping,
+    resolve,
+)
 from zeroexp.models.published_config import adopt_published_config
 
+BATCH = "data.global_batch_size"
 IN_EVERY_NAME = ("strategy", "strategy.implementation", "world_size")
 TOO_LONG_FOR_A_NAME = ("resume",)
+MOST_RANKS = 1 << 16
 LONGEST_NAME_BYTES = 200  # of a point's folder; file systems allow 255, and a number may follow
 
 
@@ -31,6 +42,46 @@ class Point:
     config: Config  # resolved
     refusal: str | None  # the reason if the point is skipped
     hydra: Mapping[str, str] = field(default_factory=dict[str, str])  # files for users of Hydra
+
+
+def keys_of(words: Sequence[str]) -> set[str]:
+    """Return the keys that words of a command line set."""
+    return {word.lstrip("+").partition("=")[0] for word in words}
+
+
+def fitting_batch(batch: int, multiple: int) -> int:
+    """Return the largest multiple that is no larger than the batch; else the smallest there is."""
+    return max(1, batch // multiple) * multiple
+
+
+def with_suited_batch(batch: Sequence[Composed], line: Sequence[str]) -> Sequence[Composed]:
+    """Let a global batch that nobody chose suit the ranks of every point, and say so.
+
+    All points get the same one, since their losses and times are compared. `line`: the words of the user.
+    """
+    chosen = BATCH in keys_of(line) or any(BATCH in keys_of(words) for words, *_ in batch)
+    default = DataConfig().global_batch_size
+    sizes = [size for _, values, _ in batch for size in _samples_at_once(values)]
+    of_points = {values["data"]["global_batch_size"] for _, values, _ in batch}
+    if chosen or of_points != {default} or all(default % size == 0 for size in sizes):
+        return batch
+    fitting = fitting_batch(default, math.lcm(*sizes))
+    problem = f"the default {default} does not suit these ranks"
+    print(f"zeroexp: {BATCH}={fitting} in every point: {problem}", file=sys.stderr)
+    return [
+        (words, {**values, "data": {**values["data"], "global_batch_size": fitting}}, files)
+        for words, values, files in batch
+    ]
+
+
+def _samples_at_once(values: Mapping[str, Any]) -> list[int]:
+    """Return how many samples all ranks take at once, for each number of ranks; none for what is refused later."""
+    sizes = [values["world_size"]]
+    if sizes == ["all"]:
+        sizes = values["cluster"]["world_sizes"] or []
+    micro = values["data"]["micro_batch_size"]
+    is_count = [isinstance(n, int) and 0 < n <= MOST_RANKS for n in (micro, *sizes)]
+    return [micro * size for size in sizes] if all(is_count) else []
 
 
 def points_of(

@@ -10,11 +10,11 @@ from pathlib import Path
 from zeroexp.config.families import MODELS
 from zeroexp.config.keys import Config, ConfigError, ModelConfig
 from zeroexp.config.vocabulary import vocabulary_of_data
-from zeroexp.models import find_weights
 from zeroexp.models.blocks import list_names
 from zeroexp.models.checkpointing import operators_of
 from zeroexp.models.fused_experts import check_experts
-from zeroexp.models.module import BuiltModel, build_model
+from zeroexp.models.module import BuiltModel
+from zeroexp.models.outline import outline_of
 from zeroexp.zero.options import DTYPES
 
 # Libraries raise these when they cannot build a model from a number; the message goes behind our key.
@@ -53,7 +53,7 @@ def _build(model: ModelConfig, vocabulary: int | None) -> BuiltModel:
     key = f"model.{MODELS[model.family].shape}"
     named = f"{key} of model.name={model.name}"
     try:
-        built = build_model(model, seed=0, device="meta", vocab_size=vocabulary)
+        built = outline_of(model, vocabulary)
     except ConfigError:
         raise
     except RAISED as error:
@@ -71,12 +71,12 @@ def _build(model: ModelConfig, vocabulary: int | None) -> BuiltModel:
 def _look_at_weights(model: ModelConfig, cluster: str) -> None:
     if model.weights is None:
         return
+    # The libraries of the hub and of transformers take seconds to import, and most models read no weights.
+    from zeroexp.models import find_weights, huggingface
+
     folder = Path(model.weights).expanduser()
     if not folder.is_dir():
         if cluster != "local":
             return
         folder = find_weights.model_folder(model.weights)
-    # transformers takes two seconds to import, and our own model families do not need it.
-    from zeroexp.models import huggingface
-
     huggingface.require_fitting_weights(model, folder)

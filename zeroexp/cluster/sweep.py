@@ -22,6 +22,7 @@ from zeroexp.check.sweep_points import (
     points_of,
     require_defined,
     require_points,
+    with_suited_batch,
 )
 from zeroexp.checkpoint.folders import complete_checkpoints, pin
 from zeroexp.cluster.environment import describe_environment
@@ -96,6 +97,7 @@ class Sweep:
         if not batch:
             remedy = "a range, glob or choice on the command line is empty; add to it"
             raise ConfigError(f"no point to run: {remedy}")
+        batch = with_suited_batch(batch, self._arguments)
         # world_size=all makes several points of one, a study leaves some out.
         numbered = [
             (number, replace(point, hydra=files))

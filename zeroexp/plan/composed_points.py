@@ -7,13 +7,22 @@ from functools import partial
 from typing import Any
 
 from zeroexp.check import check
-from zeroexp.check.sweep_points import Composed, Point, points_of, require_defined, require_points
+from zeroexp.check.sweep_points import (
+    BATCH,
+    MOST_RANKS,
+    Composed,
+    Point,
+    fitting_batch,
+    keys_of,
+    points_of,
+    require_defined,
+    require_points,
+)
 from zeroexp.config.keys import ConfigError
 from zeroexp.config.optimizer import OPTIMIZERS
 
 on_paper = partial(check, on_paper=True)
-BATCH, LAYOUT = "data.global_batch_size", "strategy.implementation"
-MOST_RANKS = 1 << 16
+LAYOUT = "strategy.implementation"
 
 
 class ComposedPoints:
@@ -27,7 +36,7 @@ class ComposedPoints:
         advises: a layout that the line leaves open is one that its optimizer can step.
         """
         self._advises = advises
-        self.named = _keys_of(words)  # the keys that the line or its study sets
+        self.named = keys_of(words)  # the keys that the line or its study sets
         self.points: list[Point] = []
         self.notes: list[str] = []
         self._keeps_batch = BATCH in self.named
@@ -37,7 +46,7 @@ class ComposedPoints:
         if not batch:
             raise ConfigError("no point to plan: a range, glob or choice is empty; add to it")
         for words, *_ in batch:
-            self.named |= _keys_of(words)
+            self.named |= keys_of(words)
         self._chooses_layout = self._advises and LAYOUT not in self.named
         points = [p for words, values, _ in batch for p in self._points(words, values)]
         require_points(points, batch[0][1]["study"]["name"])
@@ -74,12 +83,8 @@ class ComposedPoints:
             return values
         if batch % (micro * ranks) == 0:
             return values
-        fitting = max(1, batch // (micro * ranks)) * micro * ranks
+        fitting = fitting_batch(batch, micro * ranks)
         note = f"{BATCH}={batch} is not divisible by {ranks} ranks: planned with {fitting}"
         if note not in self.notes:
             self.notes.append(note)
         return {**values, "data": {**data, "global_batch_size": fitting}}
-
-
-def _keys_of(words: Sequence[str]) -> set[str]:
-    return {word.lstrip("+").partition("=")[0] for word in words}

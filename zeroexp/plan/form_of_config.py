@@ -13,7 +13,8 @@ from zeroexp.config.vocabulary import vocabulary_of_data
 from zeroexp.cut.layout import LAYOUTS, lay_out
 from zeroexp.cut.stage import Move
 from zeroexp.engines.build import options_of, stage_of
-from zeroexp.models.module import BuiltModel, build_model
+from zeroexp.models.module import BuiltModel
+from zeroexp.models.outline import outline_of
 from zeroexp.plan.closed_forms import (
     ClosedForm,
     OptimizerForm,
@@ -26,9 +27,9 @@ from zeroexp.zero.options import settle_options
 
 
 def build_on_meta(config: Config, vocab_size: int | None = None) -> BuiltModel:
-    """Build the point's model without memory; `vocab_size` is the data's, once it is read. Raises ConfigError."""
+    """Return the point's model without memory; `vocab_size` is the data's, once it is read. Raises ConfigError."""
     words = vocab_size or vocabulary_of_data(config)
-    return build_model(config.model, seed=0, device="meta", vocab_size=words)
+    return outline_of(config.model, words)
 
 
 def form_of(config: Config, model: BuiltModel, transport: str) -> ClosedForm:
