@@ -23,10 +23,9 @@ from zeroexp.process import safe_output
 
 COMMAND = "python -m benchmarks.published_page > docs/published.md"
 INTRODUCTION = (
-    "Figures published for the systems that zeroexp builds, each beside what `zeroexp plan study=<name>` says "
-    "of the same point: predictions, not measurements. A cell shows the published figure, and ours in brackets where "
-    "its digits are others; it agrees if both differ by no more than the rounding of what was published. This page is "
-    f"the output of `{COMMAND}`."
+    "Does a plan give the figures that were published? Each stands beside what `zeroexp plan study=<name>` says of the "
+    "same point: predictions, not measurements. Ours is in brackets where its digits are others; it agrees if both "
+    f"differ by no more than the rounding of what was published. This page is the output of `{COMMAND}`."
 )
 
 
@@ -92,12 +91,9 @@ def _redundant_optimizers() -> str:
     lines = [
         "## K redundant optimizers, N = 8 ranks in 4 slow groups of 2 fast ones, K = 4",
         _wrapped(
-            "Gradients are reduce-scattered inside of a group, all-reduced between groups, and "
-            "parameters are gathered inside: `strategy=zero1 strategy.replicas=4`. The figures are "
-            "arithmetic (`benchmarks.published.sent_with_redundant_optimizers`); "
-            "tests/cluster/test_link.py trains such ranks on four nodes of two behind a "
-            "`cluster.link`, and reads 6P/8 a rank from their interfaces within 1 %. Without groups "
-            "every rank hands 2P/8 to each of the six ranks of other nodes, 12P/8."
+            "`strategy=zero1 strategy.replicas=4`, by arithmetic. tests/cluster/test_link.py trains such "
+            "ranks on four nodes of two behind a `cluster.link`, and reads 6P/8 a rank from their "
+            "interfaces within 1 %; without groups it would be 12P/8."
         ),
         "| figure | published | computed |\n| --- | ---: | ---: |\n"
         f"| over slow links, in P | 6/8 | {slow:.3f} |\n"

@@ -55,7 +55,7 @@ def test_a_row_is_what_the_plan_rehearses(monkeypatch, capsys):
     for cells, row in zip(shown, planned, strict=True):
         assert cells[:2] == [row["strategy"], "16"]
         assert cells[2] == f"{int(row['rehearsed_peak_bytes']) / 2**30:,.1f}"
-        assert cells[4] == f"{1e3 * float(row['step_seconds']):,.0f}"
+        assert cells[3] == f"{1e3 * float(row['step_seconds']):,.0f}"
     assert [line for _, line in prose(text) if len(line) > LINE] == []
 
 
