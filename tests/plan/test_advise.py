@@ -127,14 +127,13 @@ def test_a_named_gpu_sets_the_limit_and_the_speed():
     assert plan_point(config, None, "cuda").outcome.memory_gib == 8
 
 
-def test_advice_chooses_whole_parameters_for_an_optimizer_that_steps_them(planned):
-    """The layout of the default cuts matrices, which Muon steps whole; a line that names one is refused as before."""
+def test_advice_for_an_optimizer_that_steps_whole_matrices(planned):
+    """The layout of the default cuts them, and is advised like another; what FSDP2 cuts is refused."""
     line = "model=tiny world_size=2 optimizer=muon data.global_batch_size=2"
     recomputes = "train.activation_checkpointing=true"
     code, text, _ = planned(f"--advise --json {line} strategy=ddp,zero2 {recomputes}")
     (entry,) = json.loads(text)
     words = {each["words"].partition(" data.")[0] for each in entry["candidates"]}
-    assert code == 0 and entry["use"].startswith("strategy.implementation=parameter strategy=")
-    assert words == {f"strategy.implementation=parameter strategy={s}" for s in ("ddp", "zero2")}
-    code, _, told = planned(f"--advise {line} strategy=zero2 strategy.implementation=tensor")
-    assert code == 2 and "tensor cuts the matrices that optimizer.name=muon steps whole" in told
+    assert code == 0 and words == {"strategy=ddp", "strategy=zero2"}
+    code, _, told = planned(f"--advise {line} strategy=zero2 strategy.implementation=torch")
+    assert code == 2 and "torch cuts the matrices that optimizer.name=muon steps whole" in told

@@ -34,6 +34,7 @@ VECTORS = ("model=mlp_tiny", "data=vectors", "data.seq_len=8", *TWO)
 RANDOM_STATES_BYTES = 24_000  # of torch, Python and numpy, which a rehearsal's checkpoint lacks
 SCRATCH_BYTES = 256  # of one product, by which the scratch of sums is larger than they are
 TILES_BYTES = 32 << 10  # into which a CPU with AMX packs what it multiplies
+MORE_OF_PRODUCTS = TILES_BYTES if torch.cpu._is_amx_tile_supported() else SCRATCH_BYTES
 
 
 def planned(config: Config) -> RankPeak:
@@ -90,8 +91,7 @@ SCRATCH = {
 def test_products_and_norms_of_bf16_have_their_scratch(ranks, words):
     config = config_of(*WIDE, *words)
     measured = most(ranks(among_peers, config, 2, world_size=2))
-    more = TILES_BYTES if torch.cpu._is_amx_tile_supported() else SCRATCH_BYTES
-    assert 0 <= measured - planned(config).num_bytes <= more
+    assert 0 <= measured - planned(config).num_bytes <= MORE_OF_PRODUCTS
 
 
 def used_twice(weight: Tensor) -> Tensor:
@@ -170,6 +170,19 @@ def test_a_run_that_saves_at_its_end_alone_holds_the_copy_beside_what_rests():
     peak = planned(config)
     assert peak.phase == "step"
     assert peak.num_bytes > 6 * 4 * 223_552
+
+
+# -- matrices that are whole for a moment -----------------------------------------------------------
+
+
+def test_matrices_that_ranks_bring_together(ranks):
+    """One block of wide matrices and few words: the step holds most."""
+    few = ("data.vocab_size=32", "model.hf_config.vocab_size=32", *ONE_BLOCK[:2])
+    words = ("strategy=zero2", "strategy.implementation=tensor", "optimizer=muon")
+    config = config_of(*WIDE, *few, *words, "strategy.matrix_step=gather")
+    plan, measured = planned(config), most(ranks(among_peers, config, 2, world_size=2))
+    assert plan.phase == "step"
+    assert 0 <= measured - plan.num_bytes <= MORE_OF_PRODUCTS
 
 
 # -- gloo ------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""Muon on matrices of blocks, AdamW on the rest: equal to one process wherever ranks own whole matrices.
+"""Muon on matrices of blocks, AdamW on the rest: equal to one process, whether ranks hold whole matrices or pieces.
 
 The oracle of test_parity.py steps the same optimizer on whole weights; here it is shown to be torch's two optimizers.
 Gradients are summed in rank order on both sides, so that equality is bit for bit: what differs by a rounding before the
@@ -8,7 +8,9 @@ orthogonalization, which runs in bfloat16, would differ in the third digit after
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import cache
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -20,6 +22,8 @@ from tests.models_for_tests import MODELS
 from tests.oracle import (
     Outcome,
     Recipe,
+    Rules,
+    _train_oracle,
     assert_same,
     build_on_rank,
     configured,
@@ -33,14 +37,18 @@ from tests.strategies.engine import Ours
 from tests.strategies.pairwise import Row, pairwise
 from zeroexp.check import check
 from zeroexp.check.try_strategy import check_strategy
+from zeroexp.comm.collectives import TRANSPORTS
 from zeroexp.config.keys import ConfigError, OptimizerConfig
 from zeroexp.config.optimizer import optimizer_factory, parameter_groups
+from zeroexp.cut.matrix_step import orthogonalizing_cost
 from zeroexp.cut.stage import STAGES
 from zeroexp.engines.build import build_strategy
+from zeroexp.engines.sharded import Sharded
 from zeroexp.interface.canonical import merge
-from zeroexp.interface.strategy import CanonicalState
+from zeroexp.interface.strategy import CanonicalState, CanonicalTensor
 from zeroexp.measure.memory import bytes_by_kind
 from zeroexp.models.module import build_model
+from zeroexp.plan.closed_forms import ShardedForm
 from zeroexp.plan.form_of_config import build_on_meta, form_of
 from zeroexp.process.world import World, fake_world
 from zeroexp.zero.options import Options
@@ -49,14 +57,26 @@ RECIPE = Recipe(optimizer="muon", max_grad_norm=1e6)
 NUM_MATRICES = 6  # two in each of three blocks
 AXES: dict[str, Any] = {
     "stage": list(STAGES),
+    "layout": ["parameter", "tensor", "buffer"],
     "world_size": [1, 2, 3, 4],
+    "matrix_step": ["alltoall", "gather"],
     "transport": ["direct", "gloo"],
     "unit": ["block", "module", "model"],
     "owners": ["greedy", "contiguous"],
+    "replicas": [1, 2],
     "precision": ["fp32", "bf16_master"],
-    "model": ["toy", "reused", "llama"],
+    "moments": [None, "bfloat16"],
+    "model": ["toy", "reused", "llama", "moe_by_turns"],
 }
-ROWS = pairwise(AXES, every=("stage", "world_size"), legal=lambda row: True)
+
+
+def legal(row: Row) -> bool:
+    """Replicas are of an optimizer that rests sharded."""
+    in_groups = row.get("stage") != "ddp" and row.get("world_size") in (4, None)
+    return row.get("replicas") != 2 or in_groups
+
+
+ROWS = pairwise(AXES, every=("stage", "layout", "world_size"), legal=legal)
 
 
 def test_it_is_two_optimizers_of_torch() -> None:
@@ -122,29 +142,48 @@ def counted(call: Any) -> Any:
 
 
 def recipe_of(row: Row) -> Recipe:
-    words = {key: row[key] for key in ("world_size", "precision", "model")}
-    return replace(RECIPE, **words)
+    words = ("world_size", "precision", "model", "moments")
+    return replace(RECIPE, **{word: row[word] for word in words})
+
+
+def make_of(row: Row) -> Ours:
+    words = ("layout", "unit", "transport", "owners", "replicas", "matrix_step")
+    return Ours(row["stage"], Options(**{word: row[word] for word in words}))
+
+
+@cache
+def oracle_of(recipe: Recipe, replicas: int) -> tuple[Outcome, int]:
+    """What one process comes to, and how many matrices it orthogonalizes."""
+    rules = Rules(replicas=replicas)
+    return counted(lambda: _train_oracle.__wrapped__(recipe, rules, MODELS[recipe.model]))
 
 
 @pytest.mark.parametrize("world_size", AXES["world_size"])
-def test_it_equals_one_process_and_steps_each_matrix_once(ranks, world_size) -> None:
-    rows = [row for row in ROWS if row["world_size"] == world_size]
-    ours = [
-        Ours(
-            row["stage"],
-            Options("parameter", row["owners"], row["unit"], transport=row["transport"]),
-        )
-        for row in rows
-    ]
-    runs = [(recipe_of(row), make) for row, make in zip(rows, ours, strict=True)]
+@pytest.mark.parametrize("layout", AXES["layout"])
+def test_it_equals_one_process_and_steps_each_matrix_once(ranks, layout, world_size) -> None:
+    """Of `gather` each rank that holds a piece steps it, as the pieces of the saved momentum tell."""
+    rows = [row for row in ROWS if (row["layout"], row["world_size"]) == (layout, world_size)]
+    runs = [(recipe_of(row), make_of(row)) for row in rows]
     answers = ranks(train_rows, runs, world_size=world_size)
-    for index, row in enumerate(rows):
-        outcome = outcome_of([answer[index][0] for answer in answers])
-        assert_same(outcome, train_oracle(recipe_of(row)))
-        shards = row["stage"] != "ddp"
-        matrices = [t for t in outcome.state.values() if "momentum_buffer" in t]
-        times = len(matrices) * RECIPE.steps * (1 if shards else world_size)
-        assert sum(answer[index][1] for answer in answers) == times, row
+    for index, (row, (recipe, _)) in enumerate(zip(rows, runs, strict=True)):
+        states = [answer[index][0] for answer in answers]
+        expected, num_steps = oracle_of(recipe, row["replicas"])
+        try:
+            assert_same(outcome_of(states), expected)
+        except AssertionError as error:
+            raise AssertionError(f"{row}: {error}") from error
+        times = sum(answer[index][1] for answer in answers)
+        if row["stage"] == "ddp":
+            assert times == num_steps * world_size, row
+        elif row["matrix_step"] == "alltoall" or layout == "parameter":
+            assert times == num_steps * row["replicas"], row
+        elif not MODELS[row["model"]].skips and row["replicas"] == 1:
+            pieces = [m for _, state in states for m in momenta(state)]
+            assert times == RECIPE.steps * sum(len(m.pieces) for m in pieces), row
+
+
+def momenta(state: CanonicalState) -> list[CanonicalTensor]:
+    return [entry["momentum_buffer"] for entry in state.values() if "momentum_buffer" in entry]
 
 
 @pytest.mark.parametrize("engine", [("ddp", "torch"), ("zero1", "torch"), ("ddp", "buffer")])
@@ -154,19 +193,19 @@ def test_engines_that_keep_matrices_whole(ranks, engine) -> None:
     assert_same(outcome_of(answers), train_oracle(RECIPE))
 
 
-def make(stage: str, implementation: str) -> Any:
-    ours = {"reduce_each": "step"} if implementation != "torch" else {}
+def make(stage: str, implementation: str, matrix_step: str | None = None) -> Any:
+    ours = {"reduce_each": "step", "matrix_step": matrix_step} if implementation != "torch" else {}
     return configured(stage, implementation, **ours)
 
 
-def first_steps(world: World, stage: str, implementation: str) -> CanonicalState:
-    strategy = build_on_rank(world, RECIPE, make(stage, implementation))
+def first_steps(world: World, *engine: str) -> CanonicalState:
+    strategy = build_on_rank(world, RECIPE, make(*engine))
     run_steps(strategy, world, RECIPE, range(2))
     return pieces_of(strategy)
 
 
-def last_step(world: World, stage: str, implementation: str, state: CanonicalState) -> Any:
-    strategy = build_on_rank(world, RECIPE, make(stage, implementation))
+def last_step(world: World, state: CanonicalState, *engine: str) -> Any:
+    strategy = build_on_rank(world, RECIPE, make(*engine))
     strategy.load_state_dict(state)
     return run_steps(strategy, world, RECIPE, range(2, 3)), pieces_of(strategy)
 
@@ -178,11 +217,15 @@ def last_step(world: World, stage: str, implementation: str, state: CanonicalSta
         (("zero3", "parameter"), ("ddp", "torch")),
         (("ddp", "buffer"), ("zero2", "parameter")),
         (("zero1", "torch"), ("zero1", "parameter")),
+        (("zero3", "parameter"), ("zero2", "buffer")),
+        (("zero1", "tensor"), ("zero3", "parameter")),
+        (("zero2", "buffer", "gather"), ("zero3", "tensor")),
+        (("zero3", "tensor"), ("zero1", "buffer", "gather")),
     ],
 )
 def test_an_engine_goes_on_from_the_state_of_another(ranks, first, last) -> None:
     state = merge(ranks(first_steps, *first))
-    outcome = outcome_of(ranks(last_step, *last, state))
+    outcome = outcome_of(ranks(last_step, state, *last))
     expected = train_oracle(RECIPE)
     assert_same(outcome, replace(expected, losses=expected.losses[2:], norms=expected.norms[2:]))
 
@@ -207,29 +250,94 @@ def _in_block(name: str, model: Any) -> bool:
     return any(name.startswith(f"{block}.") for block in model.blocks)
 
 
-@pytest.mark.parametrize(
-    ("stage", "implementation"),
-    [("ddp", "parameter"), ("zero1", "parameter"), ("zero3", "parameter")],
-)
-def test_a_plan_is_what_the_engine_holds(stage, implementation) -> None:
+CUTS = [
+    *(("ddp", "parameter", None), ("zero1", "parameter", None), ("zero3", "parameter", None)),
+    *(
+        (stage, layout, step)
+        for stage in ("zero1", "zero3")
+        for layout in ("tensor", "buffer")
+        for step in ("gather", "alltoall")
+    ),
+]
+
+
+@pytest.mark.parametrize("transport", ["gloo", "native"])
+@pytest.mark.parametrize(("stage", "implementation", "matrix_step"), CUTS)
+def test_a_plan_is_what_the_engine_holds_and_sends(
+    stage, implementation, matrix_step, transport
+) -> None:
     words = (f"strategy={stage}", f"strategy.implementation={implementation}", "world_size=3")
-    config = composed("model=tiny", *words, "optimizer=muon", "data.global_batch_size=3")
-    form = form_of(config, build_on_meta(config), "native")
+    more = ("optimizer=muon", "data.global_batch_size=3")
+    config = composed("model=tiny", *words, *more)
+    config.strategy.matrix_step = matrix_step
+    form = form_of(config, build_on_meta(config), transport)
     for rank in range(3):
-        with fake_world(rank, 3) as world:
+        with fake_world(rank, 3) as world, over(transport):
             strategy = build_strategy(config, build_model(config.model, seed=1), world)
-            with strategy.microbatch(last=True):
-                tokens = torch.zeros(1, 4, dtype=torch.long)
-                strategy.backward(strategy.model(input_ids=tokens).logits.float().sum())
-            strategy.step(drain=True)
+            assert isinstance(strategy, Sharded)
+            for _ in range(2):
+                strategy.zero_grad()
+                strategy.wire.take_traffic()
+                with strategy.microbatch(last=True):
+                    tokens = torch.zeros(1, 4, dtype=torch.long)
+                    strategy.backward(strategy.model(input_ids=tokens).logits.float().sum())
+                strategy.step(drain=True)
             assert bytes_by_kind(strategy.model_states()) == form.held_bytes("after_step", rank)
+            assert strategy.wire.take_traffic() == form.traffic(rank)
+
+
+def over(transport: str) -> Any:
+    return patch.dict(TRANSPORTS, dict.fromkeys(("auto", "messages"), TRANSPORTS[transport]))
+
+
+@pytest.mark.parametrize(("matrix_step", "times"), [("gather", 3), ("alltoall", 2)])
+def test_what_travels_of_matrices_is_bfloat16(matrix_step, times) -> None:
+    """Of four pieces, all to the three others of each, or three to the whole and three back."""
+    words = ("strategy=zero2", "strategy.implementation=tensor", "world_size=4")
+    config = composed("model=tiny", *words, "optimizer=muon", f"strategy.matrix_step={matrix_step}")
+    model = build_on_meta(config)
+    sent = [form_of(config, model, "native").traffic(rank) for rank in range(4)]
+    matrices = [
+        p for n, p in model.module.named_parameters() if p.ndim == 2 and _in_block(n, model)
+    ]
+    numel = sum(p.numel() for p in matrices)
+    pieces = 4 if matrix_step == "gather" else 3
+    assert sum(s.bytes_by_kind["matrices"] for s in sent) == 2 * numel * pieces * times // 4
+    num_blocks = len(model.blocks)
+    calls = num_blocks if matrix_step == "gather" else 2
+    assert {s.calls_by_kind["matrices"] for s in sent} == {calls}
+
+
+def test_matrices_are_balanced_by_the_cost_of_orthogonalizing_them() -> None:
+    """Of four ranks that hold a quarter of each, none has more than a matrix above another."""
+    config = composed(
+        "model=llama_7b",
+        "strategy=zero2",
+        "strategy.implementation=tensor",
+        "world_size=4",
+        "optimizer=muon",
+        "data.global_batch_size=4",
+    )
+    form = form_of(config, build_on_meta(config), "native")
+    assert isinstance(form, ShardedForm)
+    (batch,) = form.matrices
+    costs = [
+        sum(orthogonalizing_cost(m.shape) for m in batch if m.whole_on == (rank,))
+        for rank in range(4)
+    ]
+    dearest = max(orthogonalizing_cost(m.shape) for m in batch)
+    assert len(batch) == 7 * 32 and max(costs) - min(costs) <= dearest
+    assert max(costs) < 1.01 * sum(costs) / 4
 
 
 @pytest.mark.parametrize(
     ("words", "line"),
     [
-        ("strategy=zero1 strategy.implementation=buffer", "use parameter"),
-        ("strategy=zero3 strategy.implementation=torch", "use parameter"),
+        ("strategy=zero3 strategy.implementation=torch", "use buffer"),
+        ("strategy=zero3 strategy.matrix_step=owned", "use one of gather, alltoall"),
+        ("strategy=ddp strategy.matrix_step=gather", "no matrix is cut"),
+        ("strategy.implementation=parameter strategy.matrix_step=gather", "no matrix is cut"),
+        ("optimizer=adamw strategy.matrix_step=gather", "needs no whole matrices"),
         ("strategy.implementation=parameter optimizer.settings.ns_steps=0", "use 1 to 99"),
         ("strategy.implementation=parameter optimizer.settings.adjust_lr=no", "match_rms_adamw"),
         ("strategy.implementation=parameter optimizer.settings.nesterov=maybe", "true or false"),

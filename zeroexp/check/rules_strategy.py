@@ -9,7 +9,6 @@ from zeroexp.config.engines import ENGINES
 from zeroexp.config.families import MODELS
 from zeroexp.config.keys import TORCH_DDP, Config, StrategyConfig
 from zeroexp.config.optimizer import OPTIMIZERS
-from zeroexp.cut.layout import LAYOUTS
 from zeroexp.cut.stage import STAGES, Stage, why_no_replicas
 
 
@@ -97,16 +96,13 @@ def check_fsdp2(config: Config) -> Iterator[Refusal]:
 
 
 def check_whole_matrices(config: Config) -> Iterator[Refusal]:
-    """Refuse a strategy that cuts matrices, for an optimizer that steps them whole."""
+    """Refuse FSDP2, which cuts matrices, for an optimizer that steps them whole; ours bring them together."""
     strategy, name = config.strategy, config.optimizer.name
-    if OPTIMIZERS[name].matrix_moments is None:
-        return
-    word = strategy.implementation
-    is_cut = word in LAYOUTS and not LAYOUTS[word].has_owners and config.world_size > 1
-    if _is_fsdp2(strategy) or (is_cut and strategy.optimizer.placement == "shard"):
-        problem = f"{word} cuts the matrices that optimizer.name={name} steps whole"
-        remedy = "use parameter, whose ranks own whole parameters"
-        yield "strategy.implementation", problem, remedy
+    if OPTIMIZERS[name].matrix_moments is not None and _is_fsdp2(strategy):
+        problem = (
+            f"{strategy.implementation} cuts the matrices that optimizer.name={name} steps whole"
+        )
+        yield "strategy.implementation", problem, "use buffer, which brings them together"
 
 
 def check_moments(config: Config) -> Iterator[Refusal]:

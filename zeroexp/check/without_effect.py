@@ -90,6 +90,11 @@ def _of_our_engine(config: Config) -> Iterator[Idle]:
         yield "strategy.owners", why, None
     if strategy.optimizer.placement != "shard":
         yield "strategy.owners", f"strategy={strategy.name} shards nothing", None
+    if OPTIMIZERS[config.optimizer.name].matrix_moments is None:
+        why = f"optimizer.name={config.optimizer.name} needs no whole matrices"
+        yield "strategy.matrix_step", why, "use optimizer=muon"
+    elif LAYOUTS[strategy.implementation].has_owners or strategy.optimizer.placement != "shard":
+        yield "strategy.matrix_step", "no matrix is cut", None
     if strategy.parameters.placement != "shard":
         for key in ("strategy.prefetch", "strategy.keep", "strategy.gather_codec"):
             yield key, f"strategy={strategy.name} never gathers parameters", None

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import uuid
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from weakref import WeakSet
 
@@ -120,6 +120,7 @@ class Collectives:
             other = TRANSPORTS[transport](self.holders, self._moves)
             self._between = BetweenReplicas(other, replicas)
         self._common_facts: Facts | None = None
+        self._messages = self._transport  # that carries exchanges
         self.traffic = Traffic()
         _of_this_process.add(self)
 
@@ -248,6 +249,20 @@ class Collectives:
         with meter.issuing("replicas", what) as move:
             sent = self._between.sum(sums, f"the sum between replicas of {what}")
             return self._count("replicas", sent, move)
+
+    def open_exchanges(self) -> None:
+        """Let the ranks of a group exchange bytes, by messages: shared memory has slots for reductions alone."""
+        if self.facts.shares_memory:
+            self._messages = TRANSPORTS["messages"](self.group, self._moves)
+            self._messages.connect()
+
+    def exchange(
+        self, sent: Mapping[int, Tensor], num_bytes: Mapping[int, int], kind: str, what: str
+    ) -> tuple[Pending, dict[int, Tensor]]:
+        """Start to send bytes to each peer of the group, and to receive so many, see `Transport.exchange`."""
+        with meter.issuing(kind, what) as move:
+            pending, received = self._messages.exchange(sent, num_bytes, f"the {kind} of {what}")
+            return self._count(kind, (pending, sum(map(len, sent.values()))), move), received
 
     def sum_scalar(self, value: Tensor, kind: str) -> Tensor:
         """Replace a tiny tensor by its sum over ranks, and return it."""

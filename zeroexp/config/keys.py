@@ -17,6 +17,7 @@ from typing import Any, TypeVar, cast, get_type_hints
 from zeroexp.config.gpus import GPUS, NETWORKS
 from zeroexp.cut.codes import CODE_BITS
 from zeroexp.cut.layout import LAYOUTS
+from zeroexp.cut.matrix_step import MATRIX_STEPS
 from zeroexp.cut.stage import Placement, default_reduce_each
 from zeroexp.registry.did_you_mean import suggest_nearest
 from zeroexp.registry.errors import ConfigError, DamagedFile
@@ -152,6 +153,8 @@ class StrategyConfig:
     # Parameters (zero3), and gradients, travel rounded in fewer bytes; None: exact. See docs/codecs.md.
     gather_codec: str | None = of_engine(None, *CODE_BITS)
     reduce_codec: str | None = of_engine(None, *CODE_BITS)
+    # How an optimizer of whole matrices steps those that are cut: each rank that has a piece gets the whole, or one.
+    matrix_step: str | None = of_engine("alltoall", *MATRIX_STEPS)
     # These are settings of torch's engines.
     gradient_as_bucket_view: bool | None = None  # DistributedDataParallel
     settings: dict[str, Any] = field(default_factory=dict[str, Any])  # keys of a plugin's engine

@@ -34,7 +34,8 @@ class OptimizerKind:
     keys: the keys of `optimizer` that it reads beyond those that all read; other ones are refused.
     settings: its own keys below `optimizer.settings`, with their defaults.
     matrix_moments: how many such tensors it keeps of a block's matrix, where it steps these whole
-    and in another way; nothing else. None: it steps all parameters alike.
+    and in another way; nothing else. It then rounds moments to `config.moments` itself, and asks
+    for whole matrices as interface/whole_matrices.py says. None: it steps all parameters alike.
     """
 
     make: Callable[[Iterable[Any], OptimizerConfig], torch.optim.Optimizer]
@@ -94,7 +95,8 @@ def optimizer_factory(
 ) -> Callable[[Iterable[Any]], torch.optim.Optimizer]:
     """Return a function that makes the configured optimizer over the groups or tensors an engine hands in."""
     kind = OPTIMIZERS[config.name]
-    make_kind = kind.make if config.moments is None else _make_rounded
+    rounds_itself = kind.matrix_moments is not None
+    make_kind = kind.make if config.moments is None or rounds_itself else _make_rounded
 
     def make(groups: Iterable[Any]) -> torch.optim.Optimizer:
         import torch

@@ -8,6 +8,8 @@ model only if the optimizer treats each element independently (`cut`), or at lea
     halves    every second tensor, twice           must have moved equally far
     pieces    every tensor as two flat pieces
 
+One that asks for whole matrices (whole_matrices.py) gets them of its pieces, as it gets them from an engine.
+
 The trial has the training's groups and options, and in each group a pair of tensors for every number of dimensions that
 its parameters have. Sides are as long as the real ones, up to a limit above the sizes at which optimizers begin to
 factor matrices. (An optimizer that treats matrices as a whole only after many steps, and keeps no state for it before,
@@ -29,6 +31,7 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
 from zeroexp.interface.strategy import OptimizerFactory
+from zeroexp.interface.whole_matrices import Function, WholeMatrices
 
 NUM_STEPS = 3  # estimates made from two steps take effect in the third
 LONGEST_SIDE, FEW_GROUPS = 130, 4
@@ -167,8 +170,38 @@ class _Outcome:
         ]
 
 
-def _run(factory: OptimizerFactory, groups: Sequence[_Group], seed: int = 0) -> _Outcome:
-    """Run a few steps of a new optimizer. Raises ValueError if it cannot do what a strategy asks of it."""
+class _MatricesOfSamples(WholeMatrices):
+    """Brings the pieces of samples together, as an engine does with those of ranks."""
+
+    def __init__(self, samples: Sequence[_Sample], tensors: Iterator[Tensor]):
+        self._whole = [(s.values.shape, [next(tensors) for _ in s.pieces()]) for s in samples]
+        self._shapes = {piece: shape for shape, pieces in self._whole for piece in pieces}
+
+    def shape_of(self, tensor: Tensor) -> torch.Size:
+        return self._shapes[tensor]
+
+    def apply(
+        self, function: Function, tensors: Sequence[Tensor], values: Sequence[Tensor]
+    ) -> list[Tensor]:
+        given, results = dict(zip(tensors, values, strict=True)), dict[Tensor, Tensor]()
+        for shape, pieces in self._whole:
+            if pieces[0] in given:
+                whole = function(torch.cat([given[piece] for piece in pieces]).view(shape))
+                flat = whole.reshape(-1).split([piece.numel() for piece in pieces])
+                results.update(zip(pieces, flat, strict=True))
+        return [results[tensor] for tensor in tensors]
+
+
+def _run(
+    factory: OptimizerFactory,
+    groups: Sequence[_Group],
+    seed: int = 0,
+    cut_from: Sequence[_Sample] = (),
+) -> _Outcome:
+    """Run a few steps of a new optimizer. Raises ValueError if it cannot do what a strategy asks of it.
+
+    cut_from: the samples of which those of `groups` are pieces, if they are.
+    """
     torch.default_generator.manual_seed(seed)
     if torch.cuda.is_initialized():
         torch.cuda.manual_seed(seed)
@@ -182,6 +215,9 @@ def _run(factory: OptimizerFactory, groups: Sequence[_Group], seed: int = 0) -> 
             for group in groups
         ],
     )
+    if cut_from and hasattr(optimizer, "matrices"):
+        matrices = _MatricesOfSamples(cut_from, iter(parameters))
+        optimizer.matrices = matrices  # pyright: ignore[reportAttributeAccessIssue]
     for group in optimizer.param_groups:
         if isinstance(group.get("lr"), (int, float)):
             group["lr"] = max(group["lr"], LEAST_RATE)
@@ -227,12 +263,13 @@ def _same_cut(factory: OptimizerFactory, groups: Sequence[_Group], whole: _Outco
         for tensor in (leaf for leaf in tree_leaves(state) if isinstance(leaf, Tensor)):
             if tensor.numel() > 1 and tensor.shape != parameter.shape:
                 return False
+    samples = [sample for group in groups for sample in group.samples]
     try:
-        cut = _run(factory, [_Group(g.options, _cut(g.samples)) for g in groups])
+        pieces_of_groups = [_Group(g.options, _cut(g.samples)) for g in groups]
+        cut = _run(factory, pieces_of_groups, cut_from=samples)
     except Exception:
         return False  # it accepted the whole tensors, so it is the pieces that it rejects
     pieces = iter(cut.moved)
-    samples = (sample for group in groups for sample in group.samples)
     joined = [torch.cat([next(pieces) for _ in sample.pieces()]) for sample in samples]
     return _near(joined, whole.moved)
 

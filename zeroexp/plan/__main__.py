@@ -74,16 +74,16 @@ def _answer(arguments: Sequence[str]) -> str:
     flags = [word for word in arguments if word.startswith("-") and word not in ALLOWED]
     words = [word for word in arguments if not word.startswith("-")]
     _refuse(flags, words)
-    points = composed_points(words, advises=ADVISE in flags)
+    points = composed_points(words)
     told = _answer_of(points, " ".join(sorted(flags)), rehearses=REHEARSE in arguments)
     for note in points.notes if flags and ADVISE not in flags else []:  # no part of CSV or JSON
         print(note, file=sys.stderr)
     return told
 
 
-def composed_points(words: Sequence[str], *, advises: bool = False) -> ComposedPoints:
+def composed_points(words: Sequence[str]) -> ComposedPoints:
     """Return the points that Hydra composes of a line. Raises ConfigError for a wrong one."""
-    points = ComposedPoints(words, advises=advises)
+    points = ComposedPoints(words)
     # Hydra writes down what it sweeps, and a plan leaves no file.
     with ExitStack() as at_end:
         try:

@@ -34,7 +34,7 @@ from zeroexp.plan.changes import (
     longest_sequence,
     with_settings,
 )
-from zeroexp.plan.composed_points import BATCH, LAYOUT
+from zeroexp.plan.composed_points import BATCH
 from zeroexp.plan.outcome import PlannedPoint
 from zeroexp.plan.peak import with_rehearsal
 from zeroexp.plan.plan_points import Plans
@@ -47,6 +47,7 @@ STAGES = ("ddp", "zero1", "zero2", "zero3")  # those that send little come first
 SAMPLES_PER_RANK, MOST_TOKENS = 8, 1 << 15
 BUDGET_SECONDS, CONFIRM_SECONDS = 60, 15  # of all; kept for what would be named
 ALIKE = 0.01  # seconds that differ by less are one speed: no estimate is that good
+LAYOUT = "strategy.implementation"
 
 
 @dataclass

@@ -28,6 +28,7 @@ from zeroexp.comm.sizes import aligned, num_slots, slot_bytes, slot_bytes_of_sum
 from zeroexp.cut.bucket import Bucket, cut_in_buckets
 from zeroexp.cut.chunk import FROZEN, MATRIX, Chunk
 from zeroexp.cut.codes import encoded_bytes, encoded_chunk
+from zeroexp.cut.matrix_step import CutMatrix, exchanges_of
 from zeroexp.cut.stage import Move, Placement, Stage
 from zeroexp.measure.record import MOMENTS, Traffic
 
@@ -195,6 +196,7 @@ class ShardedForm(ClosedForm):
     optimizer: OptimizerForm = OptimizerForm()
     gathers: Sequence[int] | None = None
     replicas: int = 1
+    matrices: Sequence[Sequence[CutMatrix]] = ()
     at_rest = "compute"
     of_states = "master"
 
@@ -218,6 +220,9 @@ class ShardedForm(ClosedForm):
             if self.stage.publish is Move.ALL_GATHER:
                 published = self._gather_bytes(trainable(chunks), place)
                 _add(traffic, "publish", num_units, published)
+        if num_exchanges := sum(map(exchanges_of, self.matrices)):
+            traffic.calls_by_kind["matrices"] = num_exchanges
+            traffic.bytes_by_kind["matrices"] = self._matrix_bytes[place]
         if self.world_size > 1:
             compared = self.schedule.facts.is_collective
             num_checks = NUM_CHECKS if compared and self.stage.gather is Move.ALL_GATHER else 0
@@ -270,6 +275,18 @@ class ShardedForm(ClosedForm):
             return 2 * numel * self._reduce * peers // self.replicas
         own = chunk.real_numel(replica)
         return (chunk.unpadded_numel - own + peers * own) * self._reduce
+
+    @cached_property
+    def _matrix_bytes(self) -> list[int]:
+        """Return the bytes that the rank at each place sends of matrices, to where they are whole and back."""
+        sent = [0] * self.group_size
+        for matrix in (matrix for batch in self.matrices for matrix in batch if matrix.is_cut):
+            owner, returns = matrix.whole_on[0], len(matrix.whole_on) < len(matrix.pieces)
+            for place in matrix.pieces:
+                own = matrix.piece_bytes(place)
+                sent[place] += own * (len(matrix.whole_on) - (place in matrix.whole_on))
+                sent[owner] += own if returns and place != owner else 0
+        return sent
 
     def _moved_numel(self, chunks: Sequence[Chunk], place: int, itemsize: int) -> tuple[int, int]:
         """Return the elements of a move of these chunks, and of a rank's part; only the backend sends padding."""
@@ -354,8 +371,9 @@ class ShardedForm(ClosedForm):
 
     def equivalence_key(self, rank: int) -> Hashable:
         facts, place = self.schedule.facts, rank % self.group_size
-        if facts.shares_memory or (self.replicas > 1 and not facts.is_collective):
-            return rank  # what peers read of it differs
+        has_uneven_sums = self.replicas > 1 and not facts.is_collective
+        if facts.shares_memory or has_uneven_sums or any(map(exchanges_of, self.matrices)):
+            return rank  # what peers read of it differs, or which matrices it has whole
         return tuple(
             (chunk.section_numel(place), chunk.real_numel(place), len(spans))
             for chunk, _ in self._chunks

@@ -19,10 +19,8 @@ from zeroexp.check.sweep_points import (
     require_points,
 )
 from zeroexp.config.keys import ConfigError
-from zeroexp.config.optimizer import OPTIMIZERS
 
 on_paper = partial(check, on_paper=True)
-LAYOUT = "strategy.implementation"
 
 
 class ComposedPoints:
@@ -30,12 +28,8 @@ class ComposedPoints:
 
     has_failures = False
 
-    def __init__(self, words: Sequence[str], *, advises: bool = False) -> None:
-        """`words` are those of the command line: a batch size that stands there is not changed.
-
-        advises: a layout that the line leaves open is one that its optimizer can step.
-        """
-        self._advises = advises
+    def __init__(self, words: Sequence[str]) -> None:
+        """`words` are those of the command line: a batch size that stands there is not changed."""
         self.named = keys_of(words)  # the keys that the line or its study sets
         self.points: list[Point] = []
         self.notes: list[str] = []
@@ -47,7 +41,6 @@ class ComposedPoints:
             raise ConfigError("no point to plan: a range, glob or choice is empty; add to it")
         for words, *_ in batch:
             self.named |= keys_of(words)
-        self._chooses_layout = self._advises and LAYOUT not in self.named
         points = [p for words, values, _ in batch for p in self._points(words, values)]
         require_points(points, batch[0][1]["study"]["name"])
         require_defined(points)
@@ -58,19 +51,8 @@ class ComposedPoints:
         sizes = [values["world_size"]]
         if sizes == ["all"]:
             sizes = values["cluster"]["world_sizes"] or sizes
-        values = self._laid_out(values)
         each = [self._batched({**values, "world_size": size}) for size in sizes]
         return [point for one in each for point in points_of(words, one, on_paper)]
-
-    def _laid_out(self, values: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Choose whole parameters for an optimizer that steps whole matrices, where advice may choose."""
-        kind = values["optimizer"]["name"]
-        if not self._chooses_layout or kind not in OPTIMIZERS:
-            return values
-        if OPTIMIZERS[kind].matrix_moments is None:
-            return values
-        self.named.add(LAYOUT)  # so that the words of each candidate have it
-        return {**values, "strategy": {**values["strategy"], "implementation": "parameter"}}
 
     def _batched(self, values: dict[str, Any]) -> dict[str, Any]:
         """Let the global batch grow to whole microbatches of every rank, unless the words name it."""

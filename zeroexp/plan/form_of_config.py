@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -10,8 +11,10 @@ from zeroexp.config.engines import ENGINES
 from zeroexp.config.keys import Config, UndefinedCombination, resolve
 from zeroexp.config.optimizer import OPTIMIZERS, parameter_groups
 from zeroexp.config.vocabulary import vocabulary_of_data
+from zeroexp.cut.chunk import Chunk
 from zeroexp.cut.layout import LAYOUTS, lay_out
-from zeroexp.cut.stage import Move
+from zeroexp.cut.matrix_step import CutMatrix, cut_matrices
+from zeroexp.cut.stage import Move, Placement, Stage
 from zeroexp.engines.build import options_of, stage_of
 from zeroexp.models.module import BuiltModel
 from zeroexp.models.outline import outline_of
@@ -23,7 +26,7 @@ from zeroexp.plan.closed_forms import (
     ShardedForm,
 )
 from zeroexp.zero.grouping import group_parameters, specs_of, stage_for_world
-from zeroexp.zero.options import settle_options
+from zeroexp.zero.options import Options, settle_options
 
 
 def build_on_meta(config: Config, vocab_size: int | None = None) -> BuiltModel:
@@ -79,11 +82,25 @@ def _sharded_form(config: Config, model: BuiltModel, transport: str) -> ShardedF
         precision,
         _optimizer(config),
         replicas=options.replicas,
+        matrices=_matrices(layout, model, options, stage, group_size),
     )
     if stage.gather is not Move.ALL_GATHER:
         return form
     recomputes = config.train.activation_checkpointing and options.unit == "module"
     return replace(form, gathers=_gathers(form, model, recomputes=recomputes))
+
+
+def _matrices(
+    layout: Sequence[Sequence[Chunk]],
+    model: BuiltModel,
+    options: Options,
+    stage: Stage,
+    group_size: int,
+) -> list[list[CutMatrix]]:
+    if stage.optimizer is not Placement.SHARD or group_size == 1:
+        return []
+    shapes = {name: tuple(p.shape) for name, p in model.module.named_parameters()}
+    return cut_matrices(layout, shapes, options.matrix_step)
 
 
 def _gathers(form: ShardedForm, model: BuiltModel, *, recomputes: bool) -> list[int]:

@@ -43,6 +43,7 @@ TRAFFIC = {  # of what a step sends all but the few bytes of the norm
     "sent_reduce_bytes": "reduce",
     "sent_replicas_bytes": "replicas",
     "sent_publish_bytes": "publish",
+    "sent_matrices_bytes": "matrices",
     "sent_inside_bytes": "inside",
     "sent_between_bytes": "between",
     "skew": "skew",

@@ -47,7 +47,8 @@ SLOW = (
     "rsqrt",
 )
 CACHE_BYTES = 1 << 20  # an operation on so much finds it in a core's cache
-VERBS = {"publish": "gather", "hand_over": "reduce", "replicas": "reduce"}  # which verbs cost alike
+# which verbs cost alike
+VERBS = {"publish": "gather", "matrices": "gather", "hand_over": "reduce", "replicas": "reduce"}
 PRODUCTS = "products"
 NO_KERNEL = "views"  # the kind of an operation that the host does alone
 # Operations that allocate, or show the same memory otherwise than as a view.

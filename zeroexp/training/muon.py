@@ -1,50 +1,97 @@
-"""Muon for the matrices of the model's blocks, AdamW for all other parameters: two optimizers of torch in one.
+"""Muon for the matrices of the model's blocks, AdamW for all other parameters.
 
-Muon orthogonalizes the momentum of a whole matrix (Jordan et al. 2024), so that a rank needs the whole of each matrix
-that it updates: the layout `parameter` gives each one to one owner. Nothing more is sent than with AdamW. Which
-parameters are matrices of blocks is decided by `parameter_groups` in config/optimizer.py.
+Muon orthogonalizes the momentum of a whole matrix (Jordan et al. 2024), and all else of its step is of each element by
+itself. So a rank that holds a piece keeps the momentum of that piece, and the engine brings the pieces together for the
+orthogonalization alone (interface/whole_matrices.py). Which parameters are matrices of blocks is decided by
+`parameter_groups` in config/optimizer.py.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
+from dataclasses import replace
 from typing import Any
 
 import torch
-from torch.optim import Muon, Optimizer
+from torch import Tensor
+from torch.optim import Optimizer, _muon
 
 from zeroexp.config.keys import ConfigError, OptimizerConfig
-from zeroexp.config.optimizer import OPTIMIZERS
+from zeroexp.config.optimizer import OPTIMIZERS, optimizer_factory
 from zeroexp.cut.chunk import MATRIX
+from zeroexp.interface.whole_matrices import WholeMatrices
 
 ADJUSTMENTS = ("match_rms_adamw", "original")
+
+
+class Muon(Optimizer):
+    """As torch.optim.Muon, bit for bit, of tensors that may be pieces of matrices."""
+
+    matrices = WholeMatrices()
+
+    def __init__(
+        self, groups: Iterable[dict[str, Any]], moments_dtype: torch.dtype | None, **defaults: Any
+    ):
+        """defaults: of each group, lr, weight_decay, momentum, nesterov and adjust_lr; and ns_steps, of all groups."""
+        self._ns_steps = defaults.pop("ns_steps")
+        super().__init__(groups, defaults)
+        self.moments_dtype = moments_dtype
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+        assert closure is None
+        held = [(p, group) for group in self.param_groups for p in group["params"]]
+        held = [(p, group) for p, group in held if p.grad is not None]
+        values = [self._momentum(p, p.grad, group) for p, group in held]
+        directions = self.matrices.apply(self._orthogonalize, [p for p, _ in held], values)
+        for (p, group), direction in zip(held, directions, strict=True):
+            lr, shape = float(group["lr"]), torch.Size(self.matrices.shape_of(p))
+            adjusted = _muon._adjust_lr(lr, group["adjust_lr"], shape)
+            p.mul_(1 - lr * group["weight_decay"]).add_(direction, alpha=-adjusted)
+
+    def _momentum(self, p: Tensor, gradient: Tensor, group: dict[str, Any]) -> Tensor:
+        """Advance the momentum, and return what is orthogonalized; torch's kernel overwrites it."""
+        own = self.state[p]
+        if "momentum_buffer" not in own:
+            own["momentum_buffer"] = torch.zeros_like(gradient, dtype=self.moments_dtype)
+        momentum = own["momentum_buffer"].to(gradient.dtype).lerp_(gradient, 1 - group["momentum"])
+        own["momentum_buffer"] = momentum.to(self.moments_dtype or momentum.dtype)
+        ahead = gradient.lerp(momentum, group["momentum"]) if group["nesterov"] else momentum
+        return ahead.to(torch.bfloat16, copy=True)
+
+    def _orthogonalize(self, matrix: Tensor) -> Tensor:
+        coefficients = _muon.DEFAULT_A, _muon.DEFAULT_B, _muon.DEFAULT_C
+        return _muon._zeropower_via_newtonschulz(matrix, coefficients, self._ns_steps, _muon.EPS)
 
 
 class MuonAndAdamW(Optimizer):
     """Muon for groups of the kind `matrix`, AdamW for the others; both share groups and state with this optimizer."""
 
-    moments_dtype = None  # see `empty_moment`
+    matrices = WholeMatrices()
 
     def __init__(
         self,
         groups: Iterable[dict[str, Any]],
-        *,
-        of_matrices: Callable[[list[dict[str, Any]]], Muon],
-        of_others: Callable[[list[dict[str, Any]]], Optimizer],
+        muon: Any,
+        adamw: Any,
+        moments_dtype: torch.dtype | None,
     ):
         super().__init__(groups, {})
-        is_matrix = [group.get("kind") == MATRIX for group in self.param_groups]
-        matrices = [g for g, matrix in zip(self.param_groups, is_matrix, strict=True) if matrix]
-        others = [g for g, matrix in zip(self.param_groups, is_matrix, strict=True) if not matrix]
-        self._parts: list[Optimizer] = [of_matrices(matrices)] if matrices else []
-        self._parts += [of_others(others)] if others else []
+        self.moments_dtype = moments_dtype
+        parts = [
+            (make, [g for g in self.param_groups if (g.get("kind") == MATRIX) == is_matrix])
+            for make, is_matrix in ((muon, True), (adamw, False))
+        ]
+        self._parts: list[Optimizer] = [make(own) for make, own in parts if own]
         for part in self._parts:
             part.state = self.state
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def step(self, closure: Any = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
         assert closure is None
         for part in self._parts:
+            if isinstance(part, Muon):
+                part.matrices = self.matrices
             part.step()
 
 
@@ -59,19 +106,12 @@ def make_muon(groups: Iterable[Any], config: OptimizerConfig) -> Optimizer:
     if adjust not in ADJUSTMENTS:
         remedy = f"use {' or '.join(ADJUSTMENTS)}"
         raise ConfigError(f"optimizer.settings.adjust_lr={adjust}: unknown word; {remedy}")
+    moments_dtype = getattr(torch, config.moments) if config.moments else None
 
     def of_matrices(matrices: list[dict[str, Any]]) -> Muon:
-        return Muon(
-            matrices,
-            lr=config.lr,
-            weight_decay=config.weight_decay,
-            momentum=config.momentum,
-            nesterov=bool(settings["nesterov"]),
-            ns_steps=steps,
-            adjust_lr_fn=adjust,
-        )
+        names = ("lr", "weight_decay", "momentum")
+        own = {name: getattr(config, name) for name in names}
+        return Muon(matrices, moments_dtype, **own, **settings)
 
-    def of_others(others: list[dict[str, Any]]) -> Optimizer:
-        return OPTIMIZERS["adamw"].make(others, config)
-
-    return MuonAndAdamW(groups, of_matrices=of_matrices, of_others=of_others)
+    adamw = optimizer_factory(replace(config, name="adamw", settings={}))
+    return MuonAndAdamW(groups, of_matrices, adamw, moments_dtype)

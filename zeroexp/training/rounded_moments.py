@@ -37,11 +37,11 @@ class RoundedMoments(Optimizer):
         super().__init__(groups, {})
         self.moments_dtype = moments_dtype
         self._inner = make(self.param_groups)  # which shares the groups
-        self.state = self._inner.state
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
         assert closure is None
+        self._inner.state = self.state  # which may be that of an optimizer around this one
         of_groups = [(group, group["params"]) for group in self.param_groups]
         try:
             for group, _ in of_groups:

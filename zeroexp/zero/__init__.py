@@ -44,6 +44,7 @@ Read zeroexp/cut/ first, then the files with a star: they are the algorithm. Imp
     hooks.py            reports the events, and what autograd saves of gathered parameters
     whole.py            every parameter shown whole
     norm.py             the sum over ranks before a step: norm of the gradients, and who has one
+    matrices.py         matrices of which ranks hold pieces, brought together while an optimizer needs them whole
     state_dict.py       weights and moments as canonical pieces, and back
     engine.py *         microbatch, backward and step: the verbs in their order
 

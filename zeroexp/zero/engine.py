@@ -32,6 +32,7 @@ from zeroexp.zero.assemble import make_units, start_alike
 from zeroexp.zero.grouping import group_parameters, groups_of_lists, stage_for_world
 from zeroexp.zero.held import unguarded
 from zeroexp.zero.hooks import SavedViews, attach
+from zeroexp.zero.matrices import bring_matrices_together
 from zeroexp.zero.norm import StepSums
 from zeroexp.zero.observer import Observer
 from zeroexp.zero.options import Dtypes, Options, own_dtypes, settle_options
@@ -106,6 +107,7 @@ class Engine:
         self.optimizer = make_optimizer(
             optimizer_factory, _masters_in_groups(self.units, param_groups)
         )
+        bring_matrices_together(self.optimizer, self.units, stage, self.wire, options.matrix_step)
         self._python = PythonValues(self.optimizer, _names_in_groups(module, param_groups))
         self._reads_late = world.device.type != "cpu" and not world.is_fake
         self._observer.built(module, self.units, self.optimizer, self.zero_grad, self.wire)

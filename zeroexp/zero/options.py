@@ -56,6 +56,8 @@ class Options:
     bucket_mb: float | None = None  # most MiB of one reduction; None: the transport's default
     transport: str = "auto"  # a word of comm.collectives.TRANSPORTS
     replicas: int = 1  # groups of ranks that each hold all states, sharded inside of the group
+    # How an optimizer of whole matrices steps cut ones: a word of MATRIX_STEPS (cut/matrix_step.py).
+    matrix_step: str = "alltoall"
     # Reductions have a communicator of their own over the backend's collectives, so that no gather waits for one.
     reductions_apart: bool = False
     # What travels in fewer bytes, and is rounded: int8, float8 or int4 (comm/codec.py); None: it is exact.

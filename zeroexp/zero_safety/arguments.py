@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from zeroexp.comm.collectives import TRANSPORTS
 from zeroexp.cut.codes import CODE_BITS
 from zeroexp.cut.layout import LAYOUTS
+from zeroexp.cut.matrix_step import MATRIX_STEPS
 from zeroexp.cut.owners import OWNERS
 from zeroexp.cut.stage import Placement, Stage, why_no_replicas
 from zeroexp.interface.values import Values
@@ -28,6 +29,7 @@ WORDS = {
     "keep": ("none", "last", "all"),
     "reduce_each": ("microbatch", "step", None),
     "transport": TRANSPORTS,
+    "matrix_step": MATRIX_STEPS,
     **dict.fromkeys(("gather_codec", "reduce_codec"), (*CODE_BITS, None)),
 }
 TRAINED_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
