@@ -103,10 +103,6 @@ def table() -> dict[Side, list[Row]]:
         ),
     ):
         rows[again] = [(again, 1)]
-    # Of matrices Muon keeps another moment than of the rest.
-    whole = [Side(n, optimizer="muon") for n in ("zero2_parameter", "ddp", "ddp_zero_redundancy")]
-    for source, target in itertools.pairwise([*whole, whole[0]]):
-        rows[target] = [(source, 2), (target, 1)]
     # The master is the weight, and bf16 goes into a master exactly. What is rounded is rounded to nearest even, once:
     # moments too, since torch's fused AdamW takes those of the weight's dtype alone.
     for source, precision, targets in (
