@@ -65,6 +65,7 @@ RECOMPUTES = "train.activation_checkpointing=true"
 MIXTRAL = ("model=mixtral_tiny", *LLAMA[1:])
 CODECS = ("strategy.gather_codec=int8", "strategy.reduce_codec=int4")
 GROUPS = "strategy.replicas=2"
+OFFLOAD = "strategy.offload=optimizer"
 BELOW_ALL_GRADIENTS = "model.freeze=[*embed*,*layers.0.*]"
 CELLS = [*itertools.product(STAGES, LAYOUTS)]
 POINTS = [
@@ -86,6 +87,9 @@ POINTS = [
     (4, llama("ddp", "buffer")),
     (4, llama("zero3", "buffer", "block", *CODECS)),
     (FAKE, (*LLAMA, *point("zero3", "parameter", *CODECS))),
+    (4, llama("zero3", "buffer", "block", OFFLOAD)),
+    (FAKE, (*MLP, *point("zero1", "parameter", OFFLOAD, "precision=bf16_master"))),
+    (1, llama("zero2", "tensor", "block", OFFLOAD, "precision=paper16")),
     (4, llama("zero2", "tensor", "block", GROUPS)),
     (4, llama("zero1", "buffer", "block", GROUPS)),
     (1, by_module("tiny", "last", 1, 2)),
@@ -107,7 +111,7 @@ HOSTS = {
     "stage": STAGES,
     "layout": LAYOUTS,
     "per_host": [4, 2, 1],
-    "more": [(), ("precision=bf16_master",), (GROUPS,), (RECOMPUTES,)],
+    "more": [(), ("precision=bf16_master",), (GROUPS,), (RECOMPUTES,), (OFFLOAD,)],
 }
 MODULES = {
     "model": ["tiny", "gpt2_tiny", "mixtral_tiny"],

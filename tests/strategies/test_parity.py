@@ -53,6 +53,7 @@ AXES: dict[str, Sequence[Any]] = {
     # None; several to a unit, and long parameters in several; one where small members come last; less than a parameter
     "bucket_mb": [None, 600 / MIB, 1400 / MIB, 40 / MIB],
     "owners": ["greedy", "contiguous"],
+    "offload": [None, "optimizer"],
     "optimizer": ["adamw_loop", "adamw_fused", "sgd"],
     "moments": [None, "bfloat16"],
     "max_grad_norm": [None, 1e6, 0.1],  # 1e6 is never reached, 0.1 always
@@ -115,7 +116,8 @@ def tolerance(row: Row, recipe: Recipe) -> float:
 
 def ours(row: Row) -> Ours:
     words = ("layout", "owners", "unit", "overlap", "prefetch", "keep", "reduce_each", "bucket_mb")
-    return Ours(row["stage"], Options(**{word: row[word] for word in (*words, "transport")}))
+    named = (*words, "transport", "offload")
+    return Ours(row["stage"], Options(**{word: row[word] for word in named}))
 
 
 @cache

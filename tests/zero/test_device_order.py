@@ -1,7 +1,7 @@
 """On a device with streams every use of memory waits for what it depends on, and ranks launch the same.
 
 tests/device_order.py plays the device. Two worlds: one of real ranks, whose training is compared with one process, and
-others whose peers do not exist, where each rank is played in turn and a bug can make no rank wait forever. The 40 bugs
+others whose peers do not exist, where each rank is played in turn and a bug can make no rank wait forever. The 43 bugs
 of tests/mutation/order.toml are found by this file alone.
 """
 
@@ -93,6 +93,8 @@ CASES = [
     more("zero3", overlap=False),
     more("zero3", reduce_each="microbatch", prefetch=2),
     more("zero2", recipe=Recipe(max_grad_norm=0.1)),
+    more("zero2", offload="optimizer", recipe=Recipe(max_grad_norm=0.1)),
+    more("zero3", "buffer", offload="optimizer", recipe=Recipe(precision="bf16_master")),
     *(more(stage, recipe=Recipe(model="moe_one_rank")) for stage in ("zero2", "zero3")),
     more("zero3", prefetch=2, recipe=Recipe(model="reused", checkpointing=True)),
 ]
