@@ -96,16 +96,13 @@ def check_fsdp2(config: Config) -> Iterator[Refusal]:
 
 
 def check_whole_matrices(config: Config) -> Iterator[Refusal]:
-    """Refuse FSDP2, which cuts matrices, and hosts for an optimizer that steps them whole; ours bring them together."""
+    """Refuse FSDP2, which cuts matrices, for an optimizer that steps them whole; ours bring them together."""
     strategy, name = config.strategy, config.optimizer.name
     if OPTIMIZERS[name].matrix_moments is not None and _is_fsdp2(strategy):
         problem = (
             f"{strategy.implementation} cuts the matrices that optimizer.name={name} steps whole"
         )
         yield "strategy.implementation", problem, "use buffer, which brings them together"
-    if OPTIMIZERS[name].matrix_moments is not None and strategy.offload:
-        problem = f"optimizer.name={name} multiplies matrices, for which a host takes too long"
-        yield "strategy.offload", problem, "leave it null"
 
 
 def check_moments(config: Config) -> Iterator[Refusal]:
@@ -156,6 +153,21 @@ def check_selective_recomputation(config: Config) -> Iterator[Refusal]:
         yield "train.recompute_except", f"strategy.unit=module {problem}", remedy
 
 
+def check_compiled_blocks(config: Config) -> Iterator[Refusal]:
+    """Refuse to compile blocks whose parts have hooks that gather, each of which would end a graph."""
+    strategy = config.strategy
+    if config.train.compile and (
+        strategy.unit == "module" or strategy.implementation == "deepspeed"
+    ):
+        unit = "deepspeed" if strategy.unit != "module" else "strategy.unit=module"
+        problem = f"{unit} gathers inside of blocks, where no graph goes on"
+        yield (
+            "train.compile",
+            problem,
+            "use strategy.unit=block under another engine, or leave it out",
+        )
+
+
 def _is_fsdp2(strategy: StrategyConfig) -> bool:
     """Tell whether torch builds this stage on FSDP2; its others are built on DistributedDataParallel."""
     return strategy.implementation == "torch" and strategy.name not in TORCH_DDP
@@ -171,5 +183,6 @@ RULES = (
         check_replicas,
         check_reduce_each,
         check_selective_recomputation,
+        check_compiled_blocks,
     ),
 )

@@ -155,8 +155,6 @@ class StrategyConfig:
     reduce_codec: str | None = of_engine(None, *CODE_BITS)
     # How an optimizer of whole matrices steps those that are cut: each rank that has a piece gets the whole, or one.
     matrix_step: str | None = of_engine("alltoall", *MATRIX_STEPS)
-    # What rests on the host, and is updated there; None: nothing. See docs/offload.md.
-    offload: str | None = of_engine(None, "optimizer")
     # These are settings of torch's engines.
     gradient_as_bucket_view: bool | None = None  # DistributedDataParallel
     settings: dict[str, Any] = field(default_factory=dict[str, Any])  # keys of a plugin's engine
@@ -209,6 +207,7 @@ class TrainConfig:
     recompute_every: int | None = number(None, least=1)
     # Operators whose results recomputed blocks keep, as aten.mm.
     recompute_except: list[str] = field(default_factory=list[str])
+    compile: bool = False  # torch.compile of each block
     # Numbers of steps, warm-up included and from 0, that are watched and count in no time; see docs/measuring.md.
     trace_steps: list[int] = field(default_factory=list[int])  # a timeline of memory and verbs
     hash_steps: list[int] = field(default_factory=list[int])  # hashes, by which runs are compared

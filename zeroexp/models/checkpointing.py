@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch._C import DispatchKey
-from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts, noop_context_fn
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from zeroexp.config.keys import ConfigError, TrainConfig
 
@@ -85,11 +85,11 @@ def _can_be_kept(operator: Any) -> bool:
 
 
 def _recomputed(forward, operators: Sequence[Any]):
-    contexts, options = noop_context_fn, {}
+    options: dict[str, Any] = {}
     if operators:
         contexts = functools.partial(create_selective_checkpoint_contexts, operators)
-        options = BESIDE_HOOKS
-    run = functools.partial(checkpoint, use_reentrant=False, context_fn=contexts, **options)
+        options = {"context_fn": contexts, **BESIDE_HOOKS}
+    run = functools.partial(checkpoint, use_reentrant=False, **options)
 
     @functools.wraps(forward)
     def recomputed(*args, **kwargs):

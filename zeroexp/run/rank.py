@@ -43,6 +43,7 @@ from zeroexp.measure.record import StepRecord
 from zeroexp.measure.summary import summarise, summarise_rank
 from zeroexp.measure.system import sampling_system
 from zeroexp.models.checkpointing import checkpoint_as_configured
+from zeroexp.models.compiled_blocks import compile_as_configured, graphs_compiled
 from zeroexp.models.flops import flops_per_sample
 from zeroexp.models.module import build_deferred, build_model
 from zeroexp.plan.outcome import plan_beside
@@ -174,6 +175,7 @@ def _train(config: Config, world: World, folder: Path, stop: Stop) -> bool:
     blocks = {name: model.module.get_submodule(name) for name in model.blocks}
     shapes = {name: tuple(p.shape) for name, p in model.module.named_parameters()}
     checkpoint_as_configured(model.module, model.blocks, config.train)
+    compile_as_configured(model.module, model.blocks, config.train)
     strategy = build_strategy(config, model, world)
     build_peak_bytes = memory.peak_bytes()
     if build_peak_bytes is not None:
@@ -200,6 +202,8 @@ def _train(config: Config, world: World, folder: Path, stop: Stop) -> bool:
         instruments=Instruments(config.train, world, folder, model.module, blocks, _labels(config)),
     )
     records = _run_steps(steps, saver, world, folder, start_step, is_own)
+    if config.train.compile and world.rank == 0:
+        write_engine(folder, {**_settings_of(strategy), **graphs_compiled()})
     progress.note_phase(num_steps, progress.AFTER)
     over = not records or records[-1].step + 1 == num_steps
     if not over:
