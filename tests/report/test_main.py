@@ -76,11 +76,14 @@ def test_it_shows_the_newest_sweep_or_those_that_are_named(outputs, report):
 def test_it_writes_figures_pages_and_texts(outputs, report):
     page = Path("README.md")
     page.write_text(f"{BEGIN}\n{END}\n", encoding="utf-8")
-    words = ("--figure", "memory.svg", "--csv", "c.csv", "--html", "page.html")
+    words = ("--figure", "memory.svg", "--csv", "c.csv", "--html", "page.html", "--latex", "t.tex")
     code, text, _ = report("--write", str(page), *words, "--columns", "strategy,total_bytes")
     assert code == 0 and "outputs/newer" in text
     assert ">a<" in Path("memory.svg").read_text(encoding="utf-8")
-    assert "| zero2 | tensor | zero2 | 240.0 |" in page.read_text(encoding="utf-8")
+    assert "\n| zero2 | 240.0 |\n" in page.read_text(encoding="utf-8"), "no name stands twice"
+    assert "\nzero2 & 240.0 " in Path("t.tex").read_text(encoding="utf-8")
+    _, text, _ = report("outputs/newer", "--markdown", "-", "--columns", "total_bytes")
+    assert "\n| zero2 | tensor | 240.0 |\n" in text, "only numbers are chosen"
     assert Path("c.csv").read_text(encoding="utf-8").splitlines()[0] == "strategy,total_bytes"
     assert '<td class="left">b</td>' in Path("page.html").read_text(encoding="utf-8")
     _, text, _ = report("outputs/newer", "--json", "-")

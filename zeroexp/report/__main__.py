@@ -25,6 +25,7 @@ from zeroexp.report.columns import (
     POINT,
     Column,
     all_columns,
+    beside_names,
     chosen_columns,
     exported_columns,
     printed_columns,
@@ -125,7 +126,7 @@ def _write(
         "markdown": lambda: markdown.render(points, printed),
         "csv": lambda: exports.as_csv(points, exported),
         "json": lambda: exports.as_json(points, exported, conclusions, problems=list(problems)),
-        "latex": lambda: Table.of(points, [POINT, *printed]).as_latex(),
+        "latex": lambda: Table.of(points, beside_names([POINT], printed)).as_latex(),
     }
     for option, text in texts.items():
         if where := getattr(arguments, option):

@@ -88,6 +88,11 @@ def chosen_columns(columns: Sequence[Column], keys: Sequence[str]) -> list[Colum
     return [by_key[key] for key in keys]
 
 
+def beside_names(names: Sequence[Column], columns: Sequence[Column]) -> list[Column]:
+    """Return the columns behind those that name a point, or as they are where who chose them chose such names too."""
+    return [*([] if of_parts(columns, "point") else names), *columns]
+
+
 def all_columns(points: Sequence[Point], conclusions: Conclusions | None = None) -> list[Column]:
     """Return every column, for programs and for who chooses."""
     peaks = peak_flops_by_name(points)
@@ -267,7 +272,7 @@ def _conclusion_columns(conclusions: Conclusions) -> list[Column]:
     return [
         of(qualities, "quality_deviation", "deviation", "±", "over seeds", ".4f", *losses),
         of(qualities, "quality_verdict", "verdict", "quality", "over seeds", "", *losses),
-        of(qualities, "num_seeds", "num_seeds", "seeds", "over seeds", "d", *losses),
+        of(qualities, "num_seeds", "num_seeds", "seeds", "", "d", *losses),
         of(compared, "ratio", "ratio", "ratio", "", ".2f", *verdict),
         of(compared, "interval", "interval", "95 %", "", "", *verdict),
         of(compared, "verdict", "verdict.value", "verdict", "", "", *verdict),
@@ -317,5 +322,5 @@ def _outcome(point: Point) -> str:
     return f"{status}: {reason.splitlines()[0]}" if reason else status
 
 
-POINT = Column("point", lambda point: point.name, "point", is_shown=lambda _: False)
+POINT = Column("point", lambda point: point.name, "point", part="point", is_shown=lambda _: False)
 STATUS = Column("outcome", _outcome, "status", part="status")

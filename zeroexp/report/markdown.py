@@ -8,7 +8,7 @@ from pathlib import Path
 from textwrap import wrap
 
 from zeroexp.config.keys import ConfigError
-from zeroexp.report.columns import STATUS, Column, point_columns
+from zeroexp.report.columns import STATUS, Column, beside_names, point_columns
 from zeroexp.report.measured_points import Point
 from zeroexp.report.statistics import DOUBT, why_doubtful
 from zeroexp.report.tables import Table
@@ -29,7 +29,7 @@ def render(points: Sequence[Point], columns: Sequence[Column]) -> str:
     sentence = f"{_circumstances(points)} All points: {shared}. Bytes are MiB of the fullest rank."
     if any(why_doubtful(point) for point in points):
         sentence += f" {DOUBT}"
-    table = Table.of(points, [*differ, *columns, *status])
+    table = Table.of(points, [*beside_names(differ, columns), *status])
     return f"{wrapped(sentence)}\n\n{table.as_markdown()}"
 
 
