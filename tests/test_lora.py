@@ -24,7 +24,9 @@ from zeroexp.config.keys import LoraKeys, ModelConfig
 from zeroexp.interface.values import fill_in
 from zeroexp.measure.memory import bytes_by_kind
 from zeroexp.models import lora
+from zeroexp.models.flops import flops_per_sample
 from zeroexp.models.module import build_deferred, build_model
+from zeroexp.models.quantized import pack, unpack
 from zeroexp.process.world import World
 
 peft = pytest.importorskip("peft", reason="peft is not installed (pip install 'zeroexp[lora]')")
@@ -36,6 +38,7 @@ pytestmark = pytest.mark.filterwarnings(
 ADAPTERS = LoraKeys(
     r=3, lora_alpha=6.0, target_modules=["q_proj", "v_proj", "down_proj", "embed_tokens"]
 )
+PACKED = replace(ADAPTERS, quantize="int8", target_modules=["q_proj", "v_proj", "down_proj"])
 ENGINES = [
     *(("zero3", "buffer"), ("zero2", "tensor"), ("zero1", "parameter")),
     *(("ddp", "torch"), ("zero1", "torch"), ("zero3", "torch")),
@@ -44,6 +47,10 @@ ENGINES = [
 
 def causal() -> ModelConfig:
     return replace(model_config("causal", "llama"), lora=ADAPTERS)
+
+
+def packed() -> ModelConfig:
+    return replace(model_config("causal", "llama"), lora=PACKED)
 
 
 def classifier() -> ModelConfig:
@@ -61,11 +68,22 @@ def peft_itself(config: ModelConfig, seed: int) -> nn.Module:
     return peft.get_peft_model(module, settings)
 
 
+def widened(config: ModelConfig, seed: int) -> nn.Module:
+    """The model with adapters around plain layers, whose weights have the values that packed ones stand for."""
+    module = build_model(
+        replace(config, lora=replace(config.lora, quantize=None)), seed=seed
+    ).module
+    for name, layer in module.named_modules():
+        if name.endswith("base_layer") and isinstance(layer, nn.Linear):
+            layer.weight.data = unpack(*pack(layer.weight.data))
+    return module
+
+
 def train(world: World, engines: list[tuple[str, str]]) -> list[list[Any]]:
     """By engine and model: this rank's losses, and its bytes by kind."""
     told: list[list[Any]] = []
     for stage, family in engines:
-        for config in (causal(), classifier()):
+        for config in (causal(), classifier(), packed()):
             strategy = configured(stage, family)(build_deferred(config, seed=1), Recipe(), world)
             losses = run_steps(world, strategy, config.task)
             told.append([losses, bytes_by_kind(strategy.model_states())])
@@ -74,8 +92,9 @@ def train(world: World, engines: list[tuple[str, str]]) -> list[list[Any]]:
 
 def test_every_engine_trains_them_as_peft_does_on_one_process(ranks):
     expected = [losses_of(peft_itself(each, 1), each.task) for each in (causal(), classifier())]
+    expected.append(losses_of(widened(packed(), 1), "causal"))
     answers = ranks(train, ENGINES, world_size=RANKS)
-    rows = [(engine, *each) for engine in ENGINES for each in zip(expected, (0, 1), strict=True)]
+    rows = [(engine, *each) for engine in ENGINES for each in zip(expected, (0, 1, 2), strict=True)]
     for (engine, losses, _), *shares in zip(rows, *answers, strict=True):
         summed = [sum(step) for step in zip(*(each[0] for each in shares), strict=True)]
         torch.testing.assert_close(summed, losses, rtol=2e-5, atol=2e-5, msg=str(engine))
@@ -89,9 +108,30 @@ NUM_TRAINED = OF_LAYERS + 3 * (67 + 16)
 
 def test_optimizer_states_are_those_of_the_adapters_alone(ranks):
     """Two moments in fp32, half of them on each of two ranks; a number of steps for each tensor that a rank holds."""
-    (first, _), (second, _) = ranks(train, [("zero3", "buffer")], world_size=RANKS)
+    (first, *_), (second, *_) = ranks(train, [("zero3", "buffer")], world_size=RANKS)
     held = [kinds["optimizer"] for _, kinds in (first, second)]
     assert 2 * 4 * NUM_TRAINED <= sum(held) <= 2 * 4 * NUM_TRAINED + 4 * 2 * 14
+
+
+def test_packed_weights_are_within_half_a_step_and_drawn_alike():
+    whole = dict(build_model(packed(), seed=3).module.named_parameters())
+    later = build_deferred(packed(), seed=3)
+    assert later.values is not None
+    fill_in(later.module, later.values)
+    bits = [
+        {name: p.detach().view(torch.int32) for name, p in each.items()}
+        for each in (dict(later.module.named_parameters()), whole)
+    ]
+    assert_same(*bits)  # as floats some are NaN
+    plain = build_model(replace(packed(), lora=replace(PACKED, quantize=None)), seed=3).module
+    for name, wide in plain.named_parameters():
+        if name.endswith("base_layer.weight"):
+            layer = name.removesuffix("weight")
+            scale = whole[f"{layer}scale"]
+            assert whole[f"{layer}packed"].nbytes * 4 == wide.nbytes
+            off = (unpack(whole[f"{layer}packed"], scale) - wide).abs()
+            assert (off <= 0.5001 * scale[:, None]).all() and off.any()
+    assert flops_per_sample(later.module, packed(), 8) == flops_per_sample(plain, packed(), 8)
 
 
 def test_they_are_drawn_alike_whatever_is_built(tmp_path):
@@ -125,18 +165,24 @@ def test_a_run_is_planned_and_its_adapters_are_exported(here, monkeypatch, capsy
         "data=synthetic data.seq_len=8 data.global_batch_size=2 train.steps=2 train.warmup_steps=1"
     )
     line = [*model.split(), *data.split(), "tracking=files", "checkpoint.every=3", "world_size=2"]
+    line.append("model.lora.quantize=int8,null")
     monkeypatch.setattr(sys, "argv", ["zeroexp", *line])
     assert zeroexp.main() == 0
-    (run,) = (path.parent for path in Path("outputs").glob("*/*/summary.json"))
+    packed, run = sorted(path.parent for path in Path("outputs").glob("*/*/summary.json"))
     monkeypatch.setattr(sys, "argv", ["export", str(run), "--to", "adapters"])
     assert export.main() == 0
     told = capsys.readouterr().out
     assert (
         "put them around the model with peft.PeftModel.from_pretrained(model, 'adapters')" in told
     )
-    summary = json.loads((run / "summary.json").read_text())
-    for kind in ("parameters", "gradients", "optimizer"):
-        assert summary["plan"][kind] == summary["memory"]["by_kind"][kind]["fullest"], kind
+    held = []
+    for each in (packed, run):
+        summary = json.loads((each / "summary.json").read_text())
+        for kind in ("parameters", "gradients", "optimizer"):
+            assert summary["plan"][kind] == summary["memory"]["by_kind"][kind]["fullest"], kind
+        held.append(sum(summary["memory"]["by_kind"]["parameters"]["per_rank"]))
+    # A byte for four of each weight around which adapters lie, and four for each of its rows.
+    assert held[1] - held[0] == 2 * (3 * (16 * 16 + 16 * 8 + 24 * 16) - 4 * (16 + 8 + 16))
     base = transformers.AutoModelForCausalLM.from_pretrained("base")
     theirs = peft.PeftModel.from_pretrained(base, "adapters")
     written = load_file("adapters/adapter_model.safetensors")
@@ -157,6 +203,11 @@ WRONG = {
         "model.lora.r=3: Target modules {'q'} not found in the base model. Please check the target modules and try "
         "again.; set model.lora.target_modules to some of down_proj, gate_proj, k_proj, lm_head, o_proj, q_proj"
     ),
+    "model.lora.r=3 model.lora.quantize=int8 precision=bf16_master": "precision=bf16_master: casts weights",
+    "model.lora.r=3 model.lora.quantize=int8 strategy.gather_codec=int8": "gather_codec=int8: rounds weights",
+    "model.lora.r=3 model.lora.quantize=int4": "model.lora.quantize=int4: ",
+    "model.lora.quantize=int8": "no effect with no adapters; set model.lora.r",
+    "model=gpt2_tiny model.lora.r=3 model.lora.quantize=int8": "lie around no linear layer here",
     "model.lora.r=3 model.lora.layers_to_transform=[7]": "You specified 'layers_to_transform': [7]",
     "model.lora.r=3 model.lora.modules_to_save=[q]": "modules_to_save=q: no such module; name modules",
     "model.lora.r=3 model.freeze=['*lora_*']": "model.freeze=*lora_*: nothing is left to train",

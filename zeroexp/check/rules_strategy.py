@@ -168,6 +168,25 @@ def check_compiled_blocks(config: Config) -> Iterator[Refusal]:
         )
 
 
+def check_quantized(config: Config) -> Iterator[Refusal]:
+    """Require that nothing casts or rounds what lies packed in floats."""
+    strategy, key = config.strategy, f"model.lora.quantize={config.model.lora.quantize}"
+    if config.model.lora.quantize is None:
+        return
+    mode, rows = config.precision, (strategy.parameters, strategy.gradients, strategy.optimizer)
+    dtypes = {mode.compute, mode.reduce, mode.master, *(row.dtype for row in rows)}
+    if dtypes != {"float32"} or mode.autocast:
+        yield "precision", f"casts weights, and those of {key} are packed", "use precision=fp32"
+    if strategy.gather_codec is not None:
+        yield (
+            "strategy.gather_codec",
+            f"rounds weights, and those of {key} are packed",
+            "leave it out",
+        )
+    if strategy.implementation not in (*LAYOUTS, "torch"):
+        yield "strategy.implementation", f"not tried with {key}", "use buffer or torch"
+
+
 def _is_fsdp2(strategy: StrategyConfig) -> bool:
     """Tell whether torch builds this stage on FSDP2; its others are built on DistributedDataParallel."""
     return strategy.implementation == "torch" and strategy.name not in TORCH_DDP
@@ -184,5 +203,6 @@ RULES = (
         check_reduce_each,
         check_selective_recomputation,
         check_compiled_blocks,
+        check_quantized,
     ),
 )

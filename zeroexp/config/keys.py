@@ -77,6 +77,8 @@ class LoraKeys:
     target_modules: list[str] | None = None  # names of layers; [all-linear] = all but the head
     layers_to_transform: list[int] | None = None  # numbers of blocks; None = all
     modules_to_save: list[str] | None = None  # trained as they are; None = a classifier's head
+    # Ours, not peft's: the weights that adapters lie around rest and travel in a byte each.
+    quantize: str | None = choice_or_null("int8")
 
 
 @dataclass

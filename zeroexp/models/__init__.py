@@ -7,6 +7,7 @@ mlp.py, moe.py                our own families: the residual MLP of the memory t
 huggingface.py                the families of transformers
 blocks.py, checkpointing.py, freezing.py, tied_rows.py
                               what moves together, is recomputed, is not trained, adds its gradient in place
+lora.py, quantized.py         adapters of peft; the weights that they lie around, in int8
 loss.py, flops.py             the loss of each task; operations of one sample
 
 Of a published model, in the order in which its questions come:

@@ -40,7 +40,8 @@ def flops_per_sample(module: nn.Module, config: ModelConfig, seq_len: int) -> fl
                 times = (
                     FORWARD_AND_BACKWARD if parameter.requires_grad else FORWARD_AND_BACKWARD - 1
                 )
-                weights += times * parameter.numel() * (share if is_expert else 1.0)
+                numel = parameter.numel() * getattr(each, "weights_in_one", 1)
+                weights += times * numel * (share if is_expert else 1.0)
     attention = FORWARD_AND_BACKWARD * 2 * _attention_width(module, config) * seq_len
     return 2 * seq_len * (weights + attention)
 

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from zeroexp.config.keys import ConfigError, ModelConfig
 from zeroexp.interface.values import Read, Values
 from zeroexp.models.deferred import Drawn, defer
+from zeroexp.models.quantized import quantize_base
 
 ADAPTER = "default"  # peft's name of the only adapter of a layer; its files do not say it
 NAME_OF_ADAPTER = re.compile(rf"\.{ADAPTER}(?=\.|$)")
@@ -43,6 +44,15 @@ def add_adapters(
     """
     if config.lora.r is None:
         return values
+    values = _with_adapters(module, config, seed, values)
+    if config.lora.quantize is None:
+        return values
+    return quantize_base(module, f"model.lora.quantize={config.lora.quantize}", values)
+
+
+def _with_adapters(
+    module: nn.Module, config: ModelConfig, seed: int, values: Values | None
+) -> Values | None:
     if values is None:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
@@ -131,6 +141,7 @@ def _settings_of(config: ModelConfig) -> Any:
     task = "SEQ_CLS" if config.task == "classification" else "CAUSAL_LM"
     given = {key: value for key, value in asdict(config.lora).items() if value is not None}
     given.pop("modules_to_save", None)
+    given.pop("quantize", None)
     if given.get("target_modules") == [ALL_LINEAR]:
         given["target_modules"] = ALL_LINEAR
     return LoraConfig(task_type=task, **given)
