@@ -183,7 +183,7 @@ def check_quantized(config: Config) -> Iterator[Refusal]:
             f"rounds weights, and those of {key} are packed",
             "leave it out",
         )
-    if strategy.implementation not in (*LAYOUTS, "torch"):
+    if strategy.implementation in ENGINES and strategy.implementation != "torch":
         yield "strategy.implementation", f"not tried with {key}", "use buffer or torch"
 
 
