@@ -1,6 +1,7 @@
-"""`python -m benchmarks.report_pictures PAGE.html FOLDER`: two pictures of a page for documents, by headless Chromium.
+"""`python -m benchmarks.report_pictures PAGE.html FOLDER`: pictures of a page for documents, by headless Chromium.
 
-report.png shows the page as it begins on a wide screen, report-dark.png the same in dark mode on a narrow one.
+report.png shows the page as it begins, report-dark.png the same in dark mode on a narrow screen, report-whole.png all
+of it, and timeline.png one traced step of the first point.
 Exit codes: 0 fine; 2 refused in one line.
 """
 
@@ -23,10 +24,12 @@ FLAGS = (
     "--virtual-time-budget=10000",  # milliseconds of the page's own clock
 )
 DARK = "--blink-settings=preferredColorScheme=0"
-# Name of the picture -> (width and height in pixels, further flags).
+# Name of the picture -> (width and height in pixels, further flags, the only section shown).
 PICTURES = {
-    "report.png": ((1280, 1750), ()),
-    "report-dark.png": ((560, 1750), (DARK,)),
+    "report.png": ((1280, 1750), (), ""),
+    "report-dark.png": ((560, 1750), (DARK,), ""),
+    "report-whole.png": ((1100, 9300), (), ""),
+    "timeline.png": ((1100, 900), (), "s-timeline"),
 }
 SECONDS = 120
 
@@ -60,18 +63,27 @@ def take_pictures(page: Path, folder: Path) -> list[Path]:
 
 
 def _take_picture(browser: str, page: Path, path: Path) -> Path:
-    (width, height), more = PICTURES[path.name]
+    (width, height), more, section = PICTURES[path.name]
     with locks.temporary_folder() as profile:
+        shown = _only(section, page, Path(profile)) if section else page
         where = [f"--user-data-dir={profile}", f"--window-size={width},{height}"]
         words = [browser, *FLAGS, *more, *where, f"--screenshot={path.resolve()}"]
         try:
-            command = [*words, page.resolve().as_uri()]
+            command = [*words, shown.resolve().as_uri()]
             subprocess.run(command, capture_output=True, timeout=SECONDS, check=True)
         except (subprocess.SubprocessError, OSError) as error:
             raise ConfigError(
                 f"{path}: {browser} took no picture ({type(error).__name__})"
             ) from None
     return path
+
+
+def _only(section: str, page: Path, folder: Path) -> Path:
+    """Write a copy of the page that shows one of its sections."""
+    style = f"<style>body > :not(#{section}, svg) {{ display: none }}</style></head>"
+    copy = folder / "page.html"
+    copy.write_text(page.read_text(encoding="utf-8").replace("</head>", style, 1), encoding="utf-8")
+    return copy
 
 
 if __name__ == "__main__":

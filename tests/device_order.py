@@ -10,6 +10,9 @@ is a race there, and on a CPU it is nothing. So each access of memory is noted w
 An access is wrong if another stream has written the same bytes, or read what it writes, and its clock has not been
 joined since: no run has to lose the race. To free memory is to write all of it, since whoever allocates next writes.
 
+Where optimizer state rests on the host (comm/bus.py), the host is a stream of its own. What it launches comes after
+what it has done, and copies over the bus run on the compute stream, for which it waits by marks alone.
+
 What ranks launch must be the same on every rank, in one order (`launches`), and be waited for at some time.
 """
 
@@ -28,11 +31,14 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from zeroexp.comm import bus
+from zeroexp.measure.memory import on_host
 from zeroexp.process.watchdog.differs import Moves
 from zeroexp.zero.engine import Engine
 from zeroexp.zero.held import unguarded
 
 COMPUTE = "compute"
+HOST = "host"
 # Operations that look at the size of a tensor and not at its values.
 OF_SIZES = ("empty", "new_", "zeros_like", "ones_like", "full_like", "is_same_size")
 # Which of a call's tensors it writes and which it reads; of a rooted one that depends on the rank.
@@ -73,6 +79,17 @@ class PlayedWork:
             for work in self.works:
                 work.wait()
         self.device.clocks[COMPUTE] |= self.clock
+
+
+@dataclass
+class PlayedMark:
+    """A place in the compute stream: the host that waits for it joins the clock of then."""
+
+    device: PlayedDevice
+    clock: Counter[str]
+
+    def wait(self) -> None:
+        self.device.clocks[HOST] |= self.clock
 
 
 class PlayedDevice(TorchDispatchMode):
@@ -127,14 +144,18 @@ class PlayedDevice(TorchDispatchMode):
             writes = argument.alias_info is not None and argument.alias_info.is_write
             for tensor in tree_leaves(value):
                 if isinstance(tensor, Tensor):
-                    self.touch(COMPUTE, tensor, writes=writes, by=name)
+                    stream = HOST if on_host.is_entered else COMPUTE
+                    self.touch(stream, tensor, writes=writes, by=name)
 
     def free(self, storage: torch.UntypedStorage) -> None:
         self._expect_order(
             storage._cdata, Access(0, storage.nbytes(), COMPUTE, 0, True, "to free it")
         )
 
-    def touch(self, stream: str, tensor: Tensor, *, writes: bool, by: str) -> None:
+    def touch(
+        self, stream: str, tensor: Tensor, *, writes: bool, by: str, beside: bool = False
+    ) -> None:
+        """Note an access; `beside`: the host does not wait for it, though it is on the compute stream."""
         if tensor.numel() == 0:
             return
         storage = tensor.untyped_storage()
@@ -147,8 +168,22 @@ class PlayedDevice(TorchDispatchMode):
             assert storage.nbytes() >= stop, self.problems[-1]
         access = Access(start, stop, stream, self.clocks[stream][stream], writes, by)
         self._expect_order(storage._cdata, access)
-        if stream != COMPUTE:
+        if beside or stream not in (COMPUTE, HOST):
             self._accesses[storage._cdata].append(access)
+
+    def copy_over(self, target: Tensor, source: Tensor) -> None:
+        """Copy between device and host on the compute stream, beside the host."""
+        with unguarded():
+            self.clocks[COMPUTE] |= self.clocks[HOST]
+            self.clocks[COMPUTE][COMPUTE] += 1
+            for tensor, writes in ((target, True), (source, False)):
+                self.touch(COMPUTE, tensor, writes=writes, by="a copy over the bus", beside=True)
+            self._held.append((target, source))
+            with self.in_backend(), torch.no_grad():
+                target.copy_(source)
+
+    def mark(self, *, is_on_gpu: bool) -> PlayedMark:
+        return PlayedMark(self, self.clocks[COMPUTE].copy())
 
     def _expect_order(self, storage: int, access: Access) -> None:
         seen = self.clocks[access.stream]
@@ -240,6 +275,7 @@ def played_device() -> Iterator[PlayedDevice]:
         mock.patch.multiple(dist, **calls, _coalescing_manager=device.one_launch),
         mock.patch.object(Moves, "record_collective", recording),
         mock.patch.object(torch.UntypedStorage, "resize_", resizing),
+        mock.patch.multiple(bus, copy_over=device.copy_over, Mark=device.mark),
         device,
     ):
         yield device

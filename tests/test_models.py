@@ -109,17 +109,6 @@ def test_training_forward_is_deterministic_and_keeps_no_cache(name):
         assert module.config._attn_implementation == "sdpa"
 
 
-@pytest.mark.parametrize("name", ["tiny", "gpt2_tiny", "mixtral_tiny", "moe_tiny"])
-def test_embedding_and_head_are_one_parameter(name):
-    module = built(name)
-    table, head = [
-        m.weight
-        for m in module.modules()
-        if getattr(m, "weight", None) is not None and m.weight.shape == (2048, 64)
-    ]
-    assert table is head
-
-
 @pytest.mark.parametrize("name", ["tiny", "gpt2_tiny", "moe_tiny", "mixtral_tiny"])
 def test_no_position_sees_a_later_token(name):
     module, inputs = built(name), batch(name)
@@ -211,17 +200,6 @@ def weights(tmp_path_factory):
     folder = tmp_path_factory.mktemp("weights")
     built("tiny", seed=99).save_pretrained(folder)
     return folder
-
-
-def test_weights_of_a_folder(weights):
-    loaded, saved = built("tiny", weights=str(weights)), built("tiny", seed=99)
-    for a, b in zip(loaded.parameters(), saved.parameters(), strict=True):
-        assert torch.equal(a, b)
-    assert loaded.training and loaded.config._attn_implementation == "sdpa"
-    assert not loaded.config.use_cache
-    assert next(built("tiny", weights=str(weights), dtype=torch.bfloat16).parameters()).dtype == (
-        torch.bfloat16
-    )
 
 
 def test_a_new_head_on_real_weights_comes_from_the_seed(weights):

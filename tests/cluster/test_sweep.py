@@ -229,11 +229,11 @@ def test_repeats_run_in_rounds_and_give_verdicts_and_a_broken_claim_fails_the_st
     """
     study = write_study(tmp_path, "must_equal: [strategy, versions]")
     with busy_cores:
-        done = zeroexp(tmp_path, *study, "-m", "strategy=ddp,zero3", "repeats=3", *ONE)
+        done = zeroexp(tmp_path, *study, "-m", "strategy=ddp,zero3", "repeats=2", *ONE)
     assert done.returncode == 1, done.stderr
     assert set(statuses(tmp_path).values()) == {"done"}, "it is the claim that fails"
     assert re.search(r"study\.must_equal: strategy\S* differs: ", done.stdout)
-    rounds = [f"{point}-buffer-n1{n}" for n in ("", "-r2", "-r3") for point in ("ddp", "zero3")]
+    rounds = [f"{point}-buffer-n1{n}" for n in ("", "-r2") for point in ("ddp", "zero3")]
     order = sorted(jobs(tmp_path).values(), key=lambda job: first_state(job)["running_at"])
     assert [job.name for job in order] == rounds
     last = max(first_state(job)["done_at"] for job in order)
@@ -241,12 +241,11 @@ def test_repeats_run_in_rounds_and_give_verdicts_and_a_broken_claim_fails_the_st
         assert [each.name for each in (job.folder / "earlier").iterdir()] == ["1"]
         assert job.state["running_at"] > last
         assert len(read_records(job.folder / "earlier/1")) == len(read_records(job.folder)) == 3
-    told = "in doubt, are runs of ddp-buffer-n1 (3), zero3-buffer-n1 (3)."
+    told = "in doubt, are runs of ddp-buffer-n1 (2), zero3-buffer-n1 (2)."
     assert told in " ".join(done.stdout.split())
     rows = re.findall(r"^(?:ddp|zero3) .*$", done.stdout, flags=re.MULTILINE)
     assert len(rows) == 2, "one row per point"
-    # On a busy machine a ratio of three rounds may be anything.
-    assert re.search(r"zero3-buffer-n1 +[\d.]+ \[[\d.]+, \S+\]: ", done.stdout), done.stdout
+    assert re.search(r"zero3-buffer-n1 +[\d.]+: can't tell from 2 runs each", done.stdout)
     loads = [json.loads((job.folder / "load.json").read_text()) for job in order]
     assert all(0 <= load["other_cores"] <= os.cpu_count() for load in loads)
 
@@ -257,10 +256,11 @@ def first_state(job: Job) -> dict[str, Any]:
 
 @pytest.fixture
 def busy_cores() -> Iterator[ExitStack]:
-    """Programs that use all cores until the block ends."""
+    """Programs that use what is left of half of the cores until the block ends."""
     with ExitStack() as running:
-        for _ in range(os.cpu_count() or 1):
-            process = subprocess.Popen([sys.executable, "-c", "while True: pass"])
+        for _ in range((os.cpu_count() or 2) // 2):
+            command = ["nice", "-n", "19", sys.executable, "-S", "-c", "while True: pass"]
+            process = subprocess.Popen(command)
             running.callback(process.wait)
             running.callback(process.kill)
         yield running

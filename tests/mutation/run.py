@@ -3,7 +3,7 @@
     python -m tests.mutation.run --number 250 --seed 0      as many of each file; the same seed takes the same
     python -m tests.mutation.run --files zeroexp/config/optimizer.py   all of some files
     python -m tests.mutation.run --by-hand                  the bugs of by_hand.toml (--files: in some files)
-    python -m tests.mutation.run --by-hand order            40 missing waits, swapped collectives and early reuses
+    python -m tests.mutation.run --by-hand order            43 missing waits, swapped collectives and early reuses
     python -m tests.mutation.run --list                     what there is, without running anything
 
 A mutant is written into a copy of the tree, and the tests of `targets.toml` run there until the first one fails, in a

@@ -170,3 +170,4 @@ def agree(found: RehearsedRank | Steps, expected: ShardedForm) -> None:
     sent, calls = dict(found.traffic.bytes_by_kind), dict(found.traffic.calls_by_kind)
     del sent["loss"], calls["loss"]
     assert (sent, calls) == (of_form.bytes_by_kind, of_form.calls_by_kind)
+    assert found.traffic.bus_bytes == of_form.bus_bytes

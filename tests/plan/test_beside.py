@@ -44,9 +44,7 @@ def measured(local, folder, *words: str):
     [
         ("strategy=ddp", "strategy.implementation=torch"),
         ("strategy=zero1", "strategy.implementation=parameter", "precision=bf16_master"),
-        ("strategy=zero2", "strategy.implementation=torch"),
         ("strategy=zero3", "strategy.implementation=tensor", "strategy.bucket_mb=0.01"),
-        ("strategy=zero3", "world_size=1", "optimizer=sgd", "strategy.reduce_each=step"),
     ],
     ids=lambda words: "-".join(word.partition("=")[2] for word in words),
 )

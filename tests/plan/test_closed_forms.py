@@ -106,7 +106,8 @@ def form_of(
     units = [tuple(tensors.chunk for tensors in unit.held) for unit in strategy.units]
     world_size = strategy.wire.world.size
     row, kind = stage_for_world(STAGES[stage], world_size), OPTIMIZERS[optimizer][1]
-    return ShardedForm(units, row, world_size, schedule, precision, kind, replicas=options.replicas)
+    more = {"replicas": options.replicas, "offload": options.offload}
+    return ShardedForm(units, row, world_size, schedule, precision, kind, **more)
 
 
 def run_step(
@@ -148,6 +149,7 @@ def situations(draw):
         replicas=draw(st.sampled_from(groups or [1])),
         gather_codec=draw(codecs) if stage == "zero3" else None,
         reduce_codec=draw(codecs) if stage in ("zero1", "zero2", "zero3") else None,
+        offload=draw(st.sampled_from([None, "optimizer"])),
     )
     schedule = ScheduleForm(
         accumulation=draw(st.integers(1, 3)),

@@ -30,6 +30,7 @@ from tests.plan.real_steps import (
     quick_or_slow,
     random_states_bytes,
 )
+from tests.strategies.pairwise import Row, pairwise
 from zeroexp.config.families import MODELS
 from zeroexp.config.keys import Config, ConfigError, ModelConfig
 from zeroexp.config.optimizer import OPTIMIZERS, OptimizerKind
@@ -64,6 +65,7 @@ RECOMPUTES = "train.activation_checkpointing=true"
 MIXTRAL = ("model=mixtral_tiny", *LLAMA[1:])
 CODECS = ("strategy.gather_codec=int8", "strategy.reduce_codec=int4")
 GROUPS = "strategy.replicas=2"
+OFFLOAD = "strategy.offload=optimizer"
 BELOW_ALL_GRADIENTS = "model.freeze=[*embed*,*layers.0.*]"
 CELLS = [*itertools.product(STAGES, LAYOUTS)]
 POINTS = [
@@ -85,6 +87,9 @@ POINTS = [
     (4, llama("ddp", "buffer")),
     (4, llama("zero3", "buffer", "block", *CODECS)),
     (FAKE, (*LLAMA, *point("zero3", "parameter", *CODECS))),
+    (4, llama("zero3", "buffer", "block", OFFLOAD)),
+    (FAKE, (*MLP, *point("zero1", "parameter", OFFLOAD, "precision=bf16_master"))),
+    (1, llama("zero2", "tensor", "block", OFFLOAD, "precision=paper16")),
     (4, llama("zero2", "tensor", "block", GROUPS)),
     (4, llama("zero1", "buffer", "block", GROUPS)),
     (1, by_module("tiny", "last", 1, 2)),
@@ -93,39 +98,63 @@ POINTS = [
     (2, by_module("mixtral_tiny", "last", 1, 2)),
     (2, (*by_module("tiny", "last", 1, 2), "strategy.unit=block", BELOW_ALL_GRADIENTS)),
 ]
+# The rest by pairs: of a world that moves nothing, of hosts with peers, and of units that are modules.
+FAKED = {
+    "words": [LLAMA, MLP],
+    "stage": STAGES,
+    "layout": [*LAYOUTS, "torch"],
+    "unit": ["block", "module", "model"],
+    "precision": ["fp32", "bf16_master"],
+    "recomputes": [(), (RECOMPUTES,)],
+}
+HOSTS = {
+    "stage": STAGES,
+    "layout": LAYOUTS,
+    "per_host": [4, 2, 1],
+    "more": [(), ("precision=bf16_master",), (GROUPS,), (RECOMPUTES,), (OFFLOAD,)],
+}
+MODULES = {
+    "model": ["tiny", "gpt2_tiny", "mixtral_tiny"],
+    "keep": ["none", "last", "all"],
+    "prefetch": [0, 1, 2, 6],
+    "accumulation": [1, 3],
+    "per_host": [1, 2],
+}
+
+
+def is_defined(row: Row) -> bool:
+    """FSDP2 is faked alone of torch's engines, in units of blocks; DDP has no groups."""
+    if (row.get("stage"), row.get("more")) == ("ddp", (GROUPS,)):
+        return False
+    of_torch = row.get("layout") == "torch"
+    of_fsdp2 = row.get("stage") in ("zero2", "zero3", None) and row.get("unit") in ("block", None)
+    has_units = row.get("words") != MLP or not row.get("recomputes")
+    return (not of_torch or (of_fsdp2 and row.get("words") != MLP)) and has_units
+
+
+def faked(row: Row) -> tuple[str, ...]:
+    unit, precision = f"strategy.unit={row['unit']}", f"precision={row['precision']}"
+    words = point(row["stage"], row["layout"], unit, precision)
+    return (*row["words"], *words, *row["recomputes"])
+
+
 MORE = [
-    *((4, llama(*each, "block", "precision=bf16_master")) for each in CELLS),
-    *((4, llama(*each, "block", GROUPS)) for each in CELLS if each[0] != "ddp"),
-    *((host, llama(*each)) for each in CELLS for host in (4, 2, 1)),
-    (4, llama("zero2", "parameter", "block", "precision=bf16_master", RECOMPUTES)),
+    *((FAKE, faked(row)) for row in pairwise(FAKED, every=("stage", "layout"), legal=is_defined)),
+    *(
+        (row["per_host"], llama(row["stage"], row["layout"], "block", *row["more"]))
+        for row in pairwise(HOSTS, every=("stage", "layout", "per_host"), legal=is_defined)
+    ),
+    *(
+        (row.pop("per_host"), by_module(**row))
+        for row in pairwise(MODULES, every=("model", "keep"), legal=is_defined)
+    ),
     *(
         (4, llama(stage, "buffer", unit, RECOMPUTES))
         for stage, unit in itertools.product(("zero2", "zero3"), ("model", "module"))
     ),
     *(
-        (host, by_module(*each))
-        for *each, host in itertools.product(
-            ("tiny", "gpt2_tiny", "mixtral_tiny"),
-            ("none", "last", "all"),
-            (0, 1, 2, 6),
-            (1, 3),
-            (1, 2),
-        )
-    ),
-    *(
         (1, (*by_module("tiny", keep, 1, 2), BELOW_ALL_GRADIENTS))
         for keep in ("none", "last", "all")
-    ),
-    *(
-        (FAKE, (*words, *point(*each, f"strategy.unit={unit}")))
-        for words, each, unit in itertools.product(
-            (MLP, LLAMA), CELLS, ("model", "block", "module")
-        )
-    ),
-    *(
-        (FAKE, (*LLAMA, *point(*each, f"precision={precision}", *recomputes)))
-        for each in (*CELLS, ("zero2", "torch"), ("zero3", "torch"))
-        for precision, recomputes in itertools.product(("fp32", "bf16_master"), ((), (RECOMPUTES,)))
     ),
     (FAKE, (*LLAMA, "strategy=zero3", RECOMPUTES, "train.recompute_every=3")),
     # They have no gradient, and keep no input for it.

@@ -37,6 +37,7 @@ def config_of(strategy: str, world_size: int, accumulation: int, *words: str):
 
 def check_on_ranks(world: World, accumulation: int) -> None:
     points = [(stage, ()) for stage in ("ddp", "zero1", "zero2", "zero3")]
+    points += [("ddp", ("strategy.gradient_as_bucket_view=false",))]
     if world.size == 4:
         points = [(stage, ("strategy.replicas=2",)) for stage in ("zero2", "zero3")]
     for stage, words in points:

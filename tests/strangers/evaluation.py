@@ -17,6 +17,7 @@ from tests.strangers.lab import (
     Batch,
     Lab,
     adamw,
+    next_word_loss,
     plain_loss,
     scenario,
     variants,
@@ -85,29 +86,23 @@ def evaluated_between_microbatches_in(lab: Lab, mode: str) -> None:
 def evaluated_inside_a_microbatch_in(lab: Lab, mode: str) -> None:
     """Before the forward, between forward and backward, after backward."""
     t = lab.wrap(Net())
-    for step in range(2):
-        for batch in lab.batches(step):
-            with t.microbatch(last=True):
-                for part in range(3):
-                    if part == 0:
-                        loss = torch.zeros(())
-                    elif part == 1:
-                        loss = plain_loss(t.model, batch)
-                    else:
-                        t.backward(loss)
-                    with MODES[mode]():
-                        batch.note(t.model(torch.ones(2, WIDTH)))
-        lab.note(t.step())
-        t.zero_grad()
+    for batch in lab.microbatches(t, steps=range(2)):
+        for part in range(3):
+            if part == 0:
+                loss = torch.zeros(())
+            elif part == 1:
+                loss = plain_loss(t.model, batch)
+            else:
+                t.backward(loss)
+            with MODES[mode]():
+                batch.note(t.model(torch.ones(2, WIDTH)))
 
 
 @scenario()
 def evaluated_between_backward_and_the_step(lab: Lab) -> None:
     t = lab.wrap(Net())
     for step in range(2):
-        for batch in lab.batches(step):
-            with t.microbatch(last=True):
-                t.backward(plain_loss(t.model, batch))
+        lab.one_backward(t, step)
         look(t, lab, "no_grad")
         t.step()
         look(t, lab, "no_grad")
@@ -131,9 +126,7 @@ def a_shorter_forward_between_backward_and_the_step_over(lab: Lab, transport: st
     """What was gathered ahead for it, and not used, is of weights that the step changes."""
     t = lab.wrap(Shortened(), transport=transport, prefetch=1)
     for step in range(3):
-        for batch in lab.batches(step):
-            with t.microbatch(last=True):
-                t.backward(plain_loss(t.model, batch))
+        lab.one_backward(t, step)
         for t.model.depth in (3, 1, 3, 2):
             look(t, lab, "no_grad")
         t.model.depth = 1
@@ -189,11 +182,6 @@ def next_words(model: nn.Module, words: int) -> Tensor:
     return ids
 
 
-def language_loss(model: nn.Module, batch: Batch) -> Tensor:
-    labels = batch.ids.roll(-1, 1).flatten()
-    return nn.functional.cross_entropy(model(batch.ids).flatten(0, 1), labels) / batch.num_ranks
-
-
 @variants(["gathered", "plain"], EVERY_WAY)
 def text_made(lab: Lab, how: str) -> None:
     """Greedy decoding before the first step and after each; inside the context and without it."""
@@ -204,18 +192,18 @@ def text_made(lab: Lab, how: str) -> None:
                 lab.note(next_words(t.model, 4))
         else:
             lab.note(next_words(t.model, 4))
-        lab.train(t, language_loss, steps=[step])
+        lab.train(t, next_word_loss, steps=[step])
 
 
 @scenario(may_refuse=r"rank|gathered")
 def text_made_of_other_lengths_on_each_rank(lab: Lab) -> None:
     """Inside the context no forward has to wait for another rank."""
     t = lab.wrap(Language())
-    lab.train(t, language_loss, steps=[0])
+    lab.train(t, next_word_loss, steps=[0])
     with t.gathered():
         for batch in lab.batches(5):
             batch.note(next_words(t.model, 2 + 3 * batch.rank))
-    lab.train(t, language_loss, steps=[1])
+    lab.train(t, next_word_loss, steps=[1])
 
 
 @scenario()
@@ -251,9 +239,7 @@ def a_context_around_whole_steps(lab: Lab) -> None:
     t = lab.wrap(Net())
     with t.gathered():
         for step in range(2):
-            for batch in lab.batches(step):
-                with t.microbatch(last=True):
-                    t.backward(plain_loss(t.model, batch))
+            lab.one_backward(t, step)
             t.step()
             t.zero_grad()
             lab.note(t.model.layers[1].up.weight)
@@ -306,15 +292,11 @@ def forward_in_another_thread(lab: Lab) -> None:
 @scenario(may_refuse=r"thread")
 def backward_in_another_thread(lab: Lab) -> None:
     t = lab.wrap(Net())
-    for step in range(2):
-        for batch in lab.batches(step):
-            with t.microbatch(last=True):
-                loss = plain_loss(t.model, batch)
-                worker = threading.Thread(target=loss.backward)
-                worker.start()
-                worker.join()
-        lab.note(t.step())
-        t.zero_grad()
+    for batch in lab.microbatches(t, steps=range(2)):
+        loss = plain_loss(t.model, batch)
+        worker = threading.Thread(target=loss.backward)
+        worker.start()
+        worker.join()
 
 
 @scenario()

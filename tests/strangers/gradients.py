@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from tests.strangers.lab import (
     Batch,
     Lab,
     adamw,
+    next_word_loss,
     plain_loss,
     scenario,
     variants,
@@ -76,9 +78,7 @@ TOUCHES = {
 def gradients_touched_by(lab: Lab, way: str) -> None:
     """Between backward and the step: the engine took the gradient, `p.grad` as None would be a lie."""
     t = lab.wrap(Net())
-    for batch in lab.batches(0):
-        with t.microbatch(last=True):
-            t.backward(plain_loss(t.model, batch))
+    lab.one_backward(t)
     TOUCHES[way](t.model)
     t.step()
 
@@ -97,9 +97,7 @@ def gradients_touched_inside_the_microbatch_by(lab: Lab, way: str) -> None:
 def gradients_touched_in_the_context_by(lab: Lab, way: str) -> None:
     """`gathered` gathers weights, not gradients."""
     t = lab.wrap(Net())
-    for batch in lab.batches(0):
-        with t.microbatch(last=True):
-            t.backward(plain_loss(t.model, batch))
+    lab.one_backward(t)
     with t.gathered():
         TOUCHES[way](t.model)
     t.step()
@@ -156,18 +154,14 @@ def zero_grad_forgotten(lab: Lab) -> None:
     """In PyTorch gradients of all steps pile up."""
     t = lab.wrap(Net())
     for step in range(3):
-        for batch in lab.batches(step):
-            with t.microbatch(last=True):
-                t.backward(plain_loss(t.model, batch))
+        lab.one_backward(t, step)
         lab.note(t.step())
 
 
 @scenario(EVERY_WAY, refused=r"strategy\.step")
 def optimizer_step_called_by_hand(lab: Lab) -> None:
     t = lab.wrap(Net())
-    for batch in lab.batches(0):
-        with t.microbatch(last=True):
-            t.backward(plain_loss(t.model, batch))
+    lab.one_backward(t)
     t.optimizer.step()
 
 
@@ -188,11 +182,21 @@ def a_gradient_scaler(lab: Lab) -> None:
 @scenario(may_refuse=r"step|gradient|backward")
 def a_second_step_with_the_same_gradients(lab: Lab) -> None:
     t = lab.wrap(Net())
-    for batch in lab.batches(0):
-        with t.microbatch(last=True):
-            t.backward(plain_loss(t.model, batch))
+    lab.one_backward(t)
     t.step()
     t.step()
+
+
+def wrapped(
+    lab: Lab, model: nn.Module, register: Callable[[], None], when: str, **words: Any
+) -> Any:
+    """The model wrapped, with hooks that are registered before or after."""
+    if when == "before":
+        register()
+    t = lab.wrap(model, **words)
+    if when == "after":
+        register()
+    return t
 
 
 # -- hooks ------------------------------------------------------------------------------------------
@@ -208,11 +212,7 @@ def a_hook_that_scales_a_gradient_registered(lab: Lab, when: str) -> None:
             p.register_hook(lambda grad: 0.5 * grad)
         model.head.weight.register_hook(lambda grad: grad.clamp(-0.01, 0.01))
 
-    if when == "before":
-        register()
-    t = lab.wrap(model)
-    if when == "after":
-        register()
+    t = wrapped(lab, model, register, when)
     lab.train(t, num_microbatches=2)
 
 
@@ -229,11 +229,7 @@ def a_hook_after_accumulation_that_scales_registered(lab: Lab, when: str) -> Non
         assert p.grad is not None
         p.grad.mul_(0.5)
 
-    if when == "before":
-        register()
-    t = lab.wrap(model, isolated=True)
-    if when == "after":
-        register()
+    t = wrapped(lab, model, register, when, isolated=True)
     lab.train(t)
 
 
@@ -249,11 +245,7 @@ def a_hook_after_accumulation_that_replaces_registered(lab: Lab, when: str) -> N
         assert p.grad is not None
         p.grad = p.grad.sign() * 0.01
 
-    if when == "before":
-        register()
-    t = lab.wrap(model, isolated=True)
-    if when == "after":
-        register()
+    t = wrapped(lab, model, register, when, isolated=True)
     lab.train(t)
 
 
@@ -271,11 +263,13 @@ def an_optimizer_inside_backward_registered(lab: Lab, when: str) -> None:
         p.data.sub_(0.01 * p.grad)
         p.grad = None
 
-    if when == "before":
-        register()
-    t = lab.wrap(model, groups=[{"params": [*model.head.parameters(), *model.layers.parameters()]}])
-    if when == "after":
-        register()
+    t = wrapped(
+        lab,
+        model,
+        register,
+        when,
+        groups=[{"params": [*model.head.parameters(), *model.layers.parameters()]}],
+    )
     lab.train(t)
 
 
@@ -289,11 +283,7 @@ def hooks_that_only_count_registered(lab: Lab, when: str) -> None:
             p.register_post_accumulate_grad_hook(lambda _p, name=name: seen.append(name))
             p.register_hook(lambda _grad, name=name: seen.append(f"{name} hook"))
 
-    if when == "before":
-        register()
-    t = lab.wrap(model)
-    if when == "after":
-        register()
+    t = wrapped(lab, model, register, when)
     lab.train(t, num_microbatches=2)
     counts = {name: seen.count(name) // len(lab.ranks) for name in sorted(set(seen))}
     lab.note(counts)
@@ -376,41 +366,27 @@ def hooks_on_activations(lab: Lab) -> None:
 def loss_backward(lab: Lab) -> None:
     """As in every tutorial."""
     t = lab.wrap(Net())
-    for step in range(3):
-        for batch in lab.batches(step, 2):
-            with t.microbatch(last=batch.last):
-                plain_loss(t.model, batch).backward()
-        lab.note(t.step())
-        t.zero_grad()
+    for batch in lab.microbatches(t, num_microbatches=2):
+        plain_loss(t.model, batch).backward()
 
 
 @scenario(EVERY_WAY)
 def backward_to_some_weights(lab: Lab) -> None:
     """`loss.backward(inputs=...)`: of the head, then of a block and the head, and the first microbatch has no more."""
     t = lab.wrap(Net())
-    for step in range(2):
-        for batch in lab.batches(step, 2):
-            with t.microbatch(last=batch.last):
-                some = [t.model.layers[1], t.model.head] if batch.last else [t.model.head]
-                loss = plain_loss(t.model, batch)
-                loss.backward(inputs=[p for module in some for p in module.parameters()])
-        lab.note(t.step())
-        t.zero_grad()
+    for batch in lab.microbatches(t, steps=range(2), num_microbatches=2):
+        some = [t.model.layers[1], t.model.head] if batch.last else [t.model.head]
+        loss = plain_loss(t.model, batch)
+        loss.backward(inputs=[p for module in some for p in module.parameters()])
 
 
 @scenario()
 def autograd_backward(lab: Lab) -> None:
     """`torch.autograd.backward` of two losses at once, and of a tensor with its gradient."""
     t = lab.wrap(Net())
-    for step in range(2):
-        for batch in lab.batches(step):
-            with t.microbatch(last=True):
-                output = t.model(batch.x)
-                torch.autograd.backward(
-                    [batch.loss(output), output], [None, torch.full_like(output, 0.1)]
-                )
-        lab.note(t.step())
-        t.zero_grad()
+    for batch in lab.microbatches(t, steps=range(2)):
+        output = t.model(batch.x)
+        torch.autograd.backward([batch.loss(output), output], [None, torch.full_like(output, 0.1)])
 
 
 # Parts of the model called by hand are freed under ZeRO-3, which its message says.
@@ -421,42 +397,30 @@ BACKWARDS = r"one backward|backward|microbatch|strategy\.gathered\("
 def two_backwards_of_one_graph(lab: Lab) -> None:
     """`retain_graph=True`, then once more: two losses over the same forward."""
     t = lab.wrap(Net())
-    for step in range(3):
-        for batch in lab.batches(step):
-            with t.microbatch(last=True):
-                output = t.model(batch.x)
-                batch.loss(output).backward(retain_graph=True)
-                output.abs().mean().backward()
-        lab.note(t.step())
-        t.zero_grad()
+    for batch in lab.microbatches(t):
+        output = t.model(batch.x)
+        batch.loss(output).backward(retain_graph=True)
+        output.abs().mean().backward()
 
 
 @scenario(EVERY_WAY, may_refuse=BACKWARDS)
 def two_forwards_and_two_backwards(lab: Lab) -> None:
     """Two losses in one microbatch, each with its own forward and backward."""
     t = lab.wrap(Net())
-    for step in range(3):
-        for batch in lab.batches(step):
-            with t.microbatch(last=True):
-                t.backward(plain_loss(t.model, batch))
-                t.backward(t.model(batch.x * 2).abs().mean())
-        lab.note(t.step())
-        t.zero_grad()
+    for batch in lab.microbatches(t):
+        t.backward(plain_loss(t.model, batch))
+        t.backward(t.model(batch.x * 2).abs().mean())
 
 
 @scenario(EVERY_WAY, may_refuse=BACKWARDS)
 def two_forwards_then_two_backwards(lab: Lab) -> None:
     """Both graphs are alive at once; FSDP: multi forward."""
     t = lab.wrap(Net())
-    for step in range(3):
-        for batch in lab.batches(step):
-            with t.microbatch(last=True):
-                first = plain_loss(t.model, batch)
-                second = t.model(batch.x * 2).abs().mean()
-                t.backward(first)
-                t.backward(second)
-        lab.note(t.step())
-        t.zero_grad()
+    for batch in lab.microbatches(t):
+        first = plain_loss(t.model, batch)
+        second = t.model(batch.x * 2).abs().mean()
+        t.backward(first)
+        t.backward(second)
 
 
 @scenario(EVERY_WAY)
@@ -486,16 +450,12 @@ def a_forward_without_gradient_inside(lab: Lab) -> None:
 def detached_and_attached_again(lab: Lab) -> None:
     """Backward in two halves by hand: the upper half's gradient is handed to the lower one."""
     t = lab.wrap(Net())
-    for step in range(3):
-        for batch in lab.batches(step):
-            with t.microbatch(last=True):
-                lower = t.model.layers[0](t.model.inp(batch.x))
-                cut = lower.detach().requires_grad_()
-                output = t.model.head(t.model.layers[2](t.model.layers[1](cut)))
-                batch.loss(output).backward()
-                lower.backward(cut.grad)
-        lab.note(t.step())
-        t.zero_grad()
+    for batch in lab.microbatches(t):
+        lower = t.model.layers[0](t.model.inp(batch.x))
+        cut = lower.detach().requires_grad_()
+        output = t.model.head(t.model.layers[2](t.model.layers[1](cut)))
+        batch.loss(output).backward()
+        lower.backward(cut.grad)
 
 
 @scenario()
@@ -529,14 +489,10 @@ def truncated_backward_through_time(lab: Lab) -> None:
     """The state goes from one microbatch to the next, detached."""
     t = lab.wrap(Net())
     state = {rank: torch.zeros(1, WIDTH) for rank in lab.ranks}
-    for step in range(3):
-        for batch in lab.batches(step, 2):
-            with t.microbatch(last=batch.last):
-                hidden = t.model.body(batch.x + state[batch.rank])
-                t.backward(batch.loss(t.model.head(hidden)))
-                state[batch.rank] = hidden.detach().mean(0, keepdim=True)
-        lab.note(t.step())
-        t.zero_grad()
+    for batch in lab.microbatches(t, num_microbatches=2):
+        hidden = t.model.body(batch.x + state[batch.rank])
+        t.backward(batch.loss(t.model.head(hidden)))
+        state[batch.rank] = hidden.detach().mean(0, keepdim=True)
 
 
 @scenario(may_refuse=BACKWARDS)
@@ -544,15 +500,11 @@ def a_loss_of_several_microbatches(lab: Lab) -> None:
     """Losses are kept over two microbatches and their sum goes backward in the last one."""
     t = lab.wrap(Net())
     losses = {rank: list[Tensor]() for rank in lab.ranks}
-    for step in range(2):
-        for batch in lab.batches(step, 2):
-            with t.microbatch(last=batch.last):
-                losses[batch.rank].append(plain_loss(t.model, batch))
-                if batch.last:
-                    t.backward(torch.stack(losses[batch.rank]).sum())
-                    losses[batch.rank].clear()
-        lab.note(t.step())
-        t.zero_grad()
+    for batch in lab.microbatches(t, steps=range(2), num_microbatches=2):
+        losses[batch.rank].append(plain_loss(t.model, batch))
+        if batch.last:
+            t.backward(torch.stack(losses[batch.rank]).sum())
+            losses[batch.rank].clear()
 
 
 @scenario(may_refuse=r"microbatch")
@@ -630,29 +582,21 @@ def every_microbatch_was_the_last(lab: Lab) -> None:
 def a_microbatch_without_backward(lab: Lab) -> None:
     """The last microbatch of a step only looks at its loss."""
     t = lab.wrap(Net())
-    for step in range(3):
-        for batch in lab.batches(step, 2):
-            with t.microbatch(last=batch.last):
-                loss = plain_loss(t.model, batch)
-                batch.note(loss)
-                if not batch.last:
-                    t.backward(loss)
-        lab.note(t.step())
-        t.zero_grad()
+    for batch in lab.microbatches(t, num_microbatches=2):
+        loss = plain_loss(t.model, batch)
+        batch.note(loss)
+        if not batch.last:
+            t.backward(loss)
 
 
 @scenario(EVERY_WAY)
 def a_step_whose_microbatch_has_no_backward(lab: Lab) -> None:
     """No rank has a gradient: nothing moves."""
     t = lab.wrap(Net(), optimizer=adamw)
-    for step in range(4):
-        for batch in lab.batches(step):
-            with t.microbatch(last=True):
-                loss = plain_loss(t.model, batch)
-                if step % 2 == 0:
-                    t.backward(loss)
-        lab.note(t.step())
-        t.zero_grad()
+    for batch in lab.microbatches(t, steps=range(4)):
+        loss = plain_loss(t.model, batch)
+        if batch.step % 2 == 0:
+            t.backward(loss)
 
 
 @scenario(EVERY_WAY, may_refuse=r"microbatch")
@@ -670,13 +614,9 @@ def a_step_without_a_microbatch(lab: Lab) -> None:
 def an_empty_microbatch(lab: Lab) -> None:
     """The loader had nothing: the context is entered and left."""
     t = lab.wrap(Net())
-    for step in range(3):
-        for batch in lab.batches(step, 2):
-            with t.microbatch(last=batch.last):
-                if batch.microbatch == 0:
-                    t.backward(plain_loss(t.model, batch))
-        lab.note(t.step())
-        t.zero_grad()
+    for batch in lab.microbatches(t, num_microbatches=2):
+        if batch.microbatch == 0:
+            t.backward(plain_loss(t.model, batch))
 
 
 @scenario()
@@ -700,27 +640,19 @@ DIFFERS = r"rank"
 def one_rank_has_no_backward(lab: Lab) -> None:
     """Its loss is a constant, and a careful script calls backward only where there is a graph."""
     t = lab.wrap(Net())
-    for step in range(3):
-        for batch in lab.batches(step):
-            with t.microbatch(last=True):
-                loss = plain_loss(t.model, batch)
-                if batch.rank != 1:
-                    t.backward(loss)
-        lab.note(t.step())
-        t.zero_grad()
+    for batch in lab.microbatches(t):
+        loss = plain_loss(t.model, batch)
+        if batch.rank != 1:
+            t.backward(loss)
 
 
 @scenario(EVERY_WAY, may_refuse=DIFFERS)
 def one_rank_has_no_forward(lab: Lab) -> None:
     """Its loader ran out one batch before the others'."""
     t = lab.wrap(Net())
-    for step in range(2):
-        for batch in lab.batches(step):
-            with t.microbatch(last=True):
-                if batch.rank != 1 or step == 0:
-                    t.backward(plain_loss(t.model, batch))
-        lab.note(t.step())
-        t.zero_grad()
+    for batch in lab.microbatches(t, steps=range(2)):
+        if batch.rank != 1 or batch.step == 0:
+            t.backward(plain_loss(t.model, batch))
 
 
 @scenario(EVERY_WAY, may_refuse=DIFFERS)
@@ -899,15 +831,8 @@ def a_norm_bound(lab: Lab) -> None:
 
 @scenario(EVERY_WAY)
 def a_tied_head(lab: Lab) -> None:
-    """Embedding and head are one weight, and somebody's hook on it scales its whole gradient."""
-    model = Language()
-
-    def loss(model: nn.Module, batch: Batch) -> Tensor:
-        labels = batch.ids.roll(-1, 1).flatten()
-        logits = model(batch.ids).flatten(0, 1)
-        return nn.functional.cross_entropy(logits, labels) / batch.num_ranks
-
-    lab.train(lab.wrap(model), loss, num_microbatches=2)
+    """Embedding and head are one weight."""
+    lab.train(lab.wrap(Language()), next_word_loss, num_microbatches=2)
 
 
 @variants(["before", "after"], may_refuse="hook")
@@ -918,17 +843,7 @@ def a_hook_on_a_tied_weight_registered(lab: Lab, when: str) -> None:
     def register() -> None:
         model.embed.weight.register_hook(lambda grad: grad.clamp(-0.01, 0.01))
 
-    def loss(model: nn.Module, batch: Batch) -> Tensor:
-        labels = batch.ids.roll(-1, 1).flatten()
-        logits = model(batch.ids).flatten(0, 1)
-        return nn.functional.cross_entropy(logits, labels) / batch.num_ranks
-
-    if when == "before":
-        register()
-    t = lab.wrap(model)
-    if when == "after":
-        register()
-    lab.train(t, loss)
+    lab.train(wrapped(lab, model, register, when), next_word_loss)
 
 
 @scenario(may_refuse=r"tied|embedding|gradient|backward")
@@ -938,11 +853,10 @@ def a_gradient_penalty_with_a_tied_weight(lab: Lab) -> None:
     def loss(model: nn.Module, batch: Batch) -> Tensor:
         kept: list[Tensor] = []
         handle = model.embed.register_forward_hook(lambda _m, _a, out: kept.append(out))
-        labels = batch.ids.roll(-1, 1).flatten()
-        value = nn.functional.cross_entropy(model(batch.ids).flatten(0, 1), labels)
+        value = next_word_loss(model, batch)
         handle.remove()
         (slope,) = torch.autograd.grad(value, kept[0], create_graph=True)
-        return (value + 10 * slope.square().sum()) / batch.num_ranks
+        return value + 10 * batch.num_ranks * slope.square().sum()
 
     lab.train(lab.wrap(Language()), loss)
 
@@ -1031,11 +945,6 @@ def sparse_gradients(lab: Lab) -> None:
                 self.embed.weight.detach(), freeze=False, sparse=True
             )
 
-    def loss(model: nn.Module, batch: Batch) -> Tensor:
-        labels = batch.ids.roll(-1, 1).flatten()
-        logits = model(batch.ids).flatten(0, 1)
-        return nn.functional.cross_entropy(logits, labels) / batch.num_ranks
-
     def optimizer(groups: Any) -> torch.optim.Optimizer:
         return torch.optim.SGD(groups, lr=0.1)
 
@@ -1043,7 +952,7 @@ def sparse_gradients(lab: Lab) -> None:
     for step in range(2):
         for batch in lab.batches(step, 2):
             with t.microbatch(last=batch.last):
-                t.backward(loss(t.model, batch))
+                t.backward(next_word_loss(t.model, batch))
         if lab.plain:
             t.optimizer.step()
         else:

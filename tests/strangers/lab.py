@@ -265,6 +265,23 @@ class Lab:
             self.note(t.step())
             t.zero_grad()
 
+    def microbatches(
+        self, t: Any, *, steps: Sequence[int] = (0, 1, 2), num_microbatches: int = 1
+    ) -> Iterator[Batch]:
+        """The usual loop around what a scenario does in each microbatch, which raises nothing; norms are noted."""
+        for step in steps:
+            for batch in self.batches(step, num_microbatches):
+                with t.microbatch(last=batch.last):
+                    yield batch
+            self.note(t.step())
+            t.zero_grad()
+
+    def one_backward(self, t: Any, step: int = 0) -> None:
+        """The last microbatch of a step, and no step yet."""
+        for batch in self.batches(step):
+            with t.microbatch(last=True):
+                t.backward(plain_loss(t.model, batch))
+
     def note(self, value: Any) -> None:
         """The same on every rank, and in one process."""
         self.notes.append((None, _kept(value)))
@@ -291,6 +308,12 @@ class Lab:
 
 def plain_loss(model: nn.Module, batch: Batch) -> Tensor:
     return batch.loss(model(batch.x))
+
+
+def next_word_loss(model: nn.Module, batch: Batch) -> Tensor:
+    labels = batch.ids.roll(-1, 1).flatten()
+    logits = model(batch.ids).flatten(0, 1)
+    return nn.functional.cross_entropy(logits, labels) / batch.num_ranks
 
 
 def _kept(value: Any) -> Any:

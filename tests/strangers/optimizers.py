@@ -10,6 +10,13 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from tests.optimizers_for_tests import (
+    CountingAverage,
+    OldFashioned,
+    OneDistance,
+    OneNorm,
+    TrustRatio,
+)
 from tests.strangers.lab import (
     BY_STAGE,
     EVERY_WAY,
@@ -87,22 +94,7 @@ class Lion(Optimizer):
                 m.lerp_(p.grad, 1 - second)
 
 
-class Counting(Optimizer):
-    """Counts its steps in the group, as ScheduleFree does, and warms up by them."""
-
-    def __init__(self, params: Any) -> None:
-        super().__init__(params, {"lr": 0.1, "k": 0})
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
-        for group in self.param_groups:
-            group["k"] += 1
-            for p in group["params"]:
-                if p.grad is not None:
-                    p.add_(p.grad, alpha=-group["lr"] * group["k"] / 4)
-
-
-class CountingInTraining(Counting):
+class CountingInTraining(CountingAverage):
     """Steps in one mode alone, as ScheduleFree does, which raises `Exception` itself."""
 
     training = False
@@ -132,54 +124,6 @@ class CountingInAttribute(Optimizer):
                     p.add_(p.grad, alpha=-group["lr"] / self.count)
 
 
-class Numbers(Optimizer):
-    """Keeps Python numbers in a parameter's state: its own count, and a rate that decays."""
-
-    def __init__(self, params: Any) -> None:
-        super().__init__(params, {"lr": 0.1})
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
-        for group in self.param_groups:
-            for p in group["params"]:
-                if p.grad is None:
-                    continue
-                state = self.state[p]
-                state["step"] = state.get("step", 0) + 1
-                p.add_(p.grad, alpha=-group["lr"] / state["step"])
-
-
-class GroupNorm(Optimizer):
-    """Normalises by the norm of all gradients of a group: no rank knows it from its pieces."""
-
-    def __init__(self, params: Any) -> None:
-        super().__init__(params, {"lr": 0.1})
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
-        for group in self.param_groups:
-            grads = [p.grad for p in group["params"] if p.grad is not None]
-            norm = torch.stack([g.square().sum() for g in grads]).sum().sqrt() if grads else 1.0
-            for p in group["params"]:
-                if p.grad is not None:
-                    p.sub_(group["lr"] * p.grad / norm)
-
-
-class LayerNorm(Optimizer):
-    """LARS: the rate of each parameter comes from its own norms."""
-
-    def __init__(self, params: Any) -> None:
-        super().__init__(params, {"lr": 0.1})
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
-        for group in self.param_groups:
-            for p in group["params"]:
-                if p.grad is not None:
-                    trust = (p.norm() + 1e-3) / (p.grad.norm() + 1e-3)
-                    p.sub_(0.01 * trust * p.grad)
-
-
 class Centred(Optimizer):
     """Gradient centralisation: the mean over a matrix' rows is taken off."""
 
@@ -198,28 +142,6 @@ class Centred(Optimizer):
                 p.sub_(group["lr"] * grad)
 
 
-class NormedByAll(Optimizer):
-    """Prodigy's shape: one estimate from all parameters of the group, kept in the group."""
-
-    def __init__(self, params: Any) -> None:
-        super().__init__(params, {"lr": 1.0, "d": 1e-2})
-        for group in self.param_groups:
-            for p in group["params"]:
-                self.state[p]["x0"] = p.detach().clone()
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
-        for group in self.param_groups:
-            along = 0.0
-            for p in group["params"]:
-                if p.grad is not None:
-                    along += float((p.grad * (self.state[p]["x0"] - p)).sum().abs())
-            group["d"] = max(group["d"], along)
-            for p in group["params"]:
-                if p.grad is not None:
-                    p.sub_(group["d"] * p.grad)
-
-
 @scenario(EVERY_WAY)
 def an_optimizer_of_ones_own(lab: Lab) -> None:
     lab.train(lab.wrap(Net(), optimizer=Lion), num_microbatches=2)
@@ -227,8 +149,8 @@ def an_optimizer_of_ones_own(lab: Lab) -> None:
 
 @variants(["in_the_group", "in_an_attribute", "in_the_state"], EVERY_WAY)
 def an_optimizer_that_counts(lab: Lab, where: str) -> None:
-    kinds = {"in_the_group": Counting, "in_an_attribute": CountingInAttribute}
-    t = lab.wrap(Net(), optimizer=kinds.get(where, Numbers))
+    kinds = {"in_the_group": CountingAverage, "in_an_attribute": CountingInAttribute}
+    t = lab.wrap(Net(), optimizer=kinds.get(where, OldFashioned))
     lab.train(t, steps=range(4))
     if where == "in_the_group":
         lab.note(t.optimizer.param_groups[0]["k"])
@@ -246,10 +168,10 @@ def an_optimizer_with_a_mode_for_training(lab: Lab) -> None:
 SPLIT = dict.fromkeys(("zero1", "zero1_allreduce", "zero2", "zero3"), r"optimizer|layout")
 
 
-@variants(["layer_norm", "centred"], refused=SPLIT)
+@variants(["trust_ratio", "centred"], refused=SPLIT)
 def an_optimizer_of_whole_parameters(lab: Lab, kind: str) -> None:
     """On cut pieces it is refused."""
-    lab.train(lab.wrap(Net(), optimizer={"layer_norm": LayerNorm, "centred": Centred}[kind]))
+    lab.train(lab.wrap(Net(), optimizer={"trust_ratio": TrustRatio, "centred": Centred}[kind]))
 
 
 WHOLE = (
@@ -259,11 +181,11 @@ WHOLE = (
 )
 
 
-@variants(["layer_norm", "centred", "adafactor", "muon"], WHOLE)
+@variants(["trust_ratio", "centred", "adafactor", "muon"], WHOLE)
 def an_optimizer_on_whole_parameters(lab: Lab, kind: str) -> None:
     """With layout="parameter" each parameter is whole on one rank."""
     kinds: dict[str, Callable[[Any], Optimizer]] = {
-        "layer_norm": LayerNorm,
+        "trust_ratio": TrustRatio,
         "centred": Centred,
         "adafactor": torch.optim.Adafactor,
         "muon": lambda g: torch.optim.Muon(g, lr=0.02),
@@ -278,22 +200,8 @@ def an_optimizer_on_whole_parameters(lab: Lab, kind: str) -> None:
 
 @variants(["group_norm", "global_estimate"], [*BY_STAGE, *WHOLE], may_refuse=r"optimizer")
 def an_optimizer_of_all_parameters_at_once(lab: Lab, kind: str) -> None:
-    kinds = {"group_norm": GroupNorm, "global_estimate": NormedByAll}
+    kinds = {"group_norm": OneNorm, "global_estimate": OneDistance}
     lab.train(lab.wrap(Net(), optimizer=kinds[kind]))
-
-
-@variants(["adafactor", "muon"], refused=SPLIT)
-def on_pieces(lab: Lab, kind: str) -> None:
-    model = Net()
-    if kind == "muon":
-        for p in model.parameters():
-            p.requires_grad_(p.ndim == 2)
-    trainable = [p for p in model.parameters() if p.requires_grad]
-    kinds: dict[str, Callable[[Any], Optimizer]] = {
-        "adafactor": torch.optim.Adafactor,
-        "muon": torch.optim.Muon,
-    }
-    lab.train(lab.wrap(model, optimizer=kinds[kind], groups=[{"params": trainable}]))
 
 
 @scenario([*BY_STAGE, *WHOLE], refused=r"LBFGS|closure|optimizer", oracle=False)
@@ -517,9 +425,7 @@ def _own(t: Any) -> list[nn.Parameter]:
 def gradients_of_its_own_tensors(lab: Lab, way: str) -> None:
     """Between backward and step, over the optimizer's groups in place of the model's parameters."""
     t = lab.wrap(Net())
-    for batch in lab.batches(0):
-        with t.microbatch(last=True):
-            t.backward(plain_loss(t.model, batch))
+    lab.one_backward(t)
     GRADIENTS[way](_own(t))
     t.step()
 
@@ -553,9 +459,7 @@ def its_own_tensors_written_between_steps(lab: Lab, way: str) -> None:
 @variants([*WRITES], EVERY_WAY, quick=["alias"], refused=r"gathered\(write=True\)")
 def its_own_tensors_written_before_the_step(lab: Lab, way: str) -> None:
     t = lab.wrap(Net())
-    for batch in lab.batches(0):
-        with t.microbatch(last=True):
-            t.backward(plain_loss(t.model, batch))
+    lab.one_backward(t)
     with torch.no_grad():
         WRITES[way](_own(t))
     t.step()

@@ -14,6 +14,7 @@ from tests.strangers.lab import (
     Batch,
     Lab,
     adamw,
+    next_word_loss,
     plain_loss,
     scenario,
     variants,
@@ -453,9 +454,4 @@ def a_tied_model_with_a_padding_word(lab: Lab) -> None:
     """The head's gradient reaches the padding row, the embedding's does not."""
     model = Language()
     model.embed.padding_idx = 0
-
-    def loss(model: nn.Module, batch: Batch) -> Tensor:
-        labels = batch.ids.roll(-1, 1).flatten()
-        return nn.functional.cross_entropy(model(batch.ids).flatten(0, 1), labels) / batch.num_ranks
-
-    lab.train(lab.wrap(model), loss, num_microbatches=2)
+    lab.train(lab.wrap(model), next_word_loss, num_microbatches=2)

@@ -31,16 +31,12 @@ def penalty_around_everything(lab: Lab) -> None:
 def penalty_between_forward_and_backward(lab: Lab) -> None:
     """Only the penalty and backward stand inside `gathered`."""
     t = lab.wrap(Net())
-    for step in range(3):
-        for batch in lab.batches(step, 2):
-            with t.microbatch(last=batch.last):
-                loss = plain_loss(t.model, batch)
-                with t.gathered():
-                    loss = loss + 0.01 * squares(t.model)
-                    batch.note(loss)
-                    t.backward(loss)
-        lab.note(t.step())
-        t.zero_grad()
+    for batch in lab.microbatches(t, num_microbatches=2):
+        loss = plain_loss(t.model, batch)
+        with t.gathered():
+            loss = loss + 0.01 * squares(t.model)
+            batch.note(loss)
+            t.backward(loss)
 
 
 @scenario(EVERY_WAY, may_refuse=GATHERED)

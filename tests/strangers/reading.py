@@ -19,6 +19,7 @@ from tests.strangers.lab import (
     Lab,
     Setting,
     adamw,
+    next_word_loss,
     plain_loss,
     scenario,
     variants,
@@ -179,9 +180,7 @@ def weights_read_right_after_the_step(lab: Lab) -> None:
     """Nothing waits between the step and the look."""
     t = lab.wrap(Net())
     for step in range(3):
-        for batch in lab.batches(step):
-            with t.microbatch(last=True):
-                t.backward(plain_loss(t.model, batch))
+        lab.one_backward(t, step)
         t.step()
         for p in t.model.parameters():
             lab.note(p.data.sum())
@@ -395,17 +394,11 @@ def averages_by_hand(lab: Lab) -> None:
 @scenario()
 def tied_weights_read_in_the_context(lab: Lab) -> None:
     t = lab.wrap(Language())
-    lab.train(t, language_loss)
+    lab.train(t, next_word_loss)
     with t.gathered():
         assert t.model.head.weight is t.model.embed.weight
         lab.note(t.model.head.weight)
         lab.note(sorted(t.model.state_dict()))
-
-
-def language_loss(model: nn.Module, batch: Any) -> Tensor:
-    logits = model(batch.ids)
-    labels = batch.ids.roll(-1, 1).flatten()
-    return nn.functional.cross_entropy(logits.flatten(0, 1), labels) / batch.num_ranks
 
 
 # -- views that outlive the moment ---------------------------------------------------------------------

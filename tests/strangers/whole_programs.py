@@ -18,6 +18,7 @@ from tests.strangers.lab import (
     Lab,
     Setting,
     adamw,
+    next_word_loss,
     plain_loss,
     scenario,
     sgd,
@@ -42,12 +43,6 @@ IN_GROUPS = tuple(
     Setting(stage, layout=layout, world_size=4)
     for stage, layout in (("zero3", "buffer"), ("zero1", "tensor"), ("zero2", "parameter"))
 )
-
-
-def next_word_loss(model: nn.Module, batch: Batch) -> Tensor:
-    labels = batch.ids.roll(-1, 1).flatten()
-    logits = model(batch.ids).flatten(0, 1)
-    return nn.functional.cross_entropy(logits, labels) / batch.num_ranks
 
 
 def instead(lab: Lab, engine: Sharded) -> Sharded:

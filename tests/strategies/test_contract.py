@@ -30,7 +30,6 @@ from tests.oracle import (
 )
 from zeroexp.interface.canonical import merge
 from zeroexp.interface.strategy import CanonicalState
-from zeroexp.measure.memory import bytes_by_kind
 from zeroexp.process.world import World
 
 NATIVE_AND_ONE_OF_OURS = {**NATIVE, **DEEPSPEED, "zero3_buffer": OURS["zero3_buffer"]}
@@ -71,15 +70,6 @@ def test_clipping(ranks, engine):
 
 
 @native_and_one
-def test_a_threshold_that_is_not_reached_changes_nothing(ranks, engine):
-    answers = [
-        outcome_of(ranks(train_on_ranks, Recipe(max_grad_norm=bound), engine.make))
-        for bound in (None, 1e6)
-    ]
-    assert_same(*answers)
-
-
-@native_and_one
 def test_checkpointing(ranks, engine):
     check(ranks, engine, Recipe(checkpointing=True))
 
@@ -97,16 +87,6 @@ def test_rows_kept_apart_change_no_bit(ranks, engine):
     """`model.tied_rows` is a setting of the model, which every engine trains to the same bits."""
     recipes = (Recipe(model=each, accumulation=2) for each in ("words", "rows_apart"))
     assert_same(*[outcome_of(ranks(train_on_ranks, each, engine.make)) for each in recipes])
-
-
-@native_and_one
-def test_fused_adamw(ranks, engine):
-    check(ranks, engine, Recipe(fused=True))
-
-
-@native_and_one
-def test_sgd(ranks, engine):
-    check(ranks, engine, Recipe(optimizer="sgd"))
 
 
 @pytest.mark.parametrize(
@@ -183,34 +163,6 @@ def test_what_one_rank_can_not_load_all_refuse_and_nothing_changes(ranks, engine
 
 
 # -- what it holds ----------------------------------------------------------------------------------
-
-
-def gradients_of_a_step(world: World, recipe: Recipe, make: Make) -> dict[str, int]:
-    strategy = build_on_rank(world, recipe, make)
-    run_steps(strategy, world, recipe, range(1))
-    return bytes_by_kind(strategy.model_states())
-
-
-@every_engine
-def test_no_gradient_rests_after_zero_grad(ranks, engine):
-    for held in ranks(gradients_of_a_step, Recipe(), engine.make):
-        assert held["gradients"] == 0
-        assert held["parameters"] > 0 and held["optimizer"] > 0
-
-
-def what_one_rank_holds(world: World, recipe: Recipe, make: Make):
-    strategy = build_on_rank(world, recipe, make)
-    run_steps(strategy, world, recipe, range(1))
-    total = sum(float(p.detach().sum()) for p in strategy.model.parameters())  # readable at rest
-    calls = strategy.wire.take_traffic().calls_by_kind
-    return bytes_by_kind(strategy.model_states())["buffers"], calls.get("gather", 0), total
-
-
-@pytest.mark.parametrize("engine", OURS.values(), ids=OURS)
-def test_alone_nothing_is_gathered_or_held_twice(ranks, engine):
-    recipe = Recipe(world_size=1)
-    ((held, num_gathers, total),) = ranks(what_one_rank_holds, recipe, engine.make, world_size=1)
-    assert (held, num_gathers) == (0, 0) and total == total
 
 
 def learning_rate_zero(world: World, recipe: Recipe, make: Make):

@@ -48,10 +48,8 @@ def lines(text: str) -> list[str]:
     ]
 
 
-@pytest.mark.parametrize(
-    "name",
-    [name if name == "right" else pytest.param(name, marks=pytest.mark.slow) for name in MISTAKES],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", MISTAKES)
 def test_the_page_shows_what_it_says(tmp_path: Path, name: str) -> None:
     text, code = MISTAKES[name]
     assert (text != CODE) == (code == 1)

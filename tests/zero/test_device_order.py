@@ -1,7 +1,7 @@
 """On a device with streams every use of memory waits for what it depends on, and ranks launch the same.
 
 tests/device_order.py plays the device. Two worlds: one of real ranks, whose training is compared with one process, and
-others whose peers do not exist, where each rank is played in turn and a bug can make no rank wait forever. The 40 bugs
+others whose peers do not exist, where each rank is played in turn and a bug can make no rank wait forever. The 43 bugs
 of tests/mutation/order.toml are found by this file alone.
 """
 
@@ -49,9 +49,7 @@ class Case:
     layout: str
     options: dict[str, Any] = field(default_factory=dict[str, Any])
     recipe: Recipe = PLAIN
-    apart: bool = (
-        False  # each rank's parameters travel by a call of their own, whatever padding would cost
-    )
+    apart: bool = False  # each rank's parameters by a call of their own, whatever padding costs
 
     def __str__(self) -> str:
         words = [self.stage, self.layout, *(f"{k}={v}" for k, v in self.options.items())]
@@ -95,6 +93,8 @@ CASES = [
     more("zero3", overlap=False),
     more("zero3", reduce_each="microbatch", prefetch=2),
     more("zero2", recipe=Recipe(max_grad_norm=0.1)),
+    more("zero2", offload="optimizer", recipe=Recipe(max_grad_norm=0.1)),
+    more("zero3", "buffer", offload="optimizer", recipe=Recipe(precision="bf16_master")),
     *(more(stage, recipe=Recipe(model="moe_one_rank")) for stage in ("zero2", "zero3")),
     more("zero3", prefetch=2, recipe=Recipe(model="reused", checkpointing=True)),
 ]
@@ -203,8 +203,7 @@ def trained(world: World, case: Case) -> tuple[Any, list[str], list[Any]]:
     return (outcome, pieces_of(engine)), device.problems, device.launches
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize(("stage", "layout"), [*zip(STAGES, LAYOUTS * 2, strict=False)])
 def test_what_equals_one_process_is_in_order(ranks, stage, layout):
     case = Case(stage, layout, {"prefetch": 2})
     answers = ranks(trained, case)

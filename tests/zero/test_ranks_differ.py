@@ -127,14 +127,15 @@ def is_right(pieces: list[tuple[str, int, Tensor]], way: str, num_ranks: int) ->
         torch.testing.assert_close(values.reshape(-1), part, rtol=1e-6, atol=1e-7)
 
 
-@pytest.mark.parametrize("overlap", [True, False])
-@pytest.mark.parametrize("stage", ["zero2", "zero3"])
+@pytest.mark.parametrize(
+    ("stage", "world_size", "overlap"),
+    [("zero2", 2, False), ("zero2", 3, True), ("zero3", 2, True), ("zero3", 3, False)],
+)
 @pytest.mark.parametrize("way", WAYS)
-def test_on_one_host_ranks_may_differ(ranks, way, stage, overlap):
-    for world_size in (2, 3):
-        options = Options(overlap=overlap, prefetch=1 if overlap else None)
-        for pieces in ranks(train, way, stage, options, world_size=world_size):
-            is_right(pieces, way, world_size)
+def test_on_one_host_ranks_may_differ(ranks, way, stage, world_size, overlap):
+    options = Options(overlap=overlap, prefetch=1 if overlap else None)
+    for pieces in ranks(train, way, stage, options, world_size=world_size):
+        is_right(pieces, way, world_size)
 
 
 @pytest.mark.parametrize("when", ["in a microbatch", "before a step"])
@@ -215,8 +216,7 @@ def test_in_the_backend_ranks_that_differ_end_with_an_error(ranks, way):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("world_size", [2, 3])
-@pytest.mark.parametrize("stage", ["zero2", "zero3"])
+@pytest.mark.parametrize(("stage", "world_size"), [("zero2", 3), ("zero3", 2)])
 @pytest.mark.parametrize("way", WAYS)
 def test_in_the_backend_every_difference_is_right_or_an_error(ranks, way, stage, world_size):
     try:

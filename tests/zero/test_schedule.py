@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from tests.crossed import crossed
 from tests.models_for_tests import (
@@ -24,10 +23,8 @@ from tests.models_for_tests import (
     microbatch_of,
 )
 from tests.oracle import (
-    Outcome,
     Recipe,
     Rules,
-    assembled,
     assert_same,
     build_on_rank,
     outcome_of,
@@ -70,31 +67,6 @@ class LateRoot(nn.Module):
         return logits * self.sometimes if self.uses_it else logits
 
 
-class Checkpointed(Toy):
-    """Blocks are recomputed with their hooks, as where a user wraps the call and not the block's forward."""
-
-    def __init__(self, *, use_reentrant: bool) -> None:
-        super().__init__()
-        self.use_reentrant = use_reentrant
-
-    def forward(self, input_ids: Tensor) -> Tensor:
-        x = self.embedding(input_ids)
-        for block in self.blocks:
-            x = checkpoint(block, x, use_reentrant=self.use_reentrant)
-        return self.head(self.norm(x))
-
-
-class Calling(Toy):
-    """Its first block calls the second, which is no module of it: no name tells that one runs inside the other."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        caller, called = self.blocks[0], self.blocks[1]
-        compute = caller.forward
-        caller.forward = lambda x: compute(called(x))
-        self.order = (0, 2)
-
-
 def build(make: Callable[[], nn.Module]) -> BuiltModel:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(1)
@@ -120,11 +92,6 @@ MODELS |= {
         partial(build, Toy), another_order_on_one_rank, skips=True
     ),
     "late_root": TestModel(partial(build, LateRoot), unused_on_one_rank_later, skips=True),
-    "reentrant": TestModel(partial(build, partial(Checkpointed, use_reentrant=True)), skips=True),
-    "calling": TestModel(partial(build, Calling), skips=True),
-    "not_reentrant": TestModel(
-        partial(build, partial(Checkpointed, use_reentrant=False)), skips=True
-    ),
 }
 
 
@@ -175,28 +142,6 @@ def test_gradients_that_come_in_another_order_on_one_rank(ranks, stage, world_si
 )
 def test_an_order_that_changes_from_step_to_step(ranks, stage, prefetch):
     train(ranks, "another_order_later", stage, prefetch=prefetch, transport="gloo")
-
-
-@crossed(
-    "unit, model, stage",
-    ["block", "module"],
-    ["reentrant", "not_reentrant"],
-    STAGES,
-    quick=lambda unit, model, stage: stage == "zero3" or (unit, model) == ("block", "reentrant"),
-)
-def test_recomputation_that_runs_the_hooks_again(ranks, stage, model, unit):
-    train(ranks, model, stage, unit=unit, prefetch=1)
-
-
-@crossed(
-    "prefetch, unit, keep",
-    [0, 1, 2],
-    ["block", "module"],
-    ["none", "last", "all"],
-    quick=lambda prefetch, unit, keep: prefetch == 1 or keep == "last",
-)
-def test_a_module_that_runs_twice(ranks, keep, unit, prefetch):
-    train(ranks, "reused", "zero3", keep=keep, unit=unit, prefetch=prefetch)
 
 
 # -- overlap and its twin --------------------------------------------------------------------------
@@ -348,14 +293,6 @@ def test_accumulated_gradients_are_reduced_as_often_as_asked(stage, reduce_each,
         assert events.count(f"reduce {name}") == times
 
 
-def test_partial_gradients_are_not_reduced_each_microbatch():
-    with (
-        fake_world(0, 2) as world,
-        pytest.raises(ValueError, match=r"reduce_each=microbatch.*zero2"),
-    ):
-        toy_engine(world, "zero1", reduce_each="microbatch")
-
-
 # -- what is gathered, and for how long ------------------------------------------------------------
 
 
@@ -403,39 +340,6 @@ def test_parameters_are_freed_after_an_evaluation_without_gradients(keep):
         assert gathered(strategy) == set()
 
 
-def evaluate_between_steps(world: World, recipe: Recipe, make: Ours):
-    strategy = build_on_rank(world, recipe, make)
-    outcome = run_steps(strategy, world, recipe, range(1))
-    weights = pieces_of(strategy)
-    tokens, _ = microbatch_of(9, 0, 0)
-    with torch.no_grad():
-        logits = strategy.model(tokens)
-    more = run_steps(strategy, world, recipe, range(1, recipe.steps))
-    outcome = Outcome(outcome.losses + more.losses, outcome.norms + more.norms)
-    return outcome, pieces_of(strategy), weights, logits
-
-
-@crossed(
-    "keep, stage",
-    ["none", "last", "all"],
-    STAGES,
-    # Only where parameters rest sharded is there something to keep.
-    quick=lambda keep, stage: stage == "zero3" or keep == "last",
-)
-def test_evaluation_between_steps_sees_the_weights_and_changes_nothing(ranks, stage, keep):
-    recipe = Recipe(fused=False)
-    answers = ranks(evaluate_between_steps, recipe, Ours(stage, Options(keep=keep, prefetch=1)))
-    weights = assembled([answer[2] for answer in answers])
-    plain = MODELS["toy"].build().module
-    plain.load_state_dict(
-        {name: tensors["weight"] for name, tensors in weights.items()}
-        | {"head.weight": weights["embedding.weight"]["weight"]}
-    )
-    for *_, logits in answers:
-        torch.testing.assert_close(logits, plain(microbatch_of(9, 0, 0)[0]).detach())
-    assert_same(outcome_of([answer[:2] for answer in answers]), train_oracle(recipe))
-
-
 # -- units inside units ------------------------------------------------------------------------------
 
 
@@ -448,11 +352,3 @@ def test_experts_move_with_the_module_that_chooses_among_them():
     assert "blocks.0.experts" in names
     assert not [name for name in names if name.startswith("blocks.0.experts.")]
     assert "blocks.0.attention.qkv" in names
-
-
-def test_what_blocks_share_belongs_to_the_root():
-    with fake_world(0, 2) as world:
-        strategy = toy_engine(world, "zero3", unit="module")
-        root: Unit = strategy.units[0]
-    names = {member.name for tensors in root.held for member in tensors.chunk.members}
-    assert names == {"embedding.weight", "unused"}

@@ -96,13 +96,16 @@ def check_fsdp2(config: Config) -> Iterator[Refusal]:
 
 
 def check_whole_matrices(config: Config) -> Iterator[Refusal]:
-    """Refuse FSDP2, which cuts matrices, for an optimizer that steps them whole; ours bring them together."""
+    """Refuse FSDP2, which cuts matrices, and hosts for an optimizer that steps them whole; ours bring them together."""
     strategy, name = config.strategy, config.optimizer.name
     if OPTIMIZERS[name].matrix_moments is not None and _is_fsdp2(strategy):
         problem = (
             f"{strategy.implementation} cuts the matrices that optimizer.name={name} steps whole"
         )
         yield "strategy.implementation", problem, "use buffer, which brings them together"
+    if OPTIMIZERS[name].matrix_moments is not None and strategy.offload:
+        problem = f"optimizer.name={name} multiplies matrices, for which a host takes too long"
+        yield "strategy.offload", problem, "leave it null"
 
 
 def check_moments(config: Config) -> Iterator[Refusal]:

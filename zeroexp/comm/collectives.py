@@ -22,6 +22,7 @@ from zeroexp.comm.base import (
     Sent,
     Transport,
 )
+from zeroexp.comm.bus import Bus
 from zeroexp.comm.codec import all_gather_encoded, reduce_scatter_encoded
 from zeroexp.comm.direct import Direct
 from zeroexp.comm.facts import Facts
@@ -91,7 +92,8 @@ class Collectives:
     world: all ranks. group: those that shard among themselves. holders: those that hold the same pieces, one of each
     of the `replicas` groups. With one replica the group is the world, and this rank the only holder.
     reductions_apart: see `Transport.reduce_apart`. gather_codec, reduce_codec: of gathers and of reduce-scatters in the
-    group; None: they are exact. Codecs travel by messages, since memory that is shared is not sent.
+    group; None: they are exact. Codecs travel by messages, since memory that is shared is not sent. offload: what rests
+    on the host, to which `bus` leads.
     """
 
     def __init__(
@@ -103,8 +105,10 @@ class Collectives:
         reductions_apart: bool = False,
         gather_codec: str | None = None,
         reduce_codec: str | None = None,
+        offload: str | None = None,
     ):
         self.world = world
+        self.bus = Bus(world, offload, self._count_over_bus)
         self.group, self.holders = world.split(replicas)
         sends = self.group.size > 1  # else nothing travels, and nothing is rounded
         self._gather_codec = gather_codec if sends else None
@@ -175,6 +179,7 @@ class Collectives:
 
     def quiesce(self) -> None:
         with meter.issuing("quiesce", "parameters"):
+            self.bus.settle()
             self._transport.quiesce()
 
     def offer(self, parts: Sequence[GatherPart], renewed: int | None = None) -> int:
@@ -296,6 +301,9 @@ class Collectives:
         """Return what this rank sent since the last call."""
         traffic, self.traffic = self.traffic, Traffic()
         return traffic
+
+    def _count_over_bus(self, way: str, num_bytes: int) -> None:
+        self.traffic.bus_bytes[way] = self.traffic.bus_bytes.get(way, 0) + num_bytes
 
     def _count(self, kind: str, sent: Sent, move: TimedMove) -> Pending:
         pending, num_bytes = sent

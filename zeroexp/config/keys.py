@@ -157,6 +157,8 @@ class StrategyConfig:
     reduce_codec: str | None = of_engine(None, *CODE_BITS)
     # How an optimizer of whole matrices steps those that are cut: each rank that has a piece gets the whole, or one.
     matrix_step: str | None = of_engine("alltoall", *MATRIX_STEPS)
+    # What rests on the host, and is updated there; None: nothing. See docs/offload.md.
+    offload: str | None = of_engine(None, "optimizer")
     # These are settings of torch's engines.
     gradient_as_bucket_view: bool | None = None  # DistributedDataParallel
     settings: dict[str, Any] = field(default_factory=dict[str, Any])  # keys of a plugin's engine

@@ -29,6 +29,8 @@ class ModelStates:
     master: list[Tensor] = field(default_factory=list)
     buffers: list[Tensor] = field(default_factory=list)  # memory units are gathered into, buckets
     hidden_bytes: int = 0  # in buffers that no tensor shows (DistributedDataParallel's buckets)
+    # What rests on the host beside the device, of any kind; None where nothing is kept there.
+    host: list[Tensor] | None = None
 
 
 @dataclass(frozen=True)

@@ -45,11 +45,32 @@ struct Span {
   int32_t asynchronous;  // another thread ended it
 };
 
+struct Memory {
+  std::atomic<int64_t> current{0};
+  std::atomic<int64_t> peak{0};
+  std::atomic<int64_t> total{0};
+
+  void add(int64_t size) {
+    total.fetch_add(size, std::memory_order_relaxed);
+    const int64_t now = current.fetch_add(size, std::memory_order_relaxed) + size;
+    int64_t highest = peak.load(std::memory_order_relaxed);
+    while (now > highest && !peak.compare_exchange_weak(highest, now, std::memory_order_relaxed)) {
+    }
+  }
+};
+
+// What stands before a block.
+struct Header {
+  int64_t size;
+  bool of_host;
+};
+static_assert(sizeof(Header) <= header);
+
 c10::Allocator* inner = nullptr;
-std::atomic<int64_t> current{0};
-std::atomic<int64_t> peak{0};
-std::atomic<int64_t> total{0};
+Memory device;
+Memory host;
 std::atomic<int64_t> limit{INT64_MAX};
+thread_local bool on_host = false;
 
 std::atomic<bool> logging{false};
 std::mutex log_lock;  // of all that follows
@@ -93,9 +114,9 @@ void give_back(void* data) {
     return;
   }
   char* block = static_cast<char*>(data) - header;
-  const int64_t size = *reinterpret_cast<int64_t*>(block);
-  current.fetch_sub(size, std::memory_order_relaxed);
-  if (logging.load(std::memory_order_relaxed)) {
+  const auto [size, of_host] = *reinterpret_cast<Header*>(block);
+  (of_host ? host : device).current.fetch_sub(size, std::memory_order_relaxed);
+  if (!of_host && logging.load(std::memory_order_relaxed)) {
     log_change(data, -size);
   }
   inner->raw_deallocate(block);
@@ -109,17 +130,13 @@ struct CountingAllocator final : c10::Allocator {
     const int64_t size = static_cast<int64_t>(num_bytes);
     TORCH_CHECK_WITH(
         OutOfMemoryError,
-        current.load(std::memory_order_relaxed) + size <= limit.load(std::memory_order_relaxed),
-        "an allocation of ", size, " bytes beside ", current.load(), " exceeds the limit of ", limit.load());
+        on_host || device.current.load(std::memory_order_relaxed) + size <= limit.load(std::memory_order_relaxed),
+        "an allocation of ", size, " bytes beside ", device.current.load(), " exceeds the limit of ", limit.load());
     char* block = static_cast<char*>(inner->raw_allocate(num_bytes + header));
-    *reinterpret_cast<int64_t*>(block) = size;
-    total.fetch_add(size, std::memory_order_relaxed);
-    const int64_t now = current.fetch_add(size, std::memory_order_relaxed) + size;
-    int64_t highest = peak.load(std::memory_order_relaxed);
-    while (now > highest && !peak.compare_exchange_weak(highest, now, std::memory_order_relaxed)) {
-    }
+    *reinterpret_cast<Header*>(block) = {size, on_host};
+    (on_host ? host : device).add(size);
     void* data = block + header;
-    if (logging.load(std::memory_order_relaxed)) {
+    if (!on_host && logging.load(std::memory_order_relaxed)) {
       log_change(data, size);
     }
     return {data, data, &give_back, c10::Device(c10::DeviceType::CPU)};
@@ -202,11 +219,18 @@ void zeroexp_install() {
   }
 }
 
-int64_t zeroexp_current() { return current.load(); }
-int64_t zeroexp_peak() { return peak.load(); }
-int64_t zeroexp_total() { return total.load(); }
+int64_t zeroexp_current() { return device.current.load(); }
+int64_t zeroexp_peak() { return device.peak.load(); }
+int64_t zeroexp_total() { return device.total.load(); }
+int64_t zeroexp_host_peak() { return host.peak.load(); }
 void zeroexp_limit(int64_t num_bytes) { limit.store(num_bytes); }
-void zeroexp_reset_peak() { peak.store(current.load()); }
+void zeroexp_reset_peak() {
+  device.peak.store(device.current.load());
+  host.peak.store(host.current.load());
+}
+
+// Whether what this thread allocates from now on is the host's.
+void zeroexp_on_host(int64_t is_on_host) { on_host = is_on_host != 0; }
 
 // Whether the storage behind a tensor was allocated here, and so is counted.
 int64_t zeroexp_counts(int64_t storage) {

@@ -15,7 +15,8 @@ import resource
 import shutil
 import stat
 import subprocess
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ import torch
 from torch import Tensor, UntypedStorage
 
 from zeroexp.interface.strategy import ModelStates
-from zeroexp.measure.record import KINDS
+from zeroexp.measure.record import HOST, KINDS
 from zeroexp.process.locks import temporary_folder
 
 SOURCE = Path(__file__).with_name("allocator.cpp")
@@ -36,12 +37,12 @@ def bytes_by_kind(states: ModelStates) -> dict[str, int]:
     """Return the bytes of the storages behind the tensors; each storage counts once, under the first of KINDS it is in.
 
     A view counts as the whole storage it keeps alive, a storage resized to zero as nothing, and a DTensor as its local
-    part. `hidden_bytes` count as buffers.
+    part. `hidden_bytes` count as buffers. HOST is there where an engine keeps states on the host.
     """
     seen: set[UntypedStorage] = set()
     held = {kind: _unseen_bytes(getattr(states, kind), seen) for kind in KINDS}
     held["buffers"] += states.hidden_bytes
-    return held
+    return held if states.host is None else {**held, HOST: _unseen_bytes(states.host, seen)}
 
 
 def local_tensor(tensor: Any) -> Tensor:
@@ -79,9 +80,43 @@ class AllocationMeter:
         """Return the most bytes held at once since the meter was made, older ones included; None without a counter."""
         return None if self._source is None else self._source.peak()
 
+    def host_peak_bytes(self) -> int | None:
+        """Return the most bytes held at once of what was allocated `on_host`; None if nothing was, or on a GPU."""
+        if not isinstance(self._source, _CpuAllocations):
+            return None
+        return self._source.host_peak() or None
+
     def allocated_bytes(self) -> int | None:
         """Return the sum of all allocations since the meter was made, freed or not; None without a counter."""
         return None if self._source is None else self._source.total() - self._before
+
+
+class HostAllocations:
+    """What is allocated inside of `entered` is memory of the host, and not of the device that a CPU plays beside it.
+
+    On a GPU the device of a tensor says as much, and nothing is counted here.
+    """
+
+    def __init__(self) -> None:
+        self.is_entered = False
+
+    @contextmanager
+    def entered(self) -> Generator[None]:
+        before, self.is_entered = self.is_entered, True
+        _count_on_host(True)
+        try:
+            yield
+        finally:
+            self.is_entered = before
+            _count_on_host(before)
+
+
+def _count_on_host(is_on_host: bool) -> None:
+    if _installed is not None:
+        _installed.on_host(int(is_on_host))
+
+
+on_host = HostAllocations()  # of this process, whose engines allocate in one thread
 
 
 class _CudaAllocations:
@@ -107,6 +142,8 @@ class _CpuAllocations:
         self.reset_peak = allocator_function(library, "reset_peak")
         self.peak = allocator_function(library, "peak", ctypes.c_int64)
         self.total = allocator_function(library, "total", ctypes.c_int64)
+        self.host_peak = allocator_function(library, "host_peak", ctypes.c_int64)
+        self.on_host = allocator_function(library, "on_host", arguments=[ctypes.c_int64])
 
 
 def allocator_function(

@@ -5,11 +5,14 @@ Bytes and seconds are those of one rank unless a name says otherwise; seconds ar
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 MOMENTS = ("at_rest", "after_forward", "after_backward", "after_step")
 KINDS = ("parameters", "gradients", "optimizer", "master", "buffers")
+HOST = (
+    "host"  # a further kind, in no total: states that rest on the host instead (strategy.offload)
+)
 # What the bytes at a peak are for. The first four are kinds; "pools" and "buckets" are the kind "buffers".
 CAUSES = (
     *("parameters", "gradients", "optimizer", "master"),
@@ -32,17 +35,24 @@ class Traffic:
     # gather | reduce | publish | norm | ... -> bytes, and number of collectives
     bytes_by_kind: dict[str, int] = field(default_factory=dict[str, int])
     calls_by_kind: dict[str, int] = field(default_factory=dict[str, int])
+    # to_host | to_device -> bytes between this rank's device and its host, which are sent to nobody
+    bus_bytes: dict[str, int] = field(default_factory=dict[str, int])
 
 
 def sum_of_traffic(parts: Iterable[Traffic]) -> Traffic:
     """Return the sum of these parts, kind by kind."""
     total = Traffic()
     for part in parts:
-        for kind, num_bytes in part.bytes_by_kind.items():
-            total.bytes_by_kind[kind] = total.bytes_by_kind.get(kind, 0) + num_bytes
-        for kind, calls in part.calls_by_kind.items():
-            total.calls_by_kind[kind] = total.calls_by_kind.get(kind, 0) + calls
+        for name in ("bytes_by_kind", "calls_by_kind", "bus_bytes"):
+            sums = getattr(total, name)
+            for kind, number in getattr(part, name).items():
+                sums[kind] = sums.get(kind, 0) + number
     return total
+
+
+def on_device(held: Mapping[str, float]) -> float:
+    """Return the sum over the kinds that lie on the device."""
+    return sum(num_bytes for kind, num_bytes in held.items() if kind != HOST)
 
 
 @dataclass
@@ -90,6 +100,8 @@ class StepRecord:
     peak_bytes: int | None  # most bytes allocated at once during this step
     allocated_bytes: int | None  # sum of all allocations of this step
     traffic: Traffic
+    # most bytes allocated at once as memory of the host; None where nothing rests there, or on a GPU
+    host_peak_bytes: int | None = None
     wire_bytes: int | None = None  # payload this rank's TCP connections carried
     # payload that this rank's node sent over its link (cluster.link), all its ranks
     link_bytes: int | None = None
@@ -139,6 +151,9 @@ class RankSummary:
     wire_bytes: float | None = None  # per step, mean over the measured ones; None if unknown
     link_bytes: float | None = None  # likewise, of this rank's node
     build_peak_bytes: int | None = None  # most bytes allocated at once before the first step
+    host_bytes: int | None = None  # the most of HOST at any named moment; None: nothing rests there
+    host_peak_bytes: int | None = None
+    bus_bytes: float = 0.0  # per step, between the device and its host
     # moment -> kind -> bytes; a moment read in several steps shows the step that held most
     memory_bytes_at: dict[str, dict[str, int]] = field(default_factory=dict[str, dict[str, int]])
     times: RankTimes | None = None
@@ -168,6 +183,8 @@ class MemorySummary:
     peaks: list[Peak | None] = field(default_factory=list[Peak | None])  # by rank, see Peak
     # Most bytes allocated at once while model and engine are built; None where some rank cannot know it
     build_peak: Spread | None = None
+    host: Spread | None = None  # states on the host, in no other figure; None: nothing rests there
+    host_peak: Spread | None = None  # most bytes allocated at once there, where that is counted
 
 
 @dataclass
@@ -196,9 +213,12 @@ class RunSummary:
     validation_accuracy: float | None = None  # beside it; None but for a classification
     num_parameters: int | None = None  # numbers in the whole model; None in older summaries
     link_bytes_per_step: Spread | None = None  # by rank, what its node sent over cluster.link
+    bus_bytes_per_step: Spread | None = (
+        None  # both ways between device and host, where states rest there
+    )
     # What closed forms say of the same run (plan/outcome.py), bytes of the fullest rank: by kind of memory,
     # `total`, `after_backward` (all kinds at that moment), and where the engine counts what it sends `sent`, and `link`
-    # of the mean node.
+    # of the mean node; `host` and `bus` where states rest on the host.
     plan: dict[str, float] = field(default_factory=dict[str, float])
     # What a rehearsal says of the same run: `peak` bytes, and `calls`, collectives of a step where the engine counts
     # them; empty but for a study with plan_must_hold.
@@ -216,10 +236,12 @@ class RunSummary:
         """What was measured less what was planned, in bytes of the fullest rank."""
         measured = {kind: ranks.fullest for kind, ranks in self.memory.by_kind.items()}
         measured["total"] = self.memory.total.fullest
-        measured["after_backward"] = sum(self.memory.fullest_at.get("after_backward", {}).values())
+        measured["after_backward"] = on_device(self.memory.fullest_at.get("after_backward", {}))
         measured["sent"] = sum(v for k, v in self.sent_bytes_by_kind.items() if k != "loss")
         if self.link_bytes_per_step is not None:
             measured["link"] = self.link_bytes_per_step.mean
+        for name, ranks in (("host", self.memory.host), ("bus", self.bus_bytes_per_step)):
+            measured[name] = ranks.fullest if ranks else 0.0
         return {name: measured[name] - planned for name, planned in self.plan.items()}
 
     @property

@@ -11,6 +11,7 @@ from math import isfinite
 from statistics import fmean, median
 
 from zeroexp.measure.record import (
+    HOST,
     KINDS,
     MemorySummary,
     RankSummary,
@@ -19,6 +20,7 @@ from zeroexp.measure.record import (
     Spread,
     StepRecord,
     VerbSeconds,
+    on_device,
 )
 
 LOSS = "loss"  # the kind of message that the training loop sends, whatever the engine
@@ -40,7 +42,7 @@ def summarise_rank(
     return RankSummary(
         rank=rank,
         memory_bytes={kind: max((m.get(kind, 0) for m in moments), default=0) for kind in KINDS},
-        total_bytes=max((sum(m.values()) for m in moments), default=0),
+        total_bytes=max((int(on_device(m)) for m in moments), default=0),
         peak_bytes=max(peaks, default=None),
         sent_bytes_by_kind=_mean_by_kind([r.traffic.bytes_by_kind for r in steps]),
         calls_by_kind=_mean_by_kind([r.traffic.calls_by_kind for r in steps]),
@@ -50,6 +52,11 @@ def summarise_rank(
         times=_times(rank, steps, records),
         peak=max((r.peak for r in records if r.peak), key=lambda p: p.num_bytes, default=None),
         build_peak_bytes=build_peak_bytes,
+        host_bytes=max((m[HOST] for m in moments if HOST in m), default=None),
+        host_peak_bytes=max(
+            (r.host_peak_bytes for r in records if r.host_peak_bytes), default=None
+        ),
+        bus_bytes=fmean(sum(r.traffic.bus_bytes.values()) for r in steps),
     )
 
 
@@ -85,6 +92,7 @@ def summarise(
         sent_bytes_per_step=_spread_if_known([_sent_bytes(r, len(ranks)) for r in ranks]),
         wire_bytes_per_step=_spread_if_known([r.wire_bytes for r in ranks]),
         link_bytes_per_step=_spread_if_known([r.link_bytes for r in ranks]),
+        bus_bytes_per_step=spread(bus) if any(bus := [r.bus_bytes for r in ranks]) else None,
         sent_bytes_by_kind=busiest.sent_bytes_by_kind,
         calls_by_kind=busiest.calls_by_kind,
         saving_seconds=saving_seconds,
@@ -168,6 +176,8 @@ def _memory(ranks: Sequence[RankSummary]) -> MemorySummary:
         mean_at=_mean_at([r.memory_bytes_at for r in ranks]),
         peaks=[r.peak for r in ranks],
         build_peak=_spread_if_known([r.build_peak_bytes for r in ranks]),
+        host=_spread_if_known([r.host_bytes for r in ranks]),
+        host_peak=_spread_if_known([r.host_peak_bytes for r in ranks]),
     )
 
 
@@ -176,9 +186,7 @@ def _fullest_at(readings: Sequence[dict[str, dict[str, int]]]) -> dict[str, dict
     fullest: dict[str, dict[str, int]] = {}
     for reading in readings:
         for moment, kinds in reading.items():
-            fullest[moment] = max(
-                fullest.get(moment, kinds), kinds, key=lambda held: sum(held.values())
-            )
+            fullest[moment] = max(fullest.get(moment, kinds), kinds, key=on_device)
     return fullest
 
 

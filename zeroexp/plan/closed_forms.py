@@ -30,7 +30,7 @@ from zeroexp.cut.chunk import FROZEN, MATRIX, Chunk
 from zeroexp.cut.codes import encoded_bytes, encoded_chunk
 from zeroexp.cut.matrix_step import CutMatrix, exchanges_of
 from zeroexp.cut.stage import Move, Placement, Stage
-from zeroexp.measure.record import MOMENTS, Traffic
+from zeroexp.measure.record import HOST, MOMENTS, Traffic
 
 ITEMSIZE = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 # Size of each number that ranks sum before a step (norm.py): the sum of squares, and one for each parameter.
@@ -197,6 +197,7 @@ class ShardedForm(ClosedForm):
     gathers: Sequence[int] | None = None
     replicas: int = 1
     matrices: Sequence[Sequence[CutMatrix]] = ()
+    offload: str | None = None  # see Options
     at_rest = "compute"
     of_states = "master"
 
@@ -231,6 +232,12 @@ class ShardedForm(ClosedForm):
             )
             num_bytes = TALLY_BYTES * (1 + num_parameters + num_checks)
             _add(traffic, "norm", 1, 2 * num_bytes * (self.world_size - 1) // self.world_size)
+        if self.offload:
+            owned = self.held_elements(rank).owned
+            traffic.bus_bytes = {
+                "to_host": self._reduce * owned,
+                "to_device": self._compute * owned,
+            }
         return traffic
 
     def _gather_bytes(self, chunks: Sequence[Chunk], place: int) -> int:
@@ -368,6 +375,18 @@ class ShardedForm(ClosedForm):
             return HeldElements(*map(sum, zip(*parts, strict=True)))
 
         return cache(held_at)
+
+    def held_bytes(self, moment: str, rank: int) -> dict[str, int]:
+        held = super().held_bytes(moment, rank)
+        if self.offload is None:
+            return held
+        master, is_cast = (
+            ITEMSIZE[self.precision.master],
+            self.precision.master != self.precision.compute,
+        )
+        transit = max(self._reduce, self._compute if is_cast else 0)
+        on_host = held["optimizer"] + (master + transit) * self.held_elements(rank).owned
+        return {**held, "optimizer": 0, "master": 0, HOST: on_host}
 
     def equivalence_key(self, rank: int) -> Hashable:
         facts, place = self.schedule.facts, rank % self.group_size

@@ -83,6 +83,7 @@ def _sharded_form(config: Config, model: BuiltModel, transport: str) -> ShardedF
         _optimizer(config),
         replicas=options.replicas,
         matrices=_matrices(layout, model, options, stage, group_size),
+        offload=options.offload,
     )
     if stage.gather is not Move.ALL_GATHER:
         return form

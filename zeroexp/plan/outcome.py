@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from zeroexp.config.engines import label_of
 from zeroexp.config.gpus import GPUS
 from zeroexp.config.keys import Config
-from zeroexp.measure.record import KINDS, MOMENTS, Spread
+from zeroexp.measure.record import HOST, KINDS, MOMENTS, Spread, on_device
 from zeroexp.measure.summary import spread
 from zeroexp.models.module import BuiltModel
 from zeroexp.plan.closed_forms import ClosedForm, HeldElements, ShardedForm
@@ -65,6 +65,8 @@ class Outcome:
     sent_by_kind: dict[str, int]  # of the rank that sends most
     sent_inside: float  # the mean over ranks of what stays inside a node
     sent_between: float
+    host: Spread | None = None  # states on the host, in no other figure; None: nothing rests there
+    bus: Spread | None = None  # bytes of one step between device and host
     label: str | None = None  # what the engine is, where its name tells less
     memory_gib: float | None = None  # of a device, less cluster.reserved_gib
     rehearsed: RehearsedPeaks | None = None  # where that was asked for
@@ -113,6 +115,8 @@ class PlannedRank:
     sent: dict[str, int]
     held_elements: HeldElements
     bytes_at: dict[str, int]  # moment -> bytes of all kinds
+    host_bytes: int | None
+    bus_bytes: int
 
 
 class PlannedPoint(NamedTuple):
@@ -162,6 +166,8 @@ def _outcome_of(name: str, config: Config, form: ClosedForm, machines: Machines)
         sent_by_kind=busiest.sent,
         sent_inside=inside,
         sent_between=sent.mean - inside,
+        host=spread(host) if any(host := [rank.host_bytes or 0 for rank in ranks]) else None,
+        bus=spread(bus) if any(bus := [rank.bus_bytes for rank in ranks]) else None,
         label=label_of(config.strategy.implementation, config.strategy.name),
         memory_gib=_available_gib(config),
     )
@@ -196,12 +202,15 @@ def planned_ranks(form: ClosedForm) -> list[PlannedRank]:
 
 def _planned_rank(form: ClosedForm, rank: int) -> PlannedRank:
     held = [form.held_bytes(moment, rank) for moment in MOMENTS]
+    totals, traffic = [int(on_device(kinds)) for kinds in held], form.traffic(rank)
     return PlannedRank(
         by_kind={kind: max(kinds[kind] for kinds in held) for kind in KINDS},
-        total_bytes=max(sum(kinds.values()) for kinds in held),
-        sent=form.traffic(rank).bytes_by_kind,
+        total_bytes=max(totals),
+        sent=traffic.bytes_by_kind,
         held_elements=form.held_elements(rank),
-        bytes_at={m: sum(kinds.values()) for m, kinds in zip(MOMENTS, held, strict=True)},
+        bytes_at=dict(zip(MOMENTS, totals, strict=True)),
+        host_bytes=max((kinds[HOST] for kinds in held if HOST in kinds), default=None),
+        bus_bytes=sum(traffic.bus_bytes.values()),
     )
 
 
@@ -221,6 +230,9 @@ def plan_beside(
     planned["total"] = max(rank.total_bytes for rank in ranks)
     planned["after_backward"] = max(rank.bytes_at["after_backward"] for rank in ranks)
     if isinstance(form, ShardedForm):
+        if form.offload:
+            planned["host"] = max(rank.host_bytes or 0 for rank in ranks)
+            planned["bus"] = max(rank.bus_bytes for rank in ranks)
         sent = [sum(rank.sent.values()) for rank in ranks]
         planned["sent"] = max(sent)
         if config.cluster.link is not None:

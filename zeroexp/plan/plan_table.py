@@ -18,7 +18,8 @@ MEANINGS = (
     "total: the most held at one named moment; mean: over ranks. On top comes what exists for a moment (activations, "
     "gathered units, gradients on their way): --rehearse tells the peak. fits: tight where model states fit, but "
     "perhaps not the peak. skew: what the rank that owns most updates, over the mean; idle: ranks that update nothing. "
-    "sent: per step, of the rank that sends most; inside, between: nodes, the mean over ranks."
+    "sent: per step, of the rank that sends most; inside, between: nodes, the mean over ranks. host, bus: what rests "
+    "on the host, in no total, and what travels to it and back (strategy.offload)."
 )
 # Columns of the tables: figures of a row, and the heads that have room for them.
 POINT = {
@@ -35,6 +36,7 @@ MEMORY = {
     "buffers_bytes": "buffers",
     "total_bytes": "total",
     "total_bytes_mean": "mean",
+    "host_bytes": "host",
     "fits": "fits",
 }
 TRAFFIC = {  # of what a step sends all but the few bytes of the norm
@@ -46,6 +48,7 @@ TRAFFIC = {  # of what a step sends all but the few bytes of the norm
     "sent_matrices_bytes": "matrices",
     "sent_inside_bytes": "inside",
     "sent_between_bytes": "between",
+    "bus_bytes": "bus",
     "skew": "skew",
     "num_idle_ranks": "idle",
     "padding_bytes": "padding",
@@ -73,7 +76,7 @@ def render(plans: Plans) -> str:
     rows = [{**row_of(each), **_for_readers(each.outcome)} for each in plans.planned]
     unit, size = unit_of([row[key] for row in rows for key in ("total_bytes", "sent_bytes")])
     point, memory = (
-        {key: name for key, name in names.items() if any(row[key] for row in rows)}
+        {key: name for key, name in names.items() if any(row.get(key) for row in rows)}
         for names in (POINT, MEMORY)
     )
     models = ", ".join(dict.fromkeys(o.model for o in outcomes))
@@ -145,6 +148,8 @@ def row_of(each: PlannedPoint | Point) -> Row:
     row |= {"sent_bytes": outcome.sent.fullest, "sent_bytes_mean": outcome.sent.mean}
     row |= {f"sent_{kind}_bytes": sent for kind, sent in outcome.sent_by_kind.items()}
     row |= {"sent_inside_bytes": outcome.sent_inside, "sent_between_bytes": outcome.sent_between}
+    for name, ranks in (("host_bytes", outcome.host), ("bus_bytes", outcome.bus)):
+        row |= {name: ranks.fullest} if ranks else {}
     if outcome.rehearsed:
         peak = outcome.rehearsed.fullest
         row |= {"rehearsed_peak_bytes": peak.num_bytes, "rehearsed_phase": peak.phase}

@@ -28,6 +28,9 @@ NOT_CALIBRATED = "not calibrated"
 # The share of data sheets that products of large matrices and copies reach.
 PRODUCT_SHARE, MEMORY_SHARE = 0.65, 0.85
 LAUNCH_SECONDS = 5e-6  # of the host, for one operation on a GPU
+HOST_BYTES_PER_SECOND = (
+    25e9  # of one rank of several: PCIe 4.0 x16, and its share of the host's memory
+)
 CPU, CPU_FLOPS = (
     "a core of a Xeon of 2.5 GHz",
     160e9,
@@ -52,6 +55,8 @@ class Speed:
     launch_seconds: float  # of one operation
     latency_seconds: float  # of one move
     link_bytes_per_second: float  # of what this rank sends
+    # of a GPU's host: updates there, and what goes over the bus; None: the device is the host
+    host_bytes_per_second: float | None = None
     # of moves of one kind, where it differs: those over other ranks than the group's
     rates_by_kind: Mapping[str, float] = field(default_factory=dict[str, float])
     moves_on_wait: bool = False  # moves do their work in the wait, so that nothing overlaps
@@ -214,6 +219,7 @@ def prior_speed(
         label=f"{gpu.name}, {network.name}, {NOT_CALIBRATED}",
         product_rates={name: {1: 1e12 * each * PRODUCT_SHARE} for name, each in gpu.tflops.items()},
         bytes_per_second=gpu.memory_bytes_per_second * MEMORY_SHARE,
+        host_bytes_per_second=HOST_BYTES_PER_SECOND,
         launch_seconds=LAUNCH_SECONDS,
         latency_seconds=network.latency_seconds + network.hop_seconds * (nodes - 1),
         link_bytes_per_second=min(rate, network.node_bytes_per_second) if nodes > 1 else rate,

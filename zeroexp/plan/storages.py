@@ -31,6 +31,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
+from zeroexp.measure.memory import on_host
 from zeroexp.measure.verb_seconds import meter
 
 ACTIVATIONS, LOGITS, TEMPORARIES = "activations", "logits", "temporaries"
@@ -184,8 +185,9 @@ class Storages(LocalOperations):
             serial = len(self._all)
             is_logits = tensor.dim() > 1 and tensor.shape[-1] == self._num_words
             kind = MESSAGES if meter.is_issuing else None
+            counts = self._counts and not on_host.is_entered
             self._all.append(
-                Storage(self._phase.name, str(func), is_logits, kind=kind, counts=self._counts)
+                Storage(self._phase.name, str(func), is_logits, kind=kind, counts=counts)
             )
             self._serials[address] = serial
             self._references[serial] = weakref.ref(

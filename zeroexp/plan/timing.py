@@ -25,6 +25,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._pytree import tree_iter
 from torch.utils.flop_counter import flop_registry
 
+from zeroexp.measure.memory import on_host
 from zeroexp.measure.verb_seconds import TimedMove, meter
 from zeroexp.plan.speed import Speed
 from zeroexp.plan.storages import LocalOperations
@@ -167,7 +168,8 @@ def _work(func: Any, args: Any, kwargs: Any, result: Any, speed: Speed) -> tuple
     num_bytes = sum(each.numel() * each.element_size() for each in tensors)
     flops = _flops(packet, args, kwargs, result)
     kind = _operation_kind(packet.__name__, num_bytes, flops)
-    by_bytes, dtype = num_bytes / speed.bytes_per_second, tensors[0].dtype
+    rate = (on_host.is_entered and speed.host_bytes_per_second) or speed.bytes_per_second
+    by_bytes, dtype = num_bytes / rate, tensors[0].dtype
     if kind != PRODUCTS:
         return kind, by_bytes, flops / speed.product_rate(dtype)
     smallest = min(min(each.shape[-2:]) for each in tensors if each.dim() > 1)

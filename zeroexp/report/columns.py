@@ -20,7 +20,10 @@ MIB = 2**20
 SKEW = 1.02  # smaller differences between ranks are not shown
 ABSENT = "–"
 LONGEST = 24  # characters of a setting; the end of a path says more than its beginning
-RARE = ("master", "buffers", "build", "by link")  # bytes that most runs do not have, or know
+RARE = (
+    *("master", "buffers", "build", "by link"),
+    *("host", "host peak", "over bus"),
+)  # bytes that most runs do not have, or know
 FOR_READERS = ("interval", "outcome")  # programs have their parts
 
 
@@ -101,11 +104,11 @@ def all_columns(points: Sequence[Point], conclusions: Conclusions | None = None)
     )
     mfu = _number("mfu", lambda s: utilisation(s, peaks), "MFU", "%", ".1f", 100, "times")
     plan = _number("planned_bytes", lambda s: s.plan.get("total"), "planned", *MEBIBYTES, "plan")
-    *memory, sent, wire, link = map(_spread, SPREADS)
+    *memory, sent, wire, link, bus = map(_spread, SPREADS)
     return [
         *[POINT, *point_columns(points), loss, _if_any(validation), _if_any(accuracy)],
         *[replace(step, doubt=why_doubtful), *times, _if_any(mfu)],
-        *[*chain(*memory), _if_any(plan), *sent, *wire, *link],
+        *[*chain(*memory), _if_any(plan), *sent, *wire, *link, *bus],
         *(_conclusion_columns(conclusions) if conclusions else []),
         *_columns_for_programs(points, peaks),
         STATUS,
@@ -170,9 +173,12 @@ SPREADS: dict[str, tuple[str, Callable[[RunSummary], Spread | None]]] = {
     "total_bytes": ("total", lambda s: s.memory.total),
     "peak_bytes": ("peak", lambda s: s.memory.peak),
     "build_peak_bytes": ("build", lambda s: s.memory.build_peak),
+    "host_bytes": ("host", lambda s: s.memory.host),
+    "host_peak_bytes": ("host peak", lambda s: s.memory.host_peak),
     "sent_bytes_per_step": ("sent/step", lambda s: s.sent_bytes_per_step),
     "wire_bytes_per_step": ("by TCP", lambda s: s.wire_bytes_per_step),
     "link_bytes_per_step": ("by link", lambda s: s.link_bytes_per_step),
+    "bus_bytes_per_step": ("over bus", lambda s: s.bus_bytes_per_step),
 }
 
 

@@ -107,6 +107,10 @@ def _meanings(points: Sequence[Point]) -> list[str]:
         "by link: what all ranks of a node sent over its link, read from the interface less its headers."
         if any(s.link_bytes_per_step for s in summaries)
         else "",
+        "host: states that rest there and in no other column; host peak: the most allocated there at once; over bus: "
+        "to the host and back in a step (strategy.offload)."
+        if any(s.memory.host for s in summaries)
+        else "",
         describe_peak_flops(points),
         DOUBT if any(map(why_doubtful, points)) else "",
         *_engine_meanings(points),

@@ -34,6 +34,7 @@ def table_bytes(run: Run) -> dict[str, int] | None:
     has_master = run.config.get("precision.master") != run.config.get("precision.compute")
     moments, dtype = _num_moments(run), run.config.get("optimizer.moments")
     size = master if dtype in (None, "null") else ITEMSIZE[dtype]
+    on_device = run.config.get("strategy.offload") in (None, "null")
     if moments is None:
         return None
     share = {
@@ -43,8 +44,8 @@ def table_bytes(run: Run) -> dict[str, int] | None:
     return {
         "parameters": compute * share[stage.parameters],
         "gradients": _size(run, "reduce") * share[stage.gradients],
-        "optimizer": moments * size * share[stage.optimizer],
-        "master": master * share[stage.optimizer] if has_master else 0,
+        "optimizer": moments * size * share[stage.optimizer] if on_device else 0,
+        "master": master * share[stage.optimizer] if has_master and on_device else 0,
     }
 
 

@@ -139,6 +139,10 @@ def _memory_entries(summary: RunSummary) -> dict[str, float]:
         spreads["peak"] = memory.peak
     if memory.build_peak is not None:
         spreads["build_peak"] = memory.build_peak
+    if memory.host is not None:
+        spreads["host"] = memory.host
+    if memory.host_peak is not None:
+        spreads["host_peak"] = memory.host_peak
     fullest = {f"memory/{name}_mib": s.fullest / MIB for name, s in spreads.items()}
     mean = {f"memory/{name}_mib_mean": s.mean / MIB for name, s in spreads.items()}
     return fullest | mean
@@ -149,6 +153,7 @@ def _traffic_entries(summary: RunSummary) -> dict[str, float]:
         "sent": summary.sent_bytes_per_step,
         "wire": summary.wire_bytes_per_step,
         "link": summary.link_bytes_per_step,
+        "bus": summary.bus_bytes_per_step,
     }
     values: dict[str, float] = {}
     for name, ranks in spreads.items():
@@ -164,6 +169,7 @@ def _plan_entries(summary: RunSummary) -> dict[str, float]:
     """Return what was planned, and by how much the measurement differs; zero means to the byte."""
     whole = {"total": "total", "after_backward": "after_backward"}
     whole |= {"sent": "sent_per_step", "link": "link_per_step"}
+    whole |= {"host": "host", "bus": "bus_per_step"}
     names = {**KIND_NAMES, **whole}
     planned = {f"plan_{names[name]}_mib": v / MIB for name, v in summary.plan.items()}
     errors = {f"plan_error_{names[name]}_mib": v / MIB for name, v in summary.plan_errors.items()}

@@ -267,6 +267,7 @@ class _Step:
         if bytes_known:
             record.peak_bytes = self._allocations.peak_bytes()
             record.allocated_bytes = self._allocations.allocated_bytes()
+            record.host_peak_bytes = self._allocations.host_peak_bytes()
         if record.peak_bytes is not None:
             record.peak_bytes += held_shared_bytes()
         record.wire_bytes = self._wire.sent_bytes()

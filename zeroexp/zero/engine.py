@@ -104,9 +104,10 @@ class Engine:
         for unit, group in zip(self.units, groups, strict=True):
             attach(unit, group.module, self._schedule, self._observer)
         self._trainable = [p for unit in self.units for p in unit.trainable_parameters]
-        self.optimizer = make_optimizer(
-            optimizer_factory, _masters_in_groups(self.units, param_groups)
-        )
+        with self.wire.bus.on_host():
+            self.optimizer = make_optimizer(
+                optimizer_factory, _masters_in_groups(self.units, param_groups)
+            )
         bring_matrices_together(self.optimizer, self.units, stage, self.wire, options.matrix_step)
         self._python = PythonValues(self.optimizer, _names_in_groups(module, param_groups))
         self._reads_late = world.device.type != "cpu" and not world.is_fake
@@ -144,6 +145,7 @@ class Engine:
         self._schedule.drain()
         handed = [each for unit in self.units for each in unit.hand_over()]
         self.wire.quiesce()
+        self.wire.bus.to_host([(each.master, each.gradient) for each in handed])
         sums = StepSums(self._trainable, handed, self._stage, self.wire, self._gradient_presence())
         self._expect_same_gathers(sums)
         scale = None
@@ -186,7 +188,7 @@ class Engine:
                 getattr(states, kind).extend(tensors)
         for state in self.optimizer.state.values():
             states.optimizer.extend(v for v in state.values() if isinstance(v, Tensor))
-        return states
+        return self.wire.bus.counted_apart(states)
 
     def state_dict(self) -> CanonicalState:
         self.drain()
@@ -205,16 +207,17 @@ class Engine:
 
     def load_state_dict(self, state: CanonicalState) -> None:
         self._schedule.drain()
-        load_state(
-            state,
-            load_targets(self.units),
-            names=[name for name, _ in self.model.named_parameters()],
-            optimizer=self.optimizer,
-            python=self._python,
-            buffers=self._buffers,
-            same_everywhere=self.wire.same_everywhere,
-            before_writes=self.wire.quiesce,
-        )
+        with self.wire.bus.on_host():
+            load_state(
+                state,
+                load_targets(self.units),
+                names=[name for name, _ in self.model.named_parameters()],
+                optimizer=self.optimizer,
+                python=self._python,
+                buffers=self._buffers,
+                same_everywhere=self.wire.same_everywhere,
+                before_writes=self.wire.quiesce,
+            )
         for unit in self.units:
             self._schedule.gathers.publish(unit, ahead=False)
         self._schedule.gathers.await_published()
@@ -241,14 +244,15 @@ class Engine:
 
     def _update(self, handed: Sequence[MasterGradient], scale: Tensor | None) -> None:
         """Run one step of the optimizer on all masters that have a gradient."""
-        if scale is not None and handed:
-            gradients = [each.gradient for each in handed]
-            torch._foreach_mul_(gradients, scale.to(gradients[0].device))
+        with self.wire.bus.on_host():
+            gradients = self.wire.bus.gradients([(each.master, each.gradient) for each in handed])
+            if scale is not None and gradients:
+                torch._foreach_mul_(gradients, scale.to(gradients[0].device))
         with unguarded():
-            for each in handed:
-                each.master.grad = each.gradient
+            for each, gradient in zip(handed, gradients, strict=True):
+                each.master.grad = gradient
         try:
-            with self._observer.updating():
+            with self._observer.updating(), self.wire.bus.on_host():
                 self.optimizer.step()
         finally:
             with unguarded():

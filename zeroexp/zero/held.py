@@ -4,7 +4,7 @@ Rank 1 of 4 holds this ('#' real memory, '.' not held):
 
     parameters rest sharded     full  . . . .  (# # # # only while gathered)      piece  # (its quarter)
     parameters rest replicated  full  # # # #                                     piece  = full[section 1]
-    master of another dtype     one flat tensor over the spans the optimizer owns here
+    master of another dtype     one flat tensor over the spans the optimizer owns here; so are all on the host
     master of the same dtype    views of piece / full
 """
 
@@ -172,16 +172,16 @@ def allocate(
         owned_memory, owned = full, chunk.whole()
     held = Held(chunk, parameters, shapes, piece, owned_memory, owned, report, full=full)
     if held.is_trainable:
-        _make_masters(held, dtypes)
+        _make_masters(held, dtypes, wire)
     return held
 
 
-def _make_masters(held: Held, dtypes: Dtypes) -> None:
-    """Make masters: views of the parameters' own memory where dtypes agree, else memory of their own."""
+def _make_masters(held: Held, dtypes: Dtypes, wire: Collectives) -> None:
+    """Make masters: views of the parameters' own memory where dtypes and devices agree, else memory of their own."""
     values: Sequence[Tensor] = [elements for _, elements in held.own_elements()]
-    if dtypes.master is not dtypes.compute and values:
+    if (dtypes.master is not dtypes.compute or wire.bus.is_used) and values:
         sizes = [span.numel for span in held.owned]
-        held.master_flat = held.piece.new_empty(sum(sizes), dtype=dtypes.master)
+        held.master_flat = wire.bus.empty(sum(sizes), dtypes.master, held.piece.device)
         values = held.master_flat.split(sizes)
     for value, span in zip(values, held.owned, strict=True):
         shape = held.shapes[span.member]
@@ -190,5 +190,6 @@ def _make_masters(held: Held, dtypes: Dtypes) -> None:
         # `.data` gives it a version counter of its own, which only writes into the master advance.
         held.masters.append(nn.Parameter((value.view(shape) if whole else value).data))
     if held.master_flat is not None:
+        wire.bus.connect(held.masters, dtypes.compute, dtypes.reduce)
         pairs = zip(held.own_elements(), held.masters, strict=True)
         held.elements = [elements.view(master.shape) for (_, elements), master in pairs]

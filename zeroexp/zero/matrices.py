@@ -27,6 +27,11 @@ def bring_matrices_together(
     """Let an optimizer of whole matrices have those of which this rank's masters are pieces."""
     is_cut = stage.optimizer is Placement.SHARD and wire.group.size > 1
     if is_cut and hasattr(optimizer, "matrices"):
+        if wire.bus.is_used:
+            raise ValueError(
+                f"options.offload: {type(optimizer).__name__} steps whole matrices, whose pieces would travel from "
+                "host to host; leave it None"
+            )
         optimizer.matrices = MatricesOfUnits(units, wire, step)  # pyright: ignore[reportAttributeAccessIssue]
 
 

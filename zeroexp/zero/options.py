@@ -63,12 +63,14 @@ class Options:
     # What travels in fewer bytes, and is rounded: int8, float8 or int4 (comm/codec.py); None: it is exact.
     gather_codec: str | None = None  # parameters that rest sharded
     reduce_codec: str | None = None  # gradients that are reduce-scattered
+    # `optimizer`: masters and optimizer state rest on the host, where the update is; None: on the device.
+    offload: str | None = None
 
     @property
     def of_moves(self) -> dict[str, Any]:
-        """Those that the moves between ranks are made with."""
+        """Those that the moves between ranks, and to the host, are made with."""
         names = ("transport", "replicas", "reductions_apart", "gather_codec", "reduce_codec")
-        return {name: getattr(self, name) for name in names}
+        return {name: getattr(self, name) for name in (*names, "offload")}
 
 
 @dataclass(frozen=True)

@@ -28,7 +28,7 @@ class MasterGradient:
 
     parameter: nn.Parameter
     master: nn.Parameter  # the elements that this rank updates
-    gradient: Tensor  # the sum over ranks, of the master's shape, dtype and device
+    gradient: Tensor  # the sum over ranks, of the master's shape, and its dtype where no bus is between them
 
 
 class Unit:
@@ -145,13 +145,14 @@ class Unit:
 
     @timed_as_verb("hand_over")
     def hand_over(self) -> list[MasterGradient]:
-        """Carry out G -> O: return each master weight with its gradient, which has the master's dtype and device."""
+        """Carry out G -> O: return each master weight with its gradient, in its dtype if on its device."""
         handed: list[MasterGradient] = []
         for held, gradients in zip(self.trainable, self._gradients, strict=True):
             owned = zip(held.parameters_with_masters(), gradients.owned(), strict=True)
             for (parameter, master), gradient in owned:
-                gradient = gradient.to(master.dtype).view(master.shape)
-                handed.append(MasterGradient(parameter, master, gradient))
+                if not self._wire.bus.is_used:
+                    gradient = gradient.to(master.dtype)
+                handed.append(MasterGradient(parameter, master, gradient.view(master.shape)))
         return handed
 
     # -- publish: O -> P, after the optimizer's step ---------------------------------------------
@@ -163,7 +164,7 @@ class Unit:
         if casts := [pair for held in self.trainable for pair in held.casts()]:
             elements, masters = zip(*casts, strict=True)
             with torch.no_grad(), unguarded():
-                torch._foreach_copy_(list(elements), list(masters))
+                self._wire.bus.to_device(elements, masters)
         if self.is_sharded:
             self.offer()
         if self._publishes:

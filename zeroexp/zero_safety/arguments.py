@@ -31,6 +31,7 @@ WORDS = {
     "transport": TRANSPORTS,
     "matrix_step": MATRIX_STEPS,
     **dict.fromkeys(("gather_codec", "reduce_codec"), (*CODE_BITS, None)),
+    "offload": ("optimizer", None),
 }
 TRAINED_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _Replicated = DataParallel | DistributedDataParallel
