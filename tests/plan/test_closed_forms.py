@@ -165,7 +165,7 @@ def situations(draw):
     return stage, rank, world_size, options, schedule, precision
 
 
-@settings(max_examples=120, deadline=None, derandomize=True)
+@settings(max_examples=80, deadline=None, derandomize=True)
 @given(situation=situations(), optimizer=st.sampled_from(list(OPTIMIZERS)))
 def test_bytes_and_calls_of_a_step_and_bytes_held_at_every_named_moment(situation, optimizer):
     stage, rank, world_size, options, schedule, precision = situation

@@ -265,9 +265,13 @@ SETTLED = {
     "FSDP2": "strategy=zero3 strategy.implementation=torch strategy.unit=block",
     "no overlap": "strategy=zero3 strategy.overlap=false strategy.reduce_each=step",
 }
+QUICK = ("ours, settled", "a batch that is named", "FSDP2")
 
 
-@pytest.mark.parametrize("settings", SETTLED)
+@pytest.mark.parametrize(
+    "settings",
+    [each if each in QUICK else pytest.param(each, marks=pytest.mark.slow) for each in SETTLED],
+)
 def test_every_lever_is_accepted_and_changes_what_it_says(settings, plans_of, monkeypatch):
     """The point is planned again with the words of a lever in place of its own: of those that change most words."""
     monkeypatch.setattr("zeroexp.plan.explain_plan.with_rehearsal", lambda planned: planned)

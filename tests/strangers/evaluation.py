@@ -11,8 +11,6 @@ from torch import Tensor, nn
 
 from tests.strangers.lab import (
     EVERY_WAY,
-    GATHERED,
-    SAMPLES,
     WIDTH,
     Batch,
     Lab,
@@ -98,17 +96,6 @@ def evaluated_inside_a_microbatch_in(lab: Lab, mode: str) -> None:
                 batch.note(t.model(torch.ones(2, WIDTH)))
 
 
-@scenario()
-def evaluated_between_backward_and_the_step(lab: Lab) -> None:
-    t = lab.wrap(Net())
-    for step in range(2):
-        lab.one_backward(t, step)
-        look(t, lab, "no_grad")
-        t.step()
-        look(t, lab, "no_grad")
-        t.zero_grad()
-
-
 class Shortened(Net):
     """Leaves after `depth` blocks, as early exits and probes of hidden layers do."""
 
@@ -146,18 +133,6 @@ def evaluated_at_other_sizes(lab: Lab) -> None:
         with torch.no_grad():
             for size in (1, 0, 9):
                 lab.note(t.model(torch.ones(size, WIDTH)))
-
-
-@scenario(may_refuse={"zero3": GATHERED})
-def evaluated_part_by_part(lab: Lab) -> None:
-    """Parts of the model alone: blocks by themselves, the head by itself, on every rank."""
-    t = lab.wrap(Net())
-    for step in range(2):
-        lab.train(t, steps=[step])
-        with torch.no_grad():
-            lab.note(t.model.layers[1](torch.ones(2, WIDTH)))
-            lab.note(t.model.head(torch.ones(2, WIDTH)))
-            lab.note(t.model.layers[0](t.model.inp(torch.ones(2, WIDTH))))
 
 
 @scenario(EVERY_WAY, may_refuse=r"rank")
@@ -206,21 +181,6 @@ def text_made_of_other_lengths_on_each_rank(lab: Lab) -> None:
     lab.train(t, next_word_loss, steps=[1])
 
 
-@scenario()
-def text_made_inside_a_microbatch(lab: Lab) -> None:
-    """Reinforcement: samples are drawn, then scored, in one microbatch."""
-    t = lab.wrap(Language())
-
-    def loss(model: nn.Module, batch: Batch) -> Tensor:
-        with t.gathered():
-            words = next_words(model, 3)
-        batch.note(words)
-        logits = model(words[:, :-1])
-        return nn.functional.cross_entropy(logits.flatten(0, 1), words[0, 1:]) / batch.num_ranks
-
-    lab.train(t, loss)
-
-
 @scenario(EVERY_WAY)
 def a_forward_inside_the_context(lab: Lab) -> None:
     """Training forward and backward all inside `gathered`, without a penalty."""
@@ -254,24 +214,6 @@ def a_training_forward_that_goes_nowhere(lab: Lab) -> None:
         lab.train(t, steps=[step])
 
 
-@scenario()
-def modes_of_training_and_evaluation(lab: Lab) -> None:
-    class Dropping(Net):
-        def body(self, x: Tensor) -> Tensor:
-            return nn.functional.dropout(super().body(x), 0.5, self.training)
-
-    def loss(model: nn.Module, batch: Batch) -> Tensor:
-        torch.manual_seed(batch.rank + 10 * batch.step)
-        return plain_loss(model, batch)
-
-    t = lab.wrap(Dropping())
-    for step in range(3):
-        t.model.train()
-        lab.train(t, loss, steps=[step])
-        t.model.eval()
-        look(t, lab, "no_grad")
-
-
 @scenario(may_refuse=r"thread")
 def forward_in_another_thread(lab: Lab) -> None:
     """A worker thread runs forward and backward, the main thread waits and steps."""
@@ -296,24 +238,4 @@ def backward_in_another_thread(lab: Lab) -> None:
         loss = plain_loss(t.model, batch)
         worker = threading.Thread(target=loss.backward)
         worker.start()
-        worker.join()
-
-
-@scenario()
-def data_made_in_another_thread(lab: Lab) -> None:
-    """A loader's thread works on tensors of its own meanwhile."""
-    t = lab.wrap(Net())
-    stop = threading.Event()
-
-    def churn() -> None:
-        while not stop.is_set():
-            torch.randn(SAMPLES, WIDTH, generator=torch.Generator().manual_seed(1)).sum()
-            stop.wait(0.001)
-
-    worker = threading.Thread(target=churn)
-    worker.start()
-    try:
-        lab.train(t, num_microbatches=2)
-    finally:
-        stop.set()
         worker.join()

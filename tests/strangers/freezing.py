@@ -48,15 +48,6 @@ def everything_frozen_but_the_first_layer(lab: Lab) -> None:
     lab.train(lab.wrap(model), num_microbatches=2)
 
 
-@scenario(EVERY_WAY)
-def every_second_weight_frozen(lab: Lab) -> None:
-    """FSDP: mixed requires_grad per group."""
-    model = Net()
-    for index, p in enumerate(model.parameters()):
-        p.requires_grad_(index % 2 == 0)
-    lab.train(lab.wrap(model), num_microbatches=2)
-
-
 @variants([*OPTIMIZERS], EVERY_WAY)
 def a_block_frozen_after_the_first_step_under(lab: Lab, name: str) -> None:
     """It stops where it is: no decay, no momentum."""
@@ -89,16 +80,6 @@ def frozen_and_thawed_again(lab: Lab) -> None:
         lab.train(t, steps=[step])
 
 
-@scenario(EVERY_WAY)
-def turns_of_training(lab: Lab) -> None:
-    """One block at a time."""
-    t = lab.wrap(Net())
-    for step in range(4):
-        for index, layer in enumerate(t.model.layers):
-            layer.requires_grad_(index == step % 3)
-        lab.train(t, steps=[step])
-
-
 @scenario()
 def frozen_between_microbatches(lab: Lab) -> None:
     """What came before counts: the block has a gradient of the first microbatch."""
@@ -125,17 +106,6 @@ def thawed_after_wrapping(lab: Lab, what: str) -> None:
     lab.train(t, steps=[0])
     frozen[what].requires_grad_(True)
     lab.train(t, steps=[1])
-
-
-@scenario(refused=THAWED)
-def gradual_thawing(lab: Lab) -> None:
-    """Everything frozen but the head, then a block more each step (ULMFiT)."""
-    model = Net().requires_grad_(False)
-    model.head.requires_grad_(True)
-    t = lab.wrap(model)
-    for step in range(3):
-        lab.train(t, steps=[step])
-        t.model.layers[2 - step].requires_grad_(True)
 
 
 # -- unused -------------------------------------------------------------------------------------------
@@ -210,21 +180,6 @@ def a_head_used_by_turns(lab: Lab) -> None:
     lab.train(lab.wrap(TwoHeads(), optimizer=adamw), loss, steps=range(4))
 
 
-@scenario()
-def a_block_that_only_the_first_step_uses(lab: Lab) -> None:
-    class Warm(Net):
-        cold = False
-
-        def body(self, x: Tensor) -> Tensor:
-            x = self.layers[0](self.inp(x))
-            return self.layers[2](x if self.cold else self.layers[1](x))
-
-    t = lab.wrap(Warm())
-    for step in range(4):
-        t.model.cold = step > 0
-        lab.train(t, steps=[step])
-
-
 @scenario(EVERY_WAY, may_refuse=r"parameter|optimizer|group")
 def weights_that_no_group_has(lab: Lab) -> None:
     """Trainable, but not given to the optimizer: torch makes gradients and moves nothing."""
@@ -264,23 +219,6 @@ def low_rank_adapters(lab: Lab) -> None:
 
 
 @scenario()
-def low_rank_adapters_with_a_reference(lab: Lab) -> None:
-    """DPO: the reference model is the same one with its adapters switched off."""
-
-    def loss(model: nn.Module, batch: Batch) -> Tensor:
-        adapters = [m for m in model.modules() if isinstance(m, LoRA)]
-        with torch.no_grad():
-            for adapter in adapters:
-                adapter.off = True
-            reference = model(batch.x)
-            for adapter in adapters:
-                adapter.off = False
-        return batch.loss(model(batch.x), reference + 0.1 * batch.y)
-
-    lab.train(lab.wrap(with_adapters()), loss)
-
-
-@scenario()
 def adapters_merged_into_their_base(lab: Lab) -> None:
     """Inside the writing context a frozen weight is written, too."""
     t = lab.wrap(with_adapters())
@@ -300,20 +238,6 @@ def biases_alone(lab: Lab) -> None:
     for name, p in model.named_parameters():
         p.requires_grad_(name.endswith("bias"))
     lab.train(lab.wrap(model, optimizer=adamw))
-
-
-@scenario()
-def soft_prompts_before_a_frozen_model(lab: Lab) -> None:
-    class Prompted(Net):
-        def __init__(self) -> None:
-            super().__init__()
-            self.requires_grad_(False)
-            self.prompt = nn.Parameter(torch.zeros(2, WIDTH))
-
-        def body(self, x: Tensor) -> Tensor:
-            return super().body(torch.cat([self.prompt, x]))[2:] + self.prompt.sum(0)
-
-    lab.train(lab.wrap(Prompted(), optimizer=adamw))
 
 
 @scenario(may_refuse=r"grad|trainable|parameter")

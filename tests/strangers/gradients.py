@@ -458,32 +458,6 @@ def detached_and_attached_again(lab: Lab) -> None:
         lower.backward(cut.grad)
 
 
-@scenario()
-def detached_for_good(lab: Lab) -> None:
-    """The lower half gets no gradient at all."""
-
-    class Cut(Net):
-        def body(self, x: Tensor) -> Tensor:
-            x = self.layers[0](self.inp(x)).detach()
-            return self.layers[2](self.layers[1](x))
-
-    lab.train(lab.wrap(Cut(), optimizer=adamw))
-
-
-@scenario()
-def detached_on_the_way_around(lab: Lab) -> None:
-    """One branch carries gradients, the other does not (a target network of oneself)."""
-
-    class Around(Net):
-        def body(self, x: Tensor) -> Tensor:
-            x = self.inp(x)
-            for layer in self.layers:
-                x = layer(x) + layer(x).detach()
-            return x
-
-    lab.train(lab.wrap(Around()), num_microbatches=2)
-
-
 @scenario(may_refuse=BACKWARDS)
 def truncated_backward_through_time(lab: Lab) -> None:
     """The state goes from one microbatch to the next, detached."""
@@ -633,64 +607,6 @@ def a_loss_that_is_masked_on_one_rank(lab: Lab) -> None:
     lab.train(t, lambda model, batch: plain_loss(model, batch) * (batch.rank != batch.step % 2))
 
 
-DIFFERS = r"rank"
-
-
-@scenario(EVERY_WAY, may_refuse=DIFFERS)
-def one_rank_has_no_backward(lab: Lab) -> None:
-    """Its loss is a constant, and a careful script calls backward only where there is a graph."""
-    t = lab.wrap(Net())
-    for batch in lab.microbatches(t):
-        loss = plain_loss(t.model, batch)
-        if batch.rank != 1:
-            t.backward(loss)
-
-
-@scenario(EVERY_WAY, may_refuse=DIFFERS)
-def one_rank_has_no_forward(lab: Lab) -> None:
-    """Its loader ran out one batch before the others'."""
-    t = lab.wrap(Net())
-    for batch in lab.microbatches(t, steps=range(2)):
-        if batch.rank != 1 or batch.step == 0:
-            t.backward(plain_loss(t.model, batch))
-
-
-@scenario(EVERY_WAY, may_refuse=DIFFERS)
-def one_rank_skips_a_block(lab: Lab) -> None:
-    """Stochastic depth by each rank's own random numbers."""
-
-    class Shallow(Net):
-        skip = False
-
-        def body(self, x: Tensor) -> Tensor:
-            x = self.layers[0](self.inp(x))
-            return self.layers[2](x if self.skip else self.layers[1](x))
-
-    def loss(model: nn.Module, batch: Batch) -> Tensor:
-        model.skip = batch.rank == 1
-        return plain_loss(model, batch)
-
-    lab.train(lab.wrap(Shallow()), loss)
-
-
-@scenario(EVERY_WAY, may_refuse=DIFFERS)
-def ranks_run_blocks_in_another_order(lab: Lab) -> None:
-    class Shuffled(Net):
-        order = (0, 1, 2)
-
-        def body(self, x: Tensor) -> Tensor:
-            x = self.inp(x)
-            for index in self.order:
-                x = self.layers[index](x)
-            return x
-
-    def loss(model: nn.Module, batch: Batch) -> Tensor:
-        model.order = (0, 2, 1) if batch.rank == 1 else (0, 1, 2)
-        return plain_loss(model, batch)
-
-    lab.train(lab.wrap(Shuffled()), loss)
-
-
 @scenario()
 def blocks_skipped_by_all_ranks(lab: Lab) -> None:
     """Stochastic depth by the step: the same block on every rank."""
@@ -711,35 +627,7 @@ def blocks_skipped_by_all_ranks(lab: Lab) -> None:
     lab.train(lab.wrap(Shallow(), optimizer=adamw), loss, steps=range(4))
 
 
-@scenario()
-def blocks_in_another_order_each_step(lab: Lab) -> None:
-    class Shuffled(Net):
-        turn = 0
-
-        def body(self, x: Tensor) -> Tensor:
-            x = self.inp(x)
-            for index in range(3):
-                x = self.layers[(index + self.turn) % 3](x)
-            return x
-
-    def loss(model: nn.Module, batch: Batch) -> Tensor:
-        model.turn = batch.step
-        return plain_loss(model, batch)
-
-    lab.train(lab.wrap(Shuffled()), loss, steps=range(4), num_microbatches=2)
-
-
 # -- functions of one's own ---------------------------------------------------------------------------
-
-
-class StraightThrough(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
-        return x.round()
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
-        return grad
 
 
 class MyLinear(torch.autograd.Function):
@@ -809,30 +697,6 @@ def a_function_of_ones_own(lab: Lab, kind: str) -> None:
         function = FUNCTIONS[kind]
 
     lab.train(lab.wrap(Net(Made)), num_microbatches=2)
-
-
-@scenario()
-def a_straight_through_estimator(lab: Lab) -> None:
-    """Weights are rounded on the way: quantisation-aware training."""
-
-    class Quantised(Block):
-        def inner(self, x: Tensor) -> Tensor:
-            weight = StraightThrough.apply(self.up.weight * 8) / 8
-            return self.down(torch.tanh(nn.functional.linear(self.norm(x), weight, self.up.bias)))
-
-    lab.train(lab.wrap(Net(Quantised)))
-
-
-@scenario(EVERY_WAY)
-def a_norm_bound(lab: Lab) -> None:
-    """`max_grad_norm`, with gradients above it."""
-    lab.train(lab.wrap(Net(), max_grad_norm=0.05), num_microbatches=2)
-
-
-@scenario(EVERY_WAY)
-def a_tied_head(lab: Lab) -> None:
-    """Embedding and head are one weight."""
-    lab.train(lab.wrap(Language()), next_word_loss, num_microbatches=2)
 
 
 @variants(["before", "after"], may_refuse="hook")

@@ -4,12 +4,9 @@ docs/library.md lists each kind with its reason.
 """
 
 REPLICATED = ("ddp", "zero1_allreduce", "zero1", "zero2")
-# A peer may copy weights from these while they are written.
-GATHERS_LATER = ("zero1_allreduce", "zero1", "zero2")
 EVERYWHERE = (*REPLICATED, "zero3")
 
 SHOWS_OLD_VALUES = "an alias kept across a step shows what lay there when it was made"
-PAST_THE_COUNTER = "a write past the version counter"
 NO_GRADIENT = "a hook after accumulation that came later finds no gradient"
 OTHER_RANKS_WAIT = "rank 1 is refused, rank 0 waits for it"
 WORDS_OF_TORCH = "torch says it in words of its own"

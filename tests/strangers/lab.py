@@ -336,7 +336,6 @@ def _detached(state: CanonicalState) -> CanonicalState:
 # -- the list of scenarios --------------------------------------------------------------------------
 
 ALL_STAGES = tuple(STAGES)
-REPLICATED = ("ddp", "zero1_allreduce", "zero1", "zero2")  # weights are whole at rest
 USUAL = (
     *(Setting(stage) for stage in ALL_STAGES),
     Setting("zero2", unit="module"),

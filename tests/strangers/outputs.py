@@ -201,13 +201,6 @@ def appended_to(lab: Lab, place: str) -> None:
     lab.train(lab.wrap(AppendingNet(shelf=place == "a_global")), loss_and_aux)
 
 
-@variants(["an_argument", "a_global"])
-def appended_by_frozen_blocks_to(lab: Lab, place: str) -> None:
-    model = AppendingNet(shelf=place == "a_global")
-    model.layers.requires_grad_(False)
-    lab.train(lab.wrap(model), loss_and_aux)
-
-
 class Caching(Block):
     """Puts keys into a dictionary that the caller carries through the blocks (a cache with gradients)."""
 
@@ -314,24 +307,6 @@ def frozen_block_of_kind(lab: Lab, kind: str) -> None:
 
 
 @scenario()
-def an_output_nobody_uses(lab: Lab) -> None:
-    """FSDP: unused forward output."""
-
-    class Forked(Block):
-        def forward(self, x: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
-            return super().forward(x), self.up(x)
-
-    class ForkedNet(Net):
-        def body(self, x: Tensor) -> Tensor:
-            x = self.inp(x)
-            for layer in self.layers:
-                x, _ = layer(x)
-            return x
-
-    lab.train(lab.wrap(ForkedNet(Forked)))
-
-
-@scenario()
 def a_block_whose_output_nobody_uses(lab: Lab) -> None:
     """FSDP: unused forward module. Its weights get no gradient on any rank."""
 
@@ -342,26 +317,6 @@ def a_block_whose_output_nobody_uses(lab: Lab) -> None:
             return self.layers[2](self.layers[0](x))
 
     lab.train(lab.wrap(Wasteful()))
-
-
-@scenario()
-def outputs_that_are_no_tensors(lab: Lab) -> None:
-    """FSDP: non-tensor activations. A block returns words and numbers beside its tensor."""
-
-    class Talking(Block):
-        def forward(self, x: Tensor, note: str = "") -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
-            return {"state": super().forward(x), "note": note + "!", "size": x.shape[0], "no": None}
-
-    class TalkingNet(Net):
-        def body(self, x: Tensor) -> Tensor:
-            x, note = self.inp(x), ""
-            for layer in self.layers:
-                answer = layer(x, note=note)
-                x, note = answer["state"], answer["note"]
-            assert note == "!!!"
-            return x
-
-    lab.train(lab.wrap(TalkingNet(Talking)))
 
 
 @scenario(may_refuse={"zero3": r"view|outlive|gathered|kept"})

@@ -9,7 +9,6 @@ from torch import Tensor, nn
 
 from tests.strangers.lab import (
     EVERY_WAY,
-    SAMPLES,
     WIDTH,
     Batch,
     Lab,
@@ -82,21 +81,6 @@ def a_root_of_zero_dim_parameters(lab: Lab) -> None:
 
 
 @scenario(EVERY_WAY)
-def parameters_that_are_all_tiny(lab: Lab) -> None:
-    """Blocks of one element: smaller than any world."""
-
-    class Tiny(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.gain = nn.Parameter(torch.tensor(0.5))
-
-        def forward(self, x: Tensor) -> Tensor:
-            return x + self.gain * torch.tanh(x)
-
-    lab.train(lab.wrap(Net(Tiny)), num_microbatches=2)
-
-
-@scenario(EVERY_WAY)
 def blocks_without_parameters(lab: Lab) -> None:
     class Bare(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
@@ -110,14 +94,6 @@ def everything_in_float64(lab: Lab) -> None:
     model = Net().double()
     t = lab.wrap(model)
     lab.train(t, lambda model, batch: batch.loss(model(batch.x.double()), batch.y.double()))
-
-
-@scenario(tolerance=2e-2)
-def everything_in_bfloat16(lab: Lab) -> None:
-    """The model keeps its dtype; sums of rounded gradients may be rounded in another order."""
-    model = Net().bfloat16()
-    t = lab.wrap(model, optimizer=lambda g: torch.optim.SGD(g, lr=0.05))
-    lab.train(t, lambda model, batch: batch.loss(model(batch.x.bfloat16()), batch.y.bfloat16()))
 
 
 MIXED = r"dtypes=|dtype"
@@ -191,13 +167,6 @@ def a_lazy_layer(lab: Lab) -> None:
     lab.wrap(Lazy())
 
 
-@scenario(refused=r"meta", oracle=False)
-def a_model_on_the_meta_device(lab: Lab) -> None:
-    with torch.device("meta"):
-        model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 3))
-    lab.wrap(model, ["0"])
-
-
 # -- the same weight in several places ----------------------------------------------------------------
 
 
@@ -241,20 +210,6 @@ def one_block_named_twice(lab: Lab) -> None:
     lab.train(lab.wrap(Shared()))
 
 
-@scenario(EVERY_WAY)
-def a_block_run_three_times(lab: Lab) -> None:
-    """Universal transformer: depth by repetition."""
-
-    class Looped(Net):
-        def body(self, x: Tensor) -> Tensor:
-            x = self.inp(x)
-            for index in (0, 0, 1, 0, 2):
-                x = self.layers[index](x)
-            return x
-
-    lab.train(lab.wrap(Looped()), num_microbatches=2)
-
-
 @scenario(may_refuse=r"memory|storage|view|shar")
 def parameters_that_are_views_of_one_tensor(lab: Lab) -> None:
     """Query and key weights cut out of one buffer: two Parameters, one storage, no overlap."""
@@ -271,24 +226,6 @@ def parameters_that_overlap(lab: Lab) -> None:
     model = Net()
     model.layers[1].up.weight = nn.Parameter(model.layers[0].up.weight.detach())
     lab.train(lab.wrap(model, optimizer=lambda g: torch.optim.SGD(g, lr=0.05)))
-
-
-@scenario()
-def tied_by_a_slice_in_forward(lab: Lab) -> None:
-    """One big table, slices of which are the blocks' biases."""
-
-    class Table(Net):
-        def __init__(self) -> None:
-            super().__init__()
-            self.table = nn.Parameter(torch.zeros(3, WIDTH))
-
-        def body(self, x: Tensor) -> Tensor:
-            x = self.inp(x)
-            for layer, row in zip(self.layers, self.table, strict=True):
-                x = layer(x + row)
-            return x
-
-    lab.train(lab.wrap(Table()))
 
 
 # -- buffers ------------------------------------------------------------------------------------------
@@ -331,46 +268,10 @@ def batch_norm_that_is_frozen(lab: Lab) -> None:
         lab.note(buffer)
 
 
-@scenario()
-def buffers_that_count(lab: Lab) -> None:
-    """A forward counts its calls and keeps the last input's mean: one number for each rank, rank 0's after the step."""
-
-    class Counting(Block):
-        def __init__(self) -> None:
-            super().__init__()
-            self.register_buffer("calls", torch.zeros((), dtype=torch.long))
-            self.register_buffer("mask", torch.tril(torch.ones(SAMPLES, SAMPLES)), persistent=False)
-
-        def forward(self, x: Tensor) -> Tensor:
-            self.calls += 1
-            return super().forward(self.mask[: len(x), : len(x)] @ x)
-
-    t = lab.wrap(Net(Counting), isolated=True)
-    lab.train(t)
-    lab.note(t.model.layers[0].calls.item())
-    lab.note(t.model.layers[0].mask)
-
-
 @scenario(refused={"zero3": r"gathered"})
 def buffers_in_the_state_dict(lab: Lab) -> None:
     t = lab.wrap(Net(Normed))
     lab.note([*t.model.state_dict()])
-
-
-@scenario()
-def a_buffer_that_is_replaced(lab: Lab) -> None:
-    """A cache put into a buffer by assignment in each forward."""
-
-    class Cached(Block):
-        def __init__(self) -> None:
-            super().__init__()
-            self.register_buffer("cache", None, persistent=False)
-
-        def forward(self, x: Tensor) -> Tensor:
-            self.cache = x.detach().mean(0)
-            return super().forward(x) + self.cache
-
-    lab.train(lab.wrap(Net(Cached)))
 
 
 # -- layers of torch ----------------------------------------------------------------------------------

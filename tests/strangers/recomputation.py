@@ -198,16 +198,6 @@ def a_checkpoint_whose_backward_stops_early(lab: Lab) -> None:
     lab.train(lab.wrap(Early()))
 
 
-@scenario()
-def a_checkpoint_without_backward(lab: Lab) -> None:
-    """An evaluation of a model that checkpoints."""
-    t = lab.wrap(Recomputed("two_blocks", reentrant=False))
-    for step in range(2):
-        with torch.no_grad():
-            lab.note(t.model(torch.ones(2, 6)))
-        lab.train(t, steps=[step])
-
-
 # -- saved tensors ------------------------------------------------------------------------------------
 
 
@@ -235,23 +225,6 @@ def saved_tensors(lab: Lab, how: str) -> None:
 def anomalies_detected(lab: Lab) -> None:
     with torch.autograd.detect_anomaly(check_nan=True):
         lab.train(lab.wrap(Net()))
-
-
-@scenario()
-def gradient_edges_and_names(lab: Lab) -> None:
-    """Somebody walks the graph after the forward: `grad_fn`, `next_functions`."""
-
-    def loss(model: nn.Module, batch: Batch) -> Tensor:
-        value = plain_loss(model, batch)
-        count, todo = 0, [value.grad_fn]
-        while todo:
-            node = todo.pop()
-            count += 1
-            todo += [each for each, _ in node.next_functions if each is not None]
-        batch.note(count > 10)
-        return value
-
-    lab.train(lab.wrap(Net()), loss)
 
 
 # -- weights made of others ---------------------------------------------------------------------------
@@ -348,22 +321,6 @@ def a_parametrization_that_is_cached(lab: Lab) -> None:
             return batch.loss(model(batch.x) + model(batch.x * 2))
 
     lab.train(lab.wrap(model), loss)
-
-
-@scenario()
-def a_hypernetwork(lab: Lab) -> None:
-    """One block's weights are computed by another and applied by `functional_call`."""
-
-    class Hyper(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.make = nn.Linear(6, 36)
-
-        def forward(self, x: Tensor) -> Tensor:
-            weight = self.make(x.mean(0)).view(6, 6)
-            return x + torch.tanh(x @ weight)
-
-    lab.train(lab.wrap(Net(Hyper)))
 
 
 @scenario()

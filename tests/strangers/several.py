@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from tests.strangers.lab import EVERY_WAY, WIDTH, Batch, Lab, adamw, plain_loss, scenario
+from tests.strangers.lab import EVERY_WAY, WIDTH, Batch, Lab, adamw, scenario
 from tests.strangers.models import Block, Net
 
 
@@ -34,27 +34,6 @@ def two_networks_against_each_other(lab: Lab) -> None:
         lab.note(g.step())
         g.zero_grad()
         d.zero_grad()
-
-
-@scenario(may_refuse=r"requires_grad|frozen|freez|thaw|microbatch")
-def two_networks_one_frozen_by_turns(lab: Lab) -> None:
-    """The same, with the discriminator frozen while the generator learns."""
-    g, d = lab.wrap(Generating()), lab.wrap(Net())
-    for step in range(3):
-        d.model.requires_grad_(True)
-        for batch in lab.batches(step):
-            with d.microbatch(last=True):
-                with torch.no_grad():
-                    fake = g.model(batch.x)
-                d.backward(batch.loss(d.model(fake)))
-        d.step()
-        d.zero_grad()
-        d.model.requires_grad_(False)
-        for batch in lab.batches(step):
-            with g.microbatch(last=True):
-                g.backward(batch.loss(d.model(g.model(batch.x)), -batch.y))
-        g.step()
-        g.zero_grad()
 
 
 @scenario()
@@ -90,23 +69,6 @@ def a_teacher_that_is_wrapped_too(lab: Lab) -> None:
     lab.train(t, loss, num_microbatches=2)
 
 
-@scenario()
-def a_teacher_that_is_not_wrapped(lab: Lab) -> None:
-    """A plain frozen module as a part of the student, hidden in a list."""
-
-    class Student(Net):
-        def __init__(self) -> None:
-            super().__init__()
-            self.teacher = [Net(seed=9).requires_grad_(False)]
-
-    def loss(model: nn.Module, batch: Batch) -> Tensor:
-        with torch.no_grad():
-            target = model.teacher[0](batch.x)
-        return batch.loss(model(batch.x), target)
-
-    lab.train(lab.wrap(Student()), loss)
-
-
 @scenario(EVERY_WAY)
 def two_models_in_turns(lab: Lab) -> None:
     """Nothing of one is in the way of the other: steps, evaluations and contexts alternate."""
@@ -136,22 +98,6 @@ def two_models_in_one_loss(lab: Lab) -> None:
         b.zero_grad()
 
 
-@scenario(may_refuse=r"microbatch|backward")
-def microbatches_that_interleave(lab: Lab) -> None:
-    """Both forwards first, then both backwards."""
-    a, b = lab.wrap(Net(seed=3)), lab.wrap(Net(seed=4))
-    for step in range(3):
-        for batch in lab.batches(step):
-            with a.microbatch(last=True), b.microbatch(last=True):
-                first, second = plain_loss(a.model, batch), plain_loss(b.model, batch)
-                a.backward(first)
-                b.backward(second)
-        a.step()
-        b.step()
-        a.zero_grad()
-        b.zero_grad()
-
-
 @scenario()
 def a_target_network(lab: Lab) -> None:
     """DQN or BYOL: the target follows by a moving average, in the writing context of its own engine."""
@@ -172,16 +118,6 @@ def a_target_network(lab: Lab) -> None:
 
 
 @scenario()
-def engines_made_one_after_the_other(lab: Lab) -> None:
-    """A sweep in one process: five models, each trained and dropped."""
-    for seed in range(5):
-        t = lab.wrap(Net(seed=seed))
-        lab.train(t, steps=[0])
-        with t.gathered():
-            lab.note(t.model.head.weight)
-
-
-@scenario()
 def a_model_taken_out_and_wrapped_again(lab: Lab) -> None:
     """Trained weights go into a fresh model by its state dict, which is wrapped in its turn."""
     t = lab.wrap(Net())
@@ -192,30 +128,6 @@ def a_model_taken_out_and_wrapped_again(lab: Lab) -> None:
     fresh.load_state_dict(weights)
     fresh.layers[1].requires_grad_(False)
     lab.train(lab.wrap(fresh, optimizer=adamw), steps=[1])
-
-
-@scenario()
-def actor_and_critic_with_one_body(lab: Lab) -> None:
-    """Two heads, two losses, one optimizer with a group for each."""
-
-    class Both(Net):
-        def __init__(self) -> None:
-            super().__init__()
-            self.critic = nn.Linear(WIDTH, 1)
-
-        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:  # pyright: ignore[reportIncompatibleMethodOverride]
-            hidden = self.body(x)
-            return self.head(hidden), self.critic(hidden.detach())
-
-    def loss(model: nn.Module, batch: Batch) -> Tensor:
-        output, value = model(batch.x)
-        return batch.loss(output) + batch.loss(value, batch.y.mean(1, keepdim=True))
-
-    model = Both()
-    critic = list(model.critic.parameters())
-    rest = [p for n, p in model.named_parameters() if not n.startswith("critic")]
-    groups = [{"params": critic, "lr": 0.1}, {"params": rest}]
-    lab.train(lab.wrap(model, groups=groups), loss)
 
 
 @scenario()

@@ -103,12 +103,6 @@ def a_loss_in_chunks_with_a_tied_head(lab: Lab) -> None:
 
 
 @scenario(EVERY_WAY, may_refuse=EVERYWHERE_BUT_ZERO3)
-def a_head_outside_of_forward(lab: Lab) -> None:
-    """`model.body(x)`, then `model.head`: methods of the root instead of its forward."""
-    lab.train(lab.wrap(Net()), lambda model, batch: batch.loss(model.head(model.body(batch.x))))
-
-
-@scenario(EVERY_WAY, may_refuse=EVERYWHERE_BUT_ZERO3)
 def a_functional_head(lab: Lab) -> None:
     """`F.linear` with the head's weight: not even the head's own hooks fire."""
 
@@ -173,25 +167,6 @@ class Listed(nn.Module):
 @scenario(EVERY_WAY)
 def parameter_lists_and_dicts(lab: Lab) -> None:
     lab.train(lab.wrap(Net(Listed)), num_microbatches=2)
-
-
-class PrefixNet(Net):
-    """A learned prefix for each block, in a list of the root."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.prefixes = nn.ParameterList(torch.zeros(WIDTH) for _ in range(3))
-
-    def body(self, x: Tensor) -> Tensor:
-        x = self.inp(x)
-        for layer, prefix in zip(self.layers, self.prefixes, strict=True):
-            x = layer(x + prefix)
-        return x
-
-
-@scenario(EVERY_WAY)
-def a_parameter_list_of_the_root(lab: Lab) -> None:
-    lab.train(lab.wrap(PrefixNet()), num_microbatches=2)
 
 
 class Recurrent(nn.Module):
@@ -303,15 +278,6 @@ def per_sample_gradients(lab: Lab) -> None:
                 each = torch.vmap(torch.func.grad(one), (None, 0, 0))(weights, batch.x, batch.y)
                 batch.note(torch.stack([g.flatten(1).norm(dim=1) for g in each.values()]))
                 del weights, each
-        lab.train(t, steps=[step])
-
-
-@scenario(may_refuse=r"func|transform|vmap|gathered|microbatch")
-def a_jacobian_of_the_model(lab: Lab) -> None:
-    t = lab.wrap(Net())
-    for step in range(2):
-        for batch in lab.batches(step):
-            batch.note(torch.func.jacrev(t.model)(batch.x[0]))
         lab.train(t, steps=[step])
 
 

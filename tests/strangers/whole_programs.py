@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -21,7 +21,6 @@ from tests.strangers.lab import (
     next_word_loss,
     plain_loss,
     scenario,
-    sgd,
     variants,
 )
 from tests.strangers.models import Block, Language, Net
@@ -29,7 +28,7 @@ from zeroexp.cut.stage import STAGES
 from zeroexp.engines.sharded import Sharded
 from zeroexp.interface.canonical import merge
 from zeroexp.process import world as worlds
-from zeroexp.zero.options import Dtypes, Options
+from zeroexp.zero.options import Options
 
 ODD_WORLDS = (
     Setting("zero3"),
@@ -65,76 +64,6 @@ class Normalised(Block):
 def a_block_that_normalises_its_weight(lab: Lab) -> None:
     """Weight normalisation by hand in a forward; the refusal names the weight, and where it was written."""
     lab.train(lab.wrap(Net(Normalised)))
-
-
-# -- sums in another precision ----------------------------------------------------------------------------
-
-
-class ByHand:
-    """bf16 with fp32 masters, and gradients of microbatches that add up in fp32, written out for one process."""
-
-    def __init__(self, model: nn.Module, optimizer: Factory, max_grad_norm: float) -> None:
-        self.masters = [nn.Parameter(p.detach().clone()) for p in model.parameters()]
-        self.model = model.to(torch.bfloat16)
-        self.sums = [torch.zeros_like(master) for master in self.masters]
-        self.optimizer, self.max_grad_norm = optimizer([{"params": self.masters}]), max_grad_norm
-
-    def take(self) -> None:
-        for total, p in zip(self.sums, self.model.parameters(), strict=True):
-            assert p.grad is not None
-            total += p.grad.float()
-            p.grad = None
-
-    def step(self) -> Tensor:
-        for total, master in zip(self.sums, self.masters, strict=True):
-            master.grad = total.clone()
-            total.zero_()
-        norm = nn.utils.clip_grad_norm_(self.masters, self.max_grad_norm)
-        self.optimizer.step()
-        for p, master in zip(self.model.parameters(), self.masters, strict=True):
-            p.data.copy_(master)
-        return norm
-
-
-@scenario(ODD_WORLDS, tolerance=3e-5)
-def bf16_accumulated_over_sixteen_microbatches(lab: Lab) -> None:
-    """A sum in bf16 would keep three digits: 7e-3 off after sixteen. Clipped, each step by its whole norm."""
-    model, bound, num = Net(), 0.2, 16
-    if lab.plain:
-        hand = ByHand(model, adamw, bound)
-        for step in range(3):
-            for batch in lab.batches(step, num):
-                value = batch.loss(hand.model(batch.x.bfloat16()).float())
-                batch.note(value)
-                value.backward()
-                hand.take()
-            lab.note(hand.step())
-        for master in hand.masters:
-            lab.note(master)
-        return
-    t = lab.wrap(
-        model,
-        optimizer=adamw,
-        max_grad_norm=bound,
-        dtypes=Dtypes(torch.bfloat16, torch.float32, torch.float32),
-    )
-    for step in range(3):
-        for batch in lab.batches(step, num):
-            with t.microbatch(last=batch.last):
-                value = batch.loss(t.model(batch.x.bfloat16()).float())
-                batch.note(value)
-                t.backward(value)
-        lab.note(t.step())
-        t.zero_grad()
-    state = merge(worlds.gather_objects(copy.deepcopy(t.state_dict())))
-    lab._wrapped.clear()  # masters are compared below
-    for name, _ in t.model.named_parameters():
-        tensor = state[name]["weight"]
-        lab.note(
-            torch.cat([p.tensor for p in sorted(tensor.pieces, key=lambda p: p.start)]).view(
-                tensor.shape
-            )
-        )
 
 
 # -- states that go round ---------------------------------------------------------------------------------
@@ -221,25 +150,6 @@ def a_head_is_loaded_without_the_rest(lab: Lab) -> None:
 # -- rates, groups and decay ------------------------------------------------------------------------------
 
 
-@scenario(ODD_WORLDS, tolerance=3e-6)
-def rates_by_layer_and_decay_by_hand(lab: Lab) -> None:
-    """A group for each layer with a rate of its own, a schedule over all, and decoupled decay between steps."""
-    model = Net()
-    parts = [model.inp, *model.layers, model.head]
-    groups = [{"params": [*p.parameters()], "lr": 0.1 * 0.7**i} for i, p in enumerate(parts)]
-    t = lab.wrap(model, groups=groups, max_grad_norm=0.1)
-    rates = torch.optim.lr_scheduler.OneCycleLR(
-        t.optimizer, max_lr=[0.1 * 0.7**i for i in range(len(parts))], total_steps=6
-    )
-    for step in range(4):
-        lab.train(t, steps=[step], num_microbatches=2)
-        rates.step()
-        with t.gathered(write=True), torch.no_grad():
-            for p in t.model.parameters():
-                if p.ndim > 1:
-                    p.mul_(1 - 0.1 * t.optimizer.param_groups[0]["lr"])
-
-
 @scenario(ODD_WORLDS)
 def another_number_of_microbatches_each_step(lab: Lab) -> None:
     """A batch that grows; gradients cleared to zeros as well as to None."""
@@ -255,16 +165,6 @@ def another_number_of_microbatches_each_step(lab: Lab) -> None:
             t.model.zero_grad(set_to_none=False)
         else:
             t.optimizer.zero_grad()
-
-
-@scenario(ODD_WORLDS)
-def a_loss_scaled_by_hand(lab: Lab) -> None:
-    """Static loss scaling: a hook of each weight takes the factor out again."""
-    model = Language()
-    for p in model.parameters():
-        p.register_hook(lambda grad: grad / 1024)
-    t = lab.wrap(model, max_grad_norm=0.4)
-    lab.train(t, lambda model, batch: next_word_loss(model, batch) * 1024, num_microbatches=2)
 
 
 # -- models of odd sizes and habits -----------------------------------------------------------------------
@@ -310,27 +210,6 @@ class Recomputed(Block):
 @scenario(ODD_WORLDS)
 def recomputed_blocks_that_draw(lab: Lab) -> None:
     lab.train(lab.wrap(Net(Recomputed), optimizer=adamw, max_grad_norm=0.2), num_microbatches=2)
-
-
-@scenario(ODD_WORLDS)
-def a_teacher_that_follows(lab: Lab) -> None:
-    """A mean teacher: a deep copy, drawn after the student in each step, whose outputs are part of the loss."""
-    t = lab.wrap(Net(), optimizer=adamw)
-    with t.gathered():
-        teacher = copy.deepcopy(t.model).requires_grad_(False)
-
-    def loss(model: nn.Module, batch: Batch) -> Tensor:
-        with torch.no_grad():
-            target = teacher(batch.x)
-        return plain_loss(model, batch) + batch.loss(model(batch.x), target)
-
-    for step in range(4):
-        lab.train(t, loss, steps=[step])
-        with t.gathered(), torch.no_grad():
-            for mine, his in zip(teacher.parameters(), t.model.parameters(), strict=True):
-                mine.lerp_(his, 0.1)
-    for mine in teacher.parameters():
-        lab.note(mine.detach().clone())
 
 
 @scenario(ODD_WORLDS)
@@ -381,44 +260,6 @@ def two_groups_of_two(lab: Lab, habit: str) -> None:
         with t.gathered(write=True), torch.no_grad():
             for p in t.model.parameters():
                 p.mul_(0.999)
-
-
-@scenario(IN_GROUPS)
-def a_state_of_replicas_goes_on_without(lab: Lab) -> None:
-    t = lab.wrap(Language(), optimizer=adamw, replicas=2)
-    lab.train(t, next_word_loss, steps=[0, 1])
-    if not lab.plain:
-        assert lab.world is not None
-        state = merge(worlds.gather_objects(copy.deepcopy(t.state_dict())))
-        model = Language()
-        t = instead(
-            lab,
-            Sharded(
-                model,
-                blocks=["layers.0"],
-                stage=STAGES["zero3"],
-                param_groups=[{"params": list(model.parameters())}],
-                optimizer_factory=adamw,
-                world=lab.world,
-            ),
-        )
-        t.load_state_dict(state)
-    lab.train(t, next_word_loss, steps=[2])
-
-
-# -- an optimizer that is not over what it is handed ------------------------------------------------------
-
-
-@variants(["other_parameters", "none"], BY_STAGE, refused="optimizer_factory", oracle=False)
-def a_factory_beside_masters_that_returns(lab: Lab, what: str) -> None:
-    """Under masters of fp32 an optimizer over the model's own bf16 parameters would train nothing."""
-    model = Net()
-    factories: dict[str, Callable[[Any], Any]] = {
-        "other_parameters": lambda _groups: sgd(model.parameters()),
-        "none": lambda _groups: None,
-    }
-    dtypes = Dtypes(torch.bfloat16, torch.float32, torch.float32)
-    lab.train(lab.wrap(model, optimizer=factories[what], dtypes=dtypes))
 
 
 # -- weights that change places ---------------------------------------------------------------------------

@@ -61,30 +61,6 @@ def written_differently_by_rank(lab: Lab, way: str) -> None:
     lab.train(t)
 
 
-@scenario()
-def weights_initialised_by_apply(lab: Lab) -> None:
-    t = lab.wrap(Net())
-
-    def init(module: nn.Module) -> None:
-        if isinstance(module, nn.Linear):
-            nn.init.constant_(module.weight, 0.1)
-
-    with t.gathered(write=True):
-        t.model.apply(init)
-    lab.train(t)
-
-
-@scenario()
-def weights_from_one_vector(lab: Lab) -> None:
-    """`vector_to_parameters` assigns `p.data`."""
-    t = lab.wrap(Net())
-    lab.train(t, steps=[0])
-    with t.gathered(write=True):
-        vector = nn.utils.parameters_to_vector(t.model.parameters()).detach() * 0.5
-        nn.utils.vector_to_parameters(vector, t.model.parameters())
-    lab.train(t, steps=[1])
-
-
 WRITES: dict[str, Callable[[nn.Parameter], object]] = {
     "copy": lambda p: p.copy_(torch.full_like(p, 0.1)),
     "data": lambda p: p.data.mul_(0.5),
@@ -287,25 +263,6 @@ def changed_to_what_it_is_by(lab: Lab, way: str) -> None:
     else:
         getattr(t.model, way)()
     lab.train(t, steps=[1])
-
-
-class SelfWriting(nn.Module):
-    """Normalises its own weight in its forward, as old spectral tricks do."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.up = nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        with torch.no_grad():
-            self.up.weight.div_(self.up.weight.norm())
-        return x + self.up(x)
-
-
-@scenario(may_refuse=r"writ|gathered\(")
-def written_by_its_own_forward(lab: Lab) -> None:
-    """Each rank writes the same into a weight that is about to be freed, or has a master elsewhere."""
-    lab.train(lab.wrap(Net(SelfWriting)))
 
 
 @scenario(may_refuse=r"writ|gathered\(|max_norm")

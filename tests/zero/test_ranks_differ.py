@@ -138,7 +138,9 @@ def test_on_one_host_ranks_may_differ(ranks, way, stage, world_size, overlap):
         is_right(pieces, way, world_size)
 
 
-@pytest.mark.parametrize("when", ["in a microbatch", "before a step"])
+@pytest.mark.parametrize(
+    "when", ["in a microbatch", pytest.param("before a step", marks=pytest.mark.slow)]
+)
 def test_on_one_host_a_rank_that_reads_all_weights_alone_is_told(ranks, when):
     """Reading compares the ranks: the comparison meets that of the first microbatch, or the norm, and then nothing."""
     with pytest.raises(AssertionError) as caught:
