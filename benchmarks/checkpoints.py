@@ -198,9 +198,9 @@ def _ways(rows: list[dict[str, Any]]) -> list[list[dict[str, Any]]]:
 
 
 def _cell(blocked: dict[str, Any], save: dict[str, Any], load: dict[str, Any]) -> str:
-    times = " / ".join(f"{1e3 * row['seconds']:.0f}" for row in (blocked, save, load))
-    extra = " / ".join(table.megabytes(row["peak_extra_bytes"]) for row in (save, load))
-    return f"{times} ms; {extra} MB"
+    times = "/".join(f"{1e3 * row['seconds']:.0f}" for row in (blocked, save, load))
+    extra = "/".join(table.megabytes(row["peak_extra_bytes"]) for row in (save, load))
+    return f"{times} ms, {extra} MB"
 
 
 def _cells(way: list[dict[str, Any]]) -> list[str]:

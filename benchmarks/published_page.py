@@ -98,7 +98,6 @@ def _redundant_optimizers() -> str:
         "| figure | published | computed |\n| --- | ---: | ---: |\n"
         f"| over slow links, in P | 6/8 | {slow:.3f} |\n"
         f"| less than 2 P | 62.5 % | {100 * (1 - slow / 2):.1f} % |\n"
-        f"| less than 2 P (N-1)/N = 1.75 P | 57.1 % | {100 * (1 - slow / 1.75):.1f} % |\n"
         f"| in all, in P | 1.75 | {total:.2f} |",
     ]
     return "\n\n".join(lines)

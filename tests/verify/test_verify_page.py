@@ -122,9 +122,8 @@ def test_a_wrong_word_is_refused(
     assert capsys.readouterr().err == f"zeroexp: {said}\n"
 
 
-def test_the_page_of_bugs_has_each_with_its_thread_and_kind() -> None:
+def test_the_page_of_bugs_has_each_published_one_with_its_thread_and_kind() -> None:
     rows = (ROOT / "docs/silent_bugs.md").read_text().splitlines()
-    for bug in BUGS.values():
+    for bug in (each for each in BUGS.values() if each.thread):
         (row,) = [each for each in rows if each.startswith(f"| {bug.was} |")]
-        assert f"| `{bug.kind}`: " in row
-        assert f"[{bug.thread}]({bug.url})" in row if bug.thread else "| made up |" in row
+        assert f"| `{bug.kind}`: " in row and f"[{bug.thread}]({bug.url})" in row
