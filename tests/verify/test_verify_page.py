@@ -18,6 +18,7 @@ from zeroexp.process import safe_output
 from zeroexp.verify.__main__ import main
 
 ROOT = Path(__file__).resolve().parents[2]
+PYPROJECT = ROOT / "pyproject.toml"
 PAGE = (ROOT / "docs/verify.md").read_text()
 (CODE,) = re.findall(r"^```python\n# loop.py\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
 # What the page does to its loop, and the exit code
@@ -74,16 +75,58 @@ CANNOT = {
     "build_model": "returns Sequential; return a zeroexp.verify.Loop",
     "without_step": "train returns no step; return step, or (model, step)",
     "divides": "rank 0 of 1: loop.py:{line}: ZeroDivisionError: division by zero",
-    "with_dropout": "1: dropout 0.5 draws differently on each rank; build it with 0",
+    "with_dropout": "Loop(loss=...): the same weights and microbatch give {number} and {number}: dropout, or",
+    "of_an_iterator": "Loop(batch=...): equal generators give different microbatches; draw from the",
+    "two_optimizers": "Loop(optimizer=...): returns list; return one torch.optim.Optimizer",
+    "of_another_model": "Loop(optimizer=...): holds others than the weights of the model it is given",
+    "of_a_float": "Loop(loss=...): returns float; return one number that trained weights make, or",
+    "not_a_number": "Loop(loss=...): is nan at the start; nothing can be compared",
+    "no_microbatch": "Loop(microbatches=0): give 1 or more",
+    "no_norm": "Loop(max_grad_norm=0.0): give more than 0",
+    "dtype_in_words": "Loop(dtype='bfloat16'): give torch.float32, torch.bfloat16 or torch.float16",
+    "a_class": "Loop(model=<class 'torch.nn.modules.linear.Linear'>): give a torch.nn.Module as built",
+    "three_things": "train returns no step; return step, or (model, step)",
+    "in_a_closure": "0.weight: its gradient is in no torch optimizer that can be read, when its step begins",
+    "leaves": "rank 0 of 1: loop.py:{line}: SystemExit: it needs a GPU",
     "sleeps": "rank 0 of 1: not done after 3 s; see whether ranks issue different collectives",
     "ends": "rank 0 of 1: ended with exit code 3",
 }
 BEHIND = """
-import os, time
+import itertools, os, sys, time
 from dataclasses import replace
 without_step = lambda: replace(my_loop(), train=lambda model: None)
 divides = lambda: replace(my_loop(), train=lambda model: lambda batches: 1 / 0)
-with_dropout = lambda: replace(my_loop(), model=nn.Sequential(nn.Linear(1, 1), nn.Dropout()))
+leaves = lambda: replace(my_loop(), train=lambda model: sys.exit("it needs a GPU"))
+
+def with_dropout():
+    loss = lambda model, batch: nn.functional.dropout(model[0](batch[0])).sum()
+    return replace(my_loop(), loss=loss)
+
+def of_an_iterator():
+    numbers = itertools.count()
+    return replace(my_loop(), batch=lambda _: random_batch(torch.Generator().manual_seed(next(numbers))))
+
+def in_a_closure():
+    def train(model):
+        optimizer = build_optimizer(model)
+        def step(batches):
+            def closure():
+                loss = loss_of(model, batches[0])
+                loss.backward()
+                return loss
+            optimizer.step(closure)
+        return step
+    return replace(my_loop(), train=train)
+
+two_optimizers = lambda: replace(my_loop(), optimizer=lambda model: [build_optimizer(model)] * 2)
+of_another_model = lambda: replace(my_loop(), optimizer=lambda model: build_optimizer(build_model()))
+of_a_float = lambda: replace(my_loop(), loss=lambda model, batch: 1.0)
+not_a_number = lambda: replace(my_loop(), loss=lambda model, batch: loss_of(model, batch) * torch.nan)
+no_microbatch = lambda: replace(my_loop(), microbatches=0)
+no_norm = lambda: replace(my_loop(), max_grad_norm=0.0)
+dtype_in_words = lambda: replace(my_loop(), dtype="bfloat16")
+a_class = lambda: replace(my_loop(), model=nn.Linear)
+three_things = lambda: replace(my_loop(), train=lambda model: (model, print, 3))
 sleeps = lambda: replace(my_loop(), train=lambda model: time.sleep(99))
 ends = lambda: replace(my_loop(), train=lambda model: os._exit(3))
 """
@@ -92,10 +135,23 @@ ends = lambda: replace(my_loop(), train=lambda model: os._exit(3))
 def test_what_can_not_be_run_is_one_line(tmp_path: Path) -> None:
     file = tmp_path / "loop.py"
     file.write_text(CODE + BEHIND)
-    line = file.read_text().splitlines().index(BEHIND.splitlines()[4]) + 1
+    of = {text.partition(" = ")[0]: n for n, text in enumerate(file.read_text().splitlines(), 1)}
     asked = [(name, 1, 3.0 if name == "sleeps" else 300.0) for name in CANNOT]
-    for said, (word, told) in zip(CANNOT.values(), answers(file, asked), strict=True):
-        assert word == "refused" and said.format(line=line) in told and "\n" not in told
+    for (name, said), (word, told) in zip(CANNOT.items(), answers(file, asked), strict=True):
+        shown = re.sub(r"\d+\.\d+", "NUMBER", told) if "{number}" in said else told
+        said = said.format(line=of.get(name), number="NUMBER")
+        assert word == "refused" and said in shown and "\n" not in told
+
+
+def test_what_differs_is_told_though_other_numbers_of_ranks_can_not_be_run(tmp_path: Path) -> None:
+    text, _ = MISTAKES["not divided"]
+    text = text.replace(
+        "def train(model):", "def train(model):\n    assert 2 > dist.get_world_size(), 'one'"
+    )
+    text = text.replace("import torch\n", "import torch\nimport torch.distributed as dist\n", 1)
+    code, printed, errors = verify(tmp_path, text, "loop.py:my_loop", "--json", "--worlds", "1,2")
+    assert code == 1 and [each["world_size"] for each in json.loads(printed)] == [1]
+    assert "scale: it is x 3" in errors and "AssertionError: one" in errors
 
 
 @pytest.mark.parametrize(
@@ -111,6 +167,8 @@ def test_what_can_not_be_run_is_one_line(tmp_path: Path) -> None:
             "--worlds x: no numbers of ranks; give some, as 1,2,4",
         ),
         ([f"{__file__}:x", "--steps", "0"], "--steps 0: none; give at least 1"),
+        ([f"{__file__}:x", "--seconds", "nan"], "--seconds nan: no time; give more than 0"),
+        ([f"{PYPROJECT}:x"], "pyproject.toml: no Python file; give FILE.py:FUNCTION"),
     ],
 )
 def test_a_wrong_word_is_refused(

@@ -32,32 +32,40 @@ def main() -> int:
     wanted = wants_json()
     arguments = _arguments()
     with json_alone(wanted) as told:
+        verdicts: list[Verdict] = []
+        code = 0
         try:
-            verdicts = _verify(arguments)
+            _verify(arguments, verdicts)
         except NoLoop as problem:
             print(f"zeroexp: {problem}", file=sys.stderr)
-            return REFUSED
-        for line in _conclusion(verdicts):
-            print(line)
-        told.append(json.dumps([asdict(each) for each in verdicts]))
-    return DIFFERS if any(each.difference for each in verdicts) else 0
+            code = REFUSED
+        if any(each.difference for each in verdicts):
+            code = DIFFERS  # though other numbers of ranks can not be run
+        if code != REFUSED:
+            print(*_conclusion(verdicts), sep="\n")
+        if verdicts:
+            told.append(json.dumps([asdict(each) for each in verdicts]))
+    return code
 
 
-def _verify(arguments: argparse.Namespace) -> list[Verdict]:
+def _verify(arguments: argparse.Namespace, verdicts: list[Verdict]) -> None:
+    """Append a verdict for each number of ranks. Raises NoLoop at the first that can not be run."""
     name, _, function = arguments.loop.rpartition(":")
     file = Path(name).resolve()
     if not function.isidentifier() or not file.is_file():
         raise NoLoop(f"{arguments.loop}: no such file, or no function; give FILE:FUNCTION")
+    if file.suffix != ".py":
+        raise NoLoop(f"{file.name}: no Python file; give FILE.py:FUNCTION")
     if not all(each.isdecimal() and int(each) for each in arguments.worlds.split(",")):
         raise NoLoop(f"--worlds {arguments.worlds}: no numbers of ranks; give some, as 1,2,4")
     if arguments.steps < 1:
         raise NoLoop(f"--steps {arguments.steps}: none; give at least 1")
+    if not arguments.seconds > 0:
+        raise NoLoop(f"--seconds {arguments.seconds:g}: no time; give more than 0")
     print(f"{file.name}:{function} beside one process of plain PyTorch {torch.__version__}")
-    verdicts: list[Verdict] = []
     for size in map(int, arguments.worlds.split(",")):
         verdicts.append(verify_world(file, function, size, arguments.steps, arguments.seconds))
         print(f"  {size} rank{'s' if size > 1 else ' '}  {_line(verdicts[-1])}", flush=True)
-    return verdicts
 
 
 def _line(verdict: Verdict) -> str:

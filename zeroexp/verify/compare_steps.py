@@ -62,11 +62,21 @@ class _Judge:
         found = self._first(
             0, START, self._held(0), (exact, dict.fromkeys(exact, 0.0)), explain_difference.of_start
         )
+        if not found:
+            self._refuse_hidden()
         for step in range(self.verdict.num_steps):
             seen = [record.steps[step] for record in self.records]
             found = found or self._gradient(step, seen) or self._update(step, seen)
         self.verdict.difference = found
         return self.verdict
+
+    def _refuse_hidden(self) -> None:
+        for name, values in self.weights[0].items():
+            if values.isnan().any():
+                raise NoLoop(
+                    f"{name}: no rank shows it whole, in a model or in a torch optimizer; return (model, step) "
+                    "from train, with the model that holds it"
+                )
 
     def _gradient(self, step: int, seen: list[Seen]) -> Difference | None:
         weights, raw = self.weights[step], [each.raw for each in seen]
@@ -108,9 +118,11 @@ class _Judge:
             lacking = there[name].isnan() & (meant != 0)
             if not lacking.any():
                 continue
-            if (before[name] != after[name])[lacking].any():
+            changes = bool((before[name] != after[name])[lacking].any())
+            if changes or any(each.has_strangers for each in self.records):
                 raise NoLoop(
-                    f"{name}: it changes, and its gradient is in no torch optimizer that can be read"
+                    f"{name}: its gradient is in no torch optimizer that can be read, when its step begins: "
+                    "let one hold the model's weights or plain copies of them, and call backward before step()"
                 )
             cause = explain_difference.of_missing(
                 lacking, bool(there[name].isnan().all()), self.oracle.shapes[name]
@@ -139,10 +151,13 @@ class _Judge:
         exact, bounds = expected
         order = {name: index for index, name in enumerate(exact)}
         wrong: explain_difference.Wrong = []
+        most_bytes = _most_bytes(held) if what in (START, UPDATE) else {}
         for rank, piece in ((rank, piece) for rank, each in enumerate(held) for piece in each):
             if piece.name not in exact:
                 continue
             off, bound = distance(piece, exact), bounds[piece.name]
+            if piece.values.itemsize < most_bytes.get(piece.name, 0):
+                off -= _of_copying(piece, exact)
             if not off <= bound:  # also where it is no number
                 wrong.append((rank, piece))
             elif bound:
@@ -177,3 +192,17 @@ class _Judge:
     def _note(self, text: str) -> None:
         if text not in self.verdict.notes:
             self.verdict.notes.append(text)
+
+
+def _most_bytes(held: list[list[Piece]]) -> dict[str, int]:
+    """The bytes of an element of each weight where it has most: of its master, if there is one."""
+    most: dict[str, int] = {}
+    for piece in (piece for each in held for piece in each):
+        most[piece.name] = max(most.get(piece.name, 0), piece.values.itemsize)
+    return most
+
+
+def _of_copying(piece: Piece, exact: Whole) -> float:
+    """How far a master's copy in this piece's dtype is from it, rounded to the nearest."""
+    meant = exact[piece.name][piece.where]
+    return float((meant.to(piece.values.dtype).double() - meant).norm())

@@ -200,12 +200,12 @@ class UpdateLook:
     def explain(self, wrong: Wrong) -> Cause:
         rank, piece = wrong[0]
         own = [(r, each) for r, each in wrong if each.name == piece.name]
-        still = {r for r, each in own if not distance(each, self.before)}
+        if self.settings:
+            return Cause("optimizer", self.settings)
+        still = {r for r, each in own if _is_copy(each, self.before)}
         if rank in still:
             kind = "frozen" if len(still) == self.num_ranks else "stale"
             return Cause(kind, f"rank {_listed(still)} keeps the weights from before the step")
-        if self.settings:
-            return Cause("optimizer", self.settings)
         if low := _bits(piece for _, piece in wrong):
             return Cause("dtype", f"they have no more bits than {low}")
         before, after = self.before[piece.name], self.after[piece.name]
@@ -220,6 +220,10 @@ class UpdateLook:
         if float((moved - k * meant).norm()) < CLOSE * float(moved.norm()):
             return Cause("scale", f"the update is x {k:.3g} of the plain optimizer's")
         return Cause("optimizer", "it is not the plain optimizer's update from the same gradients")
+
+
+def _is_copy(piece: Piece, weights: Whole) -> bool:
+    return torch.equal(piece.values, weights[piece.name][piece.where].to(piece.values.dtype))
 
 
 def of_settings(plain: Optimizer, seen: Seen) -> str:

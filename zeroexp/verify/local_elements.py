@@ -38,29 +38,61 @@ class Places:
         self._known: dict[int, tuple[Tensor, list[Place]]] = {}  # of optimizers, by their id
 
     def weights(self) -> list[Piece]:
-        """Copies of all weights on this rank: those that no module shows, from where an optimizer holds them."""
+        """Copies of all weights on this rank, as modules show them and as optimizers hold them besides."""
         pieces = [Piece(name, where, values.clone()) for name, where, values in self._shown()]
-        names = {piece.name for piece in pieces}
-        for tensor, places in self._known.values():
-            hidden = [place for place in places if place[0] not in names]
-            pieces += [Piece(name, where, _flat(tensor)[at].clone()) for name, where, at in hidden]
+        add(pieces, self.held())
         return pieces
+
+    def held(self) -> list[Piece]:
+        """Copies of what optimizers hold: masters, flat shards, or the parameters themselves."""
+        return [
+            Piece(name, where, _flat(tensor)[at].clone())
+            for tensor, places in self._known.values()
+            for name, where, at in places
+        ]
 
     def gradients(self, tensors: Iterable[Tensor]) -> list[Piece]:
         """Copies of the gradients of these tensors, of a module or of an optimizer."""
         pieces: list[Piece] = []
         # Our engine shows its gradients to no plain code.
         with torch._C.DisableTorchFunctionSubclass():  # pyright: ignore[reportPrivateUsage]
-            for tensor in (each for each in tensors if each.grad is not None):
-                if id(tensor) not in self._known:
-                    self._known[id(tensor)] = (
-                        tensor,
-                        self._by_memory(tensor) or self._by_value(tensor),
-                    )
+            found = [each for each in tensors if each.grad is not None]
+            self._learn([each for each in found if id(each) not in self._known])
+            for tensor in found:
                 gradient = _flat(tensor.grad)
                 places = self._known[id(tensor)][1]
                 pieces += [Piece(name, where, gradient[at].clone()) for name, where, at in places]
         return pieces
+
+    @property
+    def has_strangers(self) -> bool:
+        """Whether an optimizer has gradients of tensors that are no weights, as far as can be told."""
+        return any(not places for _, places in self._known.values())
+
+    def _learn(self, tensors: list[Tensor]) -> None:
+        """Find what these tensors are; those in no module's memory as if they were one flat copy, in their order."""
+        self._known |= {id(each): (each, self._by_memory(each)) for each in tensors}
+        copies = [each for each in tensors if not self._known[id(each)][1]]
+        if not copies:
+            return
+        flat = [_flat(each) for each in copies]
+        at = self._by_value(torch.cat([each.float() for each in flat]), flat[0].dtype)
+        for tensor, here in zip(copies, at.split([len(each) for each in flat]), strict=True):
+            self._known[id(tensor)] = tensor, self._runs(here)
+        self._learn_constants([each for each in copies if not self._known[id(each)][1]])
+
+    def _learn_constants(self, copies: list[Tensor]) -> None:
+        """Take these for the weights of equal values, as gains of ones, where all of them are here, in their order."""
+        taken = {name for _, places in self._known.values() for name, _, _ in places}
+        left = {name: each.flatten() for name, each in self._initial.items() if name not in taken}
+        for tensor in copies:
+            mine = _flat(tensor)
+            names = [n for n, each in left.items() if torch.equal(each.to(mine.dtype), mine)]
+            alike = [id(each) for each in copies if torch.equal(_flat(each), mine)]
+            if len(names) == len(alike):
+                name = names[alike.index(id(tensor))]
+                place = name, torch.arange(len(mine)), slice(0, len(mine))
+                self._known[id(tensor)] = tensor, [place]
 
     def _shown(self) -> Iterable[tuple[str, Tensor, Tensor]]:
         """(name, which elements, their values) of what the sharded model shows."""
@@ -87,10 +119,9 @@ class Places:
                 found.append((name, where[low - begin : high - begin], slice(low, high)))
         return found
 
-    def _by_value(self, tensor: Tensor) -> list[Place]:
-        """Find weights by their values as built: a flat copy has them one after the other."""
-        mine = _flat(tensor).float()
-        values = [each.flatten().to(tensor.dtype).float() for each in self._initial.values()]
+    def _by_value(self, mine: Tensor, dtype: torch.dtype) -> Tensor:
+        """Find where values, as built, stand among those of all weights: a flat copy has them one after the other."""
+        values = [each.flatten().to(dtype).float() for each in self._initial.values()]
         whole = torch.cat([*values, torch.tensor([torch.nan])])
         numbers, counts = whole.unique(return_counts=True)
         order = whole[:-1].argsort()
@@ -106,7 +137,7 @@ class Places:
                     and whole[beside] == mine[i]
                 ):
                     at[i] = beside
-        return self._runs(torch.tensor(at))
+        return torch.tensor(at)
 
     def _runs(self, at: Tensor) -> list[Place]:
         found: list[Place] = []
@@ -120,12 +151,18 @@ class Places:
         return found
 
 
+def add(pieces: list[Piece], further: list[Piece]) -> None:
+    """Add pieces of weights that have none yet in this dtype: the first wins, and masters stand beside copies."""
+    there = {(piece.name, piece.values.dtype) for piece in pieces}
+    pieces += [piece for piece in further if (piece.name, piece.values.dtype) not in there]
+
+
 def whole(pieces: Iterable[Piece], shapes: Mapping[str, torch.Size]) -> dict[str, Tensor]:
-    """Return whole flat tensors in float64; nan where no piece is. The first of several wins."""
+    """Return whole flat tensors in float64; nan where no piece is. The first with most bits wins."""
     result = {
         name: torch.full((size.numel(),), torch.nan).double() for name, size in shapes.items()
     }
-    for piece in pieces:
+    for piece in sorted(pieces, key=lambda each: -each.values.itemsize):
         empty = result[piece.name][piece.where].isnan()
         result[piece.name][piece.where[empty]] = piece.values[empty].double()
     return result

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import importlib.util
+import math
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -25,14 +27,12 @@ class Loop:
     """
 
     model: nn.Module  # as built, before it is sharded, replicated or cast
-    loss: Callable[
-        [Any, Any], Any
-    ]  # (model, microbatch): the mean over its labels, or (sum, count)
+    # (model, microbatch): the mean over its labels, or (sum, count)
+    loss: Callable[[Any, Any], Any]
     batch: Callable[[torch.Generator], Any]  # draws one microbatch of one rank
     optimizer: Callable[[nn.Module], Optimizer]  # of the plain model
-    train: Callable[
-        [Any], Step | tuple[Any, Step]
-    ]  # shards the model; (sharded model, step) if it is another
+    # shards the model; (sharded model, step) if it is another
+    train: Callable[[Any], Step | tuple[Any, Step]]
     microbatches: int = 2  # of a rank in a step
     max_grad_norm: float | None = None
     dtype: torch.dtype = torch.float32  # in which forward and backward compute
@@ -58,22 +58,69 @@ def load(file: Path, function: str) -> Loop:
     if not isinstance(loop, Loop):
         kind = type(loop).__name__
         raise NoLoop(f"{file.name}:{function}: returns {kind}; return a zeroexp.verify.Loop")
-    _refuse(loop)
+    _refuse_wrong_words(loop)
+    _refuse_what_differs_by_itself(loop)
     return loop
 
 
-def _refuse(loop: Loop) -> None:
-    if loop.microbatches < 1:
-        raise NoLoop(f"Loop(microbatches={loop.microbatches}): none; give at least 1")
+def _refuse_wrong_words(loop: Loop) -> None:
+    most, dtype = loop.max_grad_norm, loop.dtype
+    is_real = isinstance(dtype, torch.dtype) and dtype.is_floating_point
+    meant = {
+        "model": (isinstance(loop.model, nn.Module), "a torch.nn.Module as built"),
+        "microbatches": (isinstance(loop.microbatches, int) and loop.microbatches > 0, "1 or more"),
+        "max_grad_norm": (
+            most is None or (isinstance(most, int | float) and most > 0),
+            "more than 0",
+        ),
+        "dtype": (is_real, "torch.float32, torch.bfloat16 or torch.float16"),
+    } | {
+        key: (callable(getattr(loop, key)), "a function")
+        for key in ("loss", "batch", "optimizer", "train")
+    }
+    for key, (is_right, remedy) in meant.items():
+        if not is_right:
+            value = repr(getattr(loop, key)).partition("\n")[0]
+            raise NoLoop(f"Loop({key}={value}): give {remedy}")
     if any(parameter.is_meta for parameter in loop.model.parameters()):
         raise NoLoop("Loop(model=...): weights on meta have no values; build a small model plainly")
-    for name, module in loop.model.named_modules():
-        chance = getattr(module, "p", getattr(module, "dropout", 0.0))
-        draws = "Dropout" in type(module).__name__ or isinstance(module, nn.MultiheadAttention)
-        if draws and module.training and isinstance(chance, float) and chance > 0:
-            raise NoLoop(
-                f"{name}: dropout {chance:g} draws differently on each rank; build it with 0"
-            )
+
+
+def _refuse_what_differs_by_itself(loop: Loop) -> None:
+    """Run the plain model on one microbatch: twice as drawn, and drawn once more."""
+    model = copy.deepcopy(loop.model)
+    batch = batch_of(loop, 0, 0, 0)
+    loss, again, redrawn = (
+        _value(loop.loss(model, each)) for each in (batch, batch, batch_of(loop, 0, 0, 0))
+    )
+    if not math.isclose(loss, again, rel_tol=1e-6):
+        raise NoLoop(
+            f"Loop(loss=...): the same weights and microbatch give {loss:.9g} and {again:.9g}: dropout, or "
+            "another draw, differs on each rank; build the model without"
+        )
+    if not math.isclose(loss, redrawn, rel_tol=1e-6):
+        raise NoLoop(
+            "Loop(batch=...): equal generators give different microbatches; draw from the generator alone"
+        )
+    optimizer = loop.optimizer(model)
+    if not isinstance(optimizer, Optimizer):
+        kind = type(optimizer).__name__
+        raise NoLoop(f"Loop(optimizer=...): returns {kind}; return one torch.optim.Optimizer")
+    held = {id(each) for group in optimizer.param_groups for each in group["params"]}
+    if not held <= {id(each) for each in model.parameters()}:
+        raise NoLoop("Loop(optimizer=...): holds others than the weights of the model it is given")
+
+
+def _value(result: Any) -> float:
+    loss = result[0] if isinstance(result, tuple) and len(result) == 2 else result
+    if not (isinstance(loss, Tensor) and loss.numel() == 1 and loss.requires_grad):
+        kind = f"{tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
+        raise NoLoop(
+            f"Loop(loss=...): returns {kind}; return one number that trained weights make, or (sum, count)"
+        )
+    if not loss.isfinite():
+        raise NoLoop(f"Loop(loss=...): is {loss.item()} at the start; nothing can be compared")
+    return loss.item()
 
 
 def batch_of(loop: Loop, step: int, rank: int, microbatch: int) -> Any:

@@ -16,7 +16,7 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
-from zeroexp.verify.local_elements import Piece, Places
+from zeroexp.verify.local_elements import Piece, Places, add
 
 
 @dataclass
@@ -37,6 +37,7 @@ class Record:
 
     steps: list[Seen] = field(default_factory=list)
     weights: list[Piece] = field(default_factory=list)  # after the last step
+    has_strangers: bool = False  # gradients of tensors that are no weights of the model
 
 
 class Observer:
@@ -58,9 +59,10 @@ class Observer:
         begins.remove()
         ends.remove()
         self.record.weights = self._places.weights()
+        self.record.has_strangers = self._places.has_strangers
 
     def _clips(self, tensors: list[Tensor]) -> None:
-        _add(self.record.steps[-1].raw, self._places.gradients(tensors))
+        add(self.record.steps[-1].raw, self._places.gradients(tensors))
 
     def _begins(self, stepping: Optimizer, *_: Any) -> None:
         self._depth += 1
@@ -71,7 +73,8 @@ class Observer:
             pieces = self._places.gradients(tensors)
             for name in {piece.name for piece in pieces}:
                 seen.calls[name] = seen.calls.get(name, 0) + 1
-            _add(seen.gradients, pieces)
+            add(seen.gradients, pieces)
+            add(seen.weights, self._places.held())  # from its first step on it is known
 
     def _ends(self, *_: Any) -> None:
         self._depth -= 1
@@ -98,9 +101,3 @@ def listen_to_clipping() -> None:
 
     clip_grad._clip_grads_with_norm_ = shown  # pyright: ignore[reportPrivateUsage]
     torch.nn.utils.clip_grads_with_norm_ = shown
-
-
-def _add(pieces: list[Piece], further: list[Piece]) -> None:
-    """Add pieces of weights that have none yet: the first call counts."""
-    names = {piece.name for piece in pieces}
-    pieces += [piece for piece in further if piece.name not in names]

@@ -41,11 +41,7 @@ class Oracle:
 
         untied: a weight that several modules share has a row for each of its uses.
         """
-        model = copy.deepcopy(self.loop.model)
-        if dtype == torch.float64:
-            model.double()  # and its buffers
-        for parameter in model.parameters():
-            parameter.data = parameter.data.to(dtype)
+        model = copy.deepcopy(self.loop.model).to(dtype)  # and its buffers
         _fill(model, weights)
         uses = _uses(model, untied)
         rows: dict[str, list[Tensor]] = {name: [] for name in uses}

@@ -93,14 +93,14 @@ def _begin(
             dist.init_process_group = dist.destroy_process_group = lambda *_, **__: None
             work(world, folder, *words)
             dist.destroy_process_group = leave
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         who = "the plain process" if work is _judge else f"rank {place.rank} of {place.size}"
         line = str(error) if isinstance(error, NoLoop) else f"{who}: {_one_line(error, words[0])}"
         (folder / f"error.{place.rank}").write_text(line, encoding="utf-8")
         os._exit(1)  # leaving the group would wait for peers
 
 
-def _one_line(error: Exception, file: Path) -> str:
+def _one_line(error: BaseException, file: Path) -> str:
     frames = traceback.extract_tb(error.__traceback__)
     own = [frame for frame in frames if Path(frame.filename) == file] or frames
     what = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
@@ -111,7 +111,7 @@ def _rank(world: worlds.World, folder: Path, file: Path, function: str, num_step
     loop = load(file, function)
     initial = {name: each.detach().clone() for name, each in loop.model.named_parameters()}
     made = loop.train(loop.model)
-    holder, step = made if isinstance(made, tuple) else (loop.model, made)
+    holder, step = made if isinstance(made, tuple) and len(made) == 2 else (loop.model, made)
     if not callable(step):
         raise NoLoop(
             f"{file.name}:{function}: train returns no step; return step, or (model, step)"

@@ -1,0 +1,146 @@
+"""Loops as users write them whose weights no module shows as they are: masters, freed parameters, buffers."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy, pad
+from torch.nn.parallel import DistributedDataParallel
+
+from benchmarks.silent_loops import Batch, Model, adamw, batch_of, loss_of
+from zeroexp.verify import Loop
+
+
+def of_two_groups(model: Any, weights: dict[Any, Any] | None = None) -> torch.optim.Optimizer:
+    """As most do: no decay for vectors. weights: what stands for each of the model's."""
+    parameters = list(model.parameters())
+    groups = [[p for p in parameters if (p.ndim < 2) == small] for small in (False, True)]
+    held = [[weights[p] for p in group] if weights else group for group in groups]
+    return torch.optim.AdamW(
+        [{"params": held[0], "weight_decay": 0.1}, {"params": held[1], "weight_decay": 0.0}],
+        lr=1e-2,
+    )
+
+
+def masters(copies_on: Sequence[int] = range(9), optimizer: Any = of_two_groups) -> Loop:
+    """A model in bf16 whose fp32 masters the optimizer alone holds, one for each weight."""
+
+    def train(model: nn.Module) -> Any:
+        held = {each: nn.Parameter(each.detach().clone()) for each in model.parameters()}
+        stepping = optimizer(model, held)
+        own: list[Any] = list(held.values())
+        computing: list[Any] = list(model.to(torch.bfloat16).parameters())
+
+        def step(batches: Sequence[Batch]) -> None:
+            for master in own:
+                master.grad = torch.zeros_like(master)
+            for batch in batches:
+                (loss_of(model, batch) / len(batches) / dist.get_world_size()).backward()
+                for master, each in zip(own, computing, strict=True):
+                    master.grad += each.grad
+                    each.grad = None
+            for master in own:
+                dist.all_reduce(master.grad)
+            stepping.step()
+            if dist.get_rank() in copies_on:
+                for master, each in zip(own, computing, strict=True):
+                    each.data.copy_(master)
+
+        return step
+
+    words: Any = {"loss": loss_of, "batch": batch_of, "dtype": torch.bfloat16}
+    return Loop(model=Model(), optimizer=of_two_groups, train=train, **words)
+
+
+def masters_stay() -> Loop:
+    """Rank 1 never copies its masters into the weights that compute."""
+    return masters([0])
+
+
+def freed(scale: float = 1.0) -> Loop:
+    """ZeRO-3 by hand: between steps a rank has its slice of one flat tensor, and no parameter."""
+
+    def train(model: nn.Module) -> Any:
+        size, rank = dist.get_world_size(), dist.get_rank()
+        parameters: list[Any] = list(model.parameters())
+        shapes, numels = [p.shape for p in parameters], [p.numel() for p in parameters]
+        flat = torch.cat([p.detach().flatten() for p in parameters])
+        share = -(-len(flat) // size)
+        missing = share * size - len(flat)
+        own = nn.Parameter(pad(flat, (0, missing))[rank * share :][:share].clone())
+        optimizer = torch.optim.AdamW([own], lr=1e-2, weight_decay=0.1)
+
+        def fill(parts: Sequence[Tensor]) -> None:
+            for parameter, part in zip(parameters, parts, strict=True):
+                parameter.data, parameter.grad = part, None
+
+        fill([torch.empty(0)] * len(parameters))
+
+        def step(batches: Sequence[Batch]) -> None:
+            whole = [torch.empty(share) for _ in range(size)]
+            dist.all_gather(whole, own.detach())
+            parts = torch.cat(whole).split([*numels, missing])
+            fill([part.view(shape) for part, shape in zip(parts, shapes, strict=False)])
+            for batch in batches:
+                (scale * loss_of(model, batch) / len(batches) / size).backward()
+            gradient: Any = torch.cat([p.grad.flatten() for p in parameters])
+            gradient = pad(gradient, (0, missing))
+            dist.all_reduce(gradient)
+            own.grad = gradient[rank * share :][:share].clone()
+            fill([torch.empty(0)] * len(parameters))
+            optimizer.step()
+
+        return step
+
+    return Loop(model=Model(), loss=loss_of, batch=batch_of, optimizer=adamw, train=train)
+
+
+def freed_and_doubled() -> Loop:
+    return freed(2.0)
+
+
+class Normed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm, self.last = nn.Linear(6, 12), nn.BatchNorm1d(12), nn.Linear(12, 5)
+
+    def forward(self, values: Tensor) -> Tensor:
+        return self.last(torch.tanh(self.norm(self.first(values))))
+
+
+def normed(rate: float = 1e-2) -> Loop:
+    """BatchNorm, whose running statistics are buffers, under autocast."""
+
+    def train(model: nn.Module) -> Any:
+        wrapped = DistributedDataParallel(model)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=rate, weight_decay=0.1)
+
+        def step(batches: Sequence[Batch]) -> None:
+            for index, batch in enumerate(batches):
+                last = index == len(batches) - 1
+                with contextlib.nullcontext() if last else wrapped.no_sync():
+                    with torch.autocast("cpu", torch.bfloat16):
+                        loss = of_values(wrapped, batch) / len(batches)
+                    loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+        return wrapped, step
+
+    def of_values(model: Any, batch: Batch) -> Tensor:
+        return cross_entropy(model(batch[0]).float(), batch[1])
+
+    def draw(generator: torch.Generator) -> Batch:
+        return torch.randn(8, 6, generator=generator), torch.randint(5, (8,), generator=generator)
+
+    words: Any = {"optimizer": adamw, "train": train, "dtype": torch.bfloat16}
+    return Loop(model=Normed(), loss=of_values, batch=draw, **words)
+
+
+def rate_of_zero() -> Loop:
+    return normed(0.0)
