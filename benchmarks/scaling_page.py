@@ -62,8 +62,8 @@ INTRODUCTION = (
     "walks the step on two networks. Use it for the order of strategies, not for milliseconds."
 )
 COLUMNS = (
-    "*peak*: GiB of the fullest rank, with activations. *ms*: the expected step, 35 % to either side. *efficiency*: "
-    "the part of it in which the rank computes. A rank's work is the same at every world size (weak scaling)."
+    "*peak*: GiB of the fullest rank, with activations. *ms*: the expected step, 35 % to either side. A rank's work is "
+    "the same at every world size (weak scaling): what ms grow by is waiting."
 )
 
 
@@ -94,9 +94,9 @@ def page(models: Sequence[Scaled]) -> str:
 
 def section(model: Scaled) -> str:
     """Return the table of one model: a row for each strategy and world size."""
-    names = [f"{name}, ms | efficiency" for name in (each.name for each in SCALED_ON)]
+    names = [f"{each.name}, ms" for each in SCALED_ON]
     head = f"| strategy | ranks | peak | {' | '.join(names)} |"
-    rule = f"| --- | ---: | ---: | {' | '.join(['---: | ---:'] * len(SCALED_ON))} |"
+    rule = f"| --- | ---: | ---: | {' | '.join(['---:'] * len(SCALED_ON))} |"
     rows = [_row(planned) for planned in planned_points(model)]
     return "\n\n".join([f"## {model.title}", "\n".join([head, rule, *rows])])
 
@@ -115,9 +115,7 @@ def _row(planned: PlannedPoint) -> str:
     config, found = planned.config, on_networks(planned, SCALED_ON)
     peak = found[0].fullest.num_bytes / GIB
     cells = [config.strategy.name, f"{config.world_size:,}", f"{peak:,.1f}"]
-    for each in found:
-        seconds = each.step_seconds[1]
-        cells += [f"{1000 * seconds:,.0f}", f"{each.compute_seconds / seconds:.0%}"]
+    cells += [f"{1000 * each.step_seconds[1]:,.0f}" for each in found]
     return f"| {' | '.join(cells)} |"
 
 
