@@ -136,6 +136,7 @@ def situations(draw):
     world_size = draw(st.sampled_from([1, 2, 3, 4, 6, 7]))
     groups = [1] if stage == "ddp" else [k for k in (1, 2, 3) if world_size in (2 * k, 3 * k)]
     codecs = st.sampled_from([None, None, *CODE_BITS])
+    is_sharded = stage == "zero3" and world_size > 1
     options = Options(
         layout=draw(st.sampled_from(["parameter", "tensor", "buffer"])),
         owners=draw(st.sampled_from(["contiguous", "greedy"])),
@@ -149,7 +150,7 @@ def situations(draw):
         replicas=draw(st.sampled_from(groups or [1])),
         gather_codec=draw(codecs) if stage == "zero3" else None,
         reduce_codec=draw(codecs) if stage in ("zero1", "zero2", "zero3") else None,
-        offload=draw(st.sampled_from([None, "optimizer"])),
+        offload=draw(st.sampled_from([None, "optimizer", "all" if is_sharded else None])),
     )
     schedule = ScheduleForm(
         accumulation=draw(st.integers(1, 3)),

@@ -88,6 +88,8 @@ POINTS = [
     (4, llama("zero3", "buffer", "block", *CODECS)),
     (FAKE, (*LLAMA, *point("zero3", "parameter", *CODECS))),
     (4, llama("zero3", "buffer", "block", OFFLOAD)),
+    (4, llama("zero3", "buffer", "block", "strategy.offload=all")),
+    (FAKE, (*LLAMA, *point("zero3", "tensor", "strategy.offload=all", "precision=bf16_master"))),
     (FAKE, (*MLP, *point("zero1", "parameter", OFFLOAD, "precision=bf16_master"))),
     (1, llama("zero2", "tensor", "block", OFFLOAD, "precision=paper16")),
     (4, llama("zero2", "tensor", "block", GROUPS)),

@@ -53,7 +53,7 @@ AXES: dict[str, Sequence[Any]] = {
     # None; several to a unit, and long parameters in several; one where small members come last; less than a parameter
     "bucket_mb": [None, 600 / MIB, 1400 / MIB, 40 / MIB],
     "owners": ["greedy", "contiguous"],
-    "offload": [None, "optimizer"],
+    "offload": [None, "optimizer", "all"],
     "optimizer": ["adamw_loop", "adamw_fused", "sgd"],
     "moments": [None, "bfloat16"],
     "max_grad_norm": [None, 1e6, 0.1],  # 1e6 is never reached, 0.1 always
@@ -68,6 +68,8 @@ ONE_STEP_ROUNDING = {"float32": 1e-6, "bfloat16": 2**-7}  # by dtype of the mast
 def legal(row: Row) -> bool:
     if (row.get("stage"), row.get("reduce_each")) == ("zero1", "microbatch"):
         return False  # partial gradients are reduced once, or they would not be partial
+    if row.get("offload") == "all" and not may_rest_on_host(row):
+        return False
     # Sums of bfloat16 in the order of a ring agree in a few bits only, and so do moments that are rounded where a
     # gradient differs in its last bit: nothing to compare.
     rounded = row.get("precision") in ("bf16", "paper16")
@@ -76,6 +78,12 @@ def legal(row: Row) -> bool:
         return not (in_a_ring and rounded)
     bfloat16_sgd = row.get("optimizer") == "sgd" and rounded
     return not (in_a_ring or bfloat16_sgd or row.get("max_grad_norm") == 0.1)
+
+
+def may_rest_on_host(row: Row) -> bool:
+    """Whether the row's parameters rest sharded, and do not lie in memory that ranks share."""
+    is_sharded = row.get("stage") in ("zero3", None) and row.get("world_size") != 1
+    return is_sharded and row.get("transport") != "direct"
 
 
 def is_exact(row: Row) -> bool:

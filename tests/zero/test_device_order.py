@@ -95,6 +95,8 @@ CASES = [
     more("zero2", recipe=Recipe(max_grad_norm=0.1)),
     more("zero2", offload="optimizer", recipe=Recipe(max_grad_norm=0.1)),
     more("zero3", "buffer", offload="optimizer", recipe=Recipe(precision="bf16_master")),
+    more("zero3", "tensor", offload="all", prefetch=2),
+    more("zero3", "parameter", offload="all", recipe=Recipe(precision="bf16_master")),
     *(more(stage, recipe=Recipe(model="moe_one_rank")) for stage in ("zero2", "zero3")),
     more("zero3", prefetch=2, recipe=Recipe(model="reused", checkpointing=True)),
 ]

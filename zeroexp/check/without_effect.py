@@ -98,6 +98,10 @@ def _of_our_engine(config: Config) -> Iterator[Idle]:
     if strategy.parameters.placement != "shard":
         for key in ("strategy.prefetch", "strategy.keep", "strategy.gather_codec"):
             yield key, f"strategy={strategy.name} never gathers parameters", None
+    rests_sharded = strategy.parameters.placement == "shard" and config.world_size != 1
+    if strategy.offload == "all" and not rests_sharded:
+        why = f"strategy={strategy.name} on {config.world_size} ranks, whose parameters rest whole"
+        yield "strategy.offload", why, "use optimizer"
     if strategy.gradients.placement == "replicate":
         yield "strategy.reduce_codec", f"strategy={strategy.name} all-reduces gradients", None
     if strategy.overlap is False and strategy.prefetch:

@@ -1,7 +1,10 @@
-"""The bus between a rank's device and its host: optimizer state on the host, and the two moves that it takes.
+"""The bus between a rank's device and its host: what rests on the host, and the moves that it takes.
 
     device   sums of gradients ──to_host──┐                     ┌──to_device──▶ parameters
     host                                  └▶ transit ─▶ update ─┴ master weights
+
+With `all` the pieces of parameters that rest sharded are on the host as well: masters become pieces there, and each
+gather first takes its own piece over the bus.
 
 On a GPU the host's memory is pinned and copies are queued on the current stream, behind what makes their source and
 before what reads their target. The host waits in two places: for gradients before it updates, and in `settle`, before
@@ -20,11 +23,13 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
+from zeroexp.comm.base import GatherPart
 from zeroexp.interface.strategy import ModelStates
 from zeroexp.measure.memory import on_host
 from zeroexp.measure.verb_seconds import meter
 from zeroexp.process.world import World
 
+OPTIMIZER, ALL = "optimizer", "all"  # what may rest on the host
 # Master weights that an optimizer updates, each with its gradient.
 Updates = Sequence[tuple[Tensor, Tensor]]
 
@@ -35,6 +40,7 @@ class Bus:
     def __init__(self, world: World, offload: str | None, count: Callable[[str, int], None]):
         """count: is told each move, `to_host` or `to_device`, and its bytes."""
         self.is_used = offload is not None
+        self.keeps_pieces = offload == ALL
         self._is_on_gpu = world.device.type == "cuda" and not world.is_fake
         self._count = count
         self._memory: list[Tensor] = []  # all that masters and transit lie in
@@ -52,7 +58,7 @@ class Bus:
             yield
 
     def empty(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Return memory for master weights."""
+        """Return memory for what rests on the host, where anything does."""
         if not self.is_used:
             return torch.empty(numel, dtype=dtype, device=device)
         with on_host.entered():
@@ -64,7 +70,8 @@ class Bus:
         """Take up the memory through which gradients of these masters come and their parameters go."""
         if not self.is_used:
             return
-        itemsizes = [reduce.itemsize, *(compute.itemsize for m in masters if m.dtype != compute)]
+        leaving = [] if self.keeps_pieces else [m for m in masters if m.dtype != compute]
+        itemsizes = [reduce.itemsize, *(compute.itemsize for _ in leaving)]
         sizes = [max(itemsizes) * master.numel() for master in masters]
         memory = self.empty(sum(sizes), torch.uint8, torch.device("cpu"))
         self._transit.update(zip(masters, memory.split(sizes), strict=True))
@@ -89,8 +96,9 @@ class Bus:
 
     def to_device(self, parameters: Sequence[Tensor], masters: Sequence[Tensor]) -> None:
         """Write the masters into the parameters, in the dtype of these."""
-        if not self.is_used:
-            torch._foreach_copy_(list(parameters), list(masters))
+        if not self.is_used or self.keeps_pieces:
+            with self.on_host():
+                torch._foreach_copy_(list(parameters), list(masters))
             return
         for parameter, master in zip(parameters, masters, strict=True):
             source = master
@@ -100,6 +108,17 @@ class Bus:
             copy_over(parameter, source)
         self._last_copy = Mark(is_on_gpu=self._is_on_gpu)
         self._count("to_device", sum(parameter.nbytes for parameter in parameters))
+
+    def pieces_to_device(self, parts: Sequence[GatherPart], rank: int) -> Sequence[GatherPart]:
+        """Return the parts of a gather with this rank's pieces in their place in the full parameters."""
+        if not self.keeps_pieces:
+            return parts
+        there = [GatherPart(p.chunk, p.full, p.full[p.chunk.section(rank)]) for p in parts]
+        for part, target in zip(parts, there, strict=True):
+            copy_over(target.piece, part.piece)
+        self._last_copy = Mark(is_on_gpu=self._is_on_gpu)
+        self._count("to_device", sum(part.piece.nbytes for part in parts))
+        return there
 
     def settle(self) -> None:
         """Return when no copy is under way: what was on its way to the host is there, and masters may be written."""
@@ -111,6 +130,7 @@ class Bus:
         if self.is_used:
             states.host = [*self._memory, *states.optimizer]
             states.master, states.optimizer = [], []
+            states.parameters = [] if self.keeps_pieces else states.parameters
         return states
 
     def _transit_of(self, master: Tensor, like: Tensor) -> Tensor:

@@ -92,8 +92,8 @@ class Collectives:
     world: all ranks. group: those that shard among themselves. holders: those that hold the same pieces, one of each
     of the `replicas` groups. With one replica the group is the world, and this rank the only holder.
     reductions_apart: see `Transport.reduce_apart`. gather_codec, reduce_codec: of gathers and of reduce-scatters in the
-    group; None: they are exact. Codecs travel by messages, since memory that is shared is not sent. offload: what rests
-    on the host, to which `bus` leads.
+    group; None: they are exact. offload: what rests on the host, to which `bus` leads. Codecs, and pieces on the host,
+    travel by messages, since memory that is shared is not sent.
     """
 
     def __init__(
@@ -113,7 +113,9 @@ class Collectives:
         sends = self.group.size > 1  # else nothing travels, and nothing is rounded
         self._gather_codec = gather_codec if sends else None
         self._reduce_codec = reduce_codec if sends else None
-        if transport == "auto" and (self._gather_codec or self._reduce_codec):
+        if transport == "auto" and (
+            self._gather_codec or self._reduce_codec or self.bus.keeps_pieces
+        ):
             transport = "messages"
         self._moves = Moves(world)
         self._transport = TRANSPORTS[transport](self.group, self._moves)
@@ -153,6 +155,12 @@ class Collectives:
 
     def empty(self, numel: int, dtype: torch.dtype) -> Tensor:
         return self._transport.empty(numel, dtype, self.world.device)
+
+    def empty_piece(self, numel: int, dtype: torch.dtype) -> Tensor:
+        """Return memory for a piece of parameters that rest sharded."""
+        if self.bus.keeps_pieces:
+            return self.bus.empty(numel, dtype, self.world.device)
+        return self.empty(numel, dtype)
 
     @property
     def facts(self) -> Facts:
@@ -201,6 +209,7 @@ class Collectives:
         """Start sharded -> replicated. Parts without an `offer` are offered now. `exact`: without a codec."""
         name, transport, codec = f"the {kind} of {what}", self._transport, self._gather_codec
         with meter.issuing(kind, what) as move:
+            parts = self.bus.pieces_to_device(parts, self.group.rank)
             if codec is None or exact:
                 sent = transport.all_gather(parts, offer, name)
             else:

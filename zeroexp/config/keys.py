@@ -158,7 +158,7 @@ class StrategyConfig:
     # How an optimizer of whole matrices steps those that are cut: each rank that has a piece gets the whole, or one.
     matrix_step: str | None = of_engine("alltoall", *MATRIX_STEPS)
     # What rests on the host, and is updated there; None: nothing. See docs/offload.md.
-    offload: str | None = of_engine(None, "optimizer")
+    offload: str | None = of_engine(None, "optimizer", "all")
     # These are settings of torch's engines.
     gradient_as_bucket_view: bool | None = None  # DistributedDataParallel
     settings: dict[str, Any] = field(default_factory=dict[str, Any])  # keys of a plugin's engine

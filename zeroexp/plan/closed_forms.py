@@ -38,6 +38,9 @@ TALLY_BYTES = 8
 NUM_CHECKS = 5  # summed numbers that tell whether ranks issued the same gathers (native only)
 
 
+ALL = "all"  # of Options.offload
+NOTHING_LEFT = dict.fromkeys(("parameters", "optimizer", "master"), 0)
+
 Unit = tuple[Chunk, ...]
 Cut = tuple[str, tuple[int, ...], tuple[int, ...]]  # all of a chunk but its parameters' names
 
@@ -234,11 +237,20 @@ class ShardedForm(ClosedForm):
             _add(traffic, "norm", 1, 2 * num_bytes * (self.world_size - 1) // self.world_size)
         if self.offload:
             owned = self.held_elements(rank).owned
+            to_device = self._gathered_pieces(place) if self.offload == ALL else owned
             traffic.bus_bytes = {
                 "to_host": self._reduce * owned,
-                "to_device": self._compute * owned,
+                "to_device": self._compute * to_device,
             }
         return traffic
+
+    def _gathered_pieces(self, place: int) -> int:
+        """Return the elements of a rank's own pieces, padding included, as often as a step gathers them."""
+        return sum(
+            alike.num_units * alike.num_gathers * chunk.section_numel(place)
+            for alike in self.units_by_shape
+            for chunk in alike.chunks
+        )
 
     def _gather_bytes(self, chunks: Sequence[Chunk], place: int) -> int:
         """Return the bytes a rank sends in an all-gather: its part, to every peer."""
@@ -380,12 +392,13 @@ class ShardedForm(ClosedForm):
         held = super().held_bytes(moment, rank)
         if self.offload is None:
             return held
-        master, is_cast = (
-            ITEMSIZE[self.precision.master],
-            self.precision.master != self.precision.compute,
-        )
+        owned = self.held_elements(rank).owned
+        if self.offload == ALL:  # masters of the parameters' dtype are the pieces
+            on_host = held["parameters"] + held["master"] + self._reduce * owned
+            return {**held, **NOTHING_LEFT, HOST: held["optimizer"] + on_host}
+        master, is_cast = self.precision.master, self.precision.master != self.precision.compute
         transit = max(self._reduce, self._compute if is_cast else 0)
-        on_host = held["optimizer"] + (master + transit) * self.held_elements(rank).owned
+        on_host = held["optimizer"] + (ITEMSIZE[master] + transit) * owned
         return {**held, "optimizer": 0, "master": 0, HOST: on_host}
 
     def equivalence_key(self, rank: int) -> Hashable:

@@ -55,7 +55,8 @@ def _sharded_form(config: Config, model: BuiltModel, transport: str) -> ShardedF
     strategy, world_size = config.strategy, config.world_size
     options, stage = options_of(strategy), stage_for_world(stage_of(strategy), world_size)
     group_size = world_size // options.replicas
-    if (options.gather_codec or options.reduce_codec) and not TRANSPORTS[transport].is_collective:
+    sends = options.gather_codec or options.reduce_codec or options.offload == "all"
+    if sends and not TRANSPORTS[transport].is_collective:
         transport = "gloo"
     settled = settle_options(options, stage, TRANSPORTS[transport], world_size)
     of_optimizer = parameter_groups(model.module, config.optimizer, model.blocks)

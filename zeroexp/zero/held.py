@@ -54,6 +54,7 @@ class Held:
     owned_memory: Tensor  # the memory that the offsets of the owned spans refer to: the piece, or all parameters
     owned: tuple[Span, ...]  # the elements of which this rank keeps the weight: its own, or all
     report: Callable[..., None]  # the observer's `shown`
+    device: torch.device  # of full parameters
     masters: list[nn.Parameter] = field(default_factory=list)  # one for each owned span
     master_flat: Tensor | None = None  # the masters' memory, where it is not the parameters' own
     # Views of the owned elements in the masters' shapes, where a step casts masters into them; made once.
@@ -68,7 +69,7 @@ class Held:
     span_of: dict[int, int] = field(init=False)
 
     def __post_init__(self) -> None:
-        nan = self.piece.new_full((), float("nan"))
+        nan = self.piece.new_full((), float("nan"), device=self.device)
         self.nothing = [nan.expand(shape) for shape in self.shapes]
         self.span_of = {span.member: index for index, span in enumerate(self.owned)}
 
@@ -161,7 +162,7 @@ def allocate(
     shapes = [parameter.shape for parameter in parameters]
     full = None
     if stage.parameters is Placement.SHARD:
-        piece = wire.empty(chunk.section_numel(rank), dtypes.compute).zero_()
+        piece = wire.empty_piece(chunk.section_numel(rank), dtypes.compute).zero_()
     else:
         full = wire.empty(chunk.padded_numel, dtypes.compute).zero_()
         piece = full[chunk.section(rank)]
@@ -170,7 +171,8 @@ def allocate(
         owned_memory, owned = piece, chunk.spans(rank)
     else:
         owned_memory, owned = full, chunk.whole()
-    held = Held(chunk, parameters, shapes, piece, owned_memory, owned, report, full=full)
+    device = wire.world.device
+    held = Held(chunk, parameters, shapes, piece, owned_memory, owned, report, device, full=full)
     if held.is_trainable:
         _make_masters(held, dtypes, wire)
     return held
@@ -179,7 +181,8 @@ def allocate(
 def _make_masters(held: Held, dtypes: Dtypes, wire: Collectives) -> None:
     """Make masters: views of the parameters' own memory where dtypes and devices agree, else memory of their own."""
     values: Sequence[Tensor] = [elements for _, elements in held.own_elements()]
-    if (dtypes.master is not dtypes.compute or wire.bus.is_used) and values:
+    lies_apart = wire.bus.is_used and not wire.bus.keeps_pieces
+    if (dtypes.master is not dtypes.compute or lies_apart) and values:
         sizes = [span.numel for span in held.owned]
         held.master_flat = wire.bus.empty(sum(sizes), dtypes.master, held.piece.device)
         values = held.master_flat.split(sizes)
@@ -189,7 +192,7 @@ def _make_masters(held: Held, dtypes: Dtypes, wire: Collectives) -> None:
         whole = span.numel == shape.numel()
         # `.data` gives it a version counter of its own, which only writes into the master advance.
         held.masters.append(nn.Parameter((value.view(shape) if whole else value).data))
+    wire.bus.connect(held.masters, dtypes.compute, dtypes.reduce)
     if held.master_flat is not None:
-        wire.bus.connect(held.masters, dtypes.compute, dtypes.reduce)
         pairs = zip(held.own_elements(), held.masters, strict=True)
         held.elements = [elements.view(master.shape) for (_, elements), master in pairs]

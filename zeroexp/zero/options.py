@@ -63,7 +63,8 @@ class Options:
     # What travels in fewer bytes, and is rounded: int8, float8 or int4 (comm/codec.py); None: it is exact.
     gather_codec: str | None = None  # parameters that rest sharded
     reduce_codec: str | None = None  # gradients that are reduce-scattered
-    # `optimizer`: masters and optimizer state rest on the host, where the update is; None: on the device.
+    # `optimizer`: masters and optimizer state rest on the host, where the update is. `all`: parameters that rest
+    # sharded too. None: on the device.
     offload: str | None = None
 
     @property

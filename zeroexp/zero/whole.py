@@ -102,7 +102,9 @@ def _pin(unit: Unit, rank: int) -> None:
     """Show whole parameters in memory of their own until `_unpin`, whatever the schedule does meanwhile."""
     if not unit.is_sharded:
         return  # the parameters rest whole
-    copies = [held.piece.new_empty(held.chunk.padded_numel) for held in unit.held]
+    copies = [
+        held.piece.new_empty(held.chunk.padded_numel, device=held.device) for held in unit.held
+    ]
     unit.gather_into(copies)
     for held, copy in zip(unit.held, copies, strict=True):
         # A transport may round what it gathers, but what this rank owns is not written by reading it.
@@ -124,7 +126,7 @@ def _was_written(held: Held, rank: int) -> bool:
         return True
     if held.pinned is not None:
         shown = held.pinned[held.chunk.real_section(rank)]
-        return not _same_bytes(shown, held.piece[: len(shown)])
+        return not _same_bytes(shown, held.piece[: len(shown)].to(shown.device))
     if held.master_flat is not None:
         shown = torch.cat([_shown_span(held, span) for span in held.owned])
         return not _same_bytes(shown, held.master_flat.to(shown))

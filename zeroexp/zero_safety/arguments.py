@@ -12,6 +12,7 @@ from torch import nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from zeroexp.comm.bus import ALL, OPTIMIZER
 from zeroexp.comm.collectives import TRANSPORTS
 from zeroexp.cut.codes import CODE_BITS
 from zeroexp.cut.layout import LAYOUTS
@@ -31,7 +32,7 @@ WORDS = {
     "transport": TRANSPORTS,
     "matrix_step": MATRIX_STEPS,
     **dict.fromkeys(("gather_codec", "reduce_codec"), (*CODE_BITS, None)),
-    "offload": ("optimizer", None),
+    "offload": (OPTIMIZER, ALL, None),
 }
 TRAINED_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _Replicated = DataParallel | DistributedDataParallel
@@ -48,7 +49,7 @@ def refuse_arguments(
     world_size: int,
 ) -> None:
     """Raise ValueError in one line that names what is wrong, its value and the remedy."""
-    refuse_options(options, stage)
+    refuse_options(options, stage, world_size)
     refuse_replicas(options.replicas, stage, world_size)
     _refuse_missing_or_double_values(module, values)
     if max_grad_norm is not None and not (is_number(max_grad_norm) and max_grad_norm > 0):
@@ -159,7 +160,7 @@ def _refuse_overlaps(module: nn.Module) -> None:
             )
 
 
-def refuse_options(options: Options, stage: Stage) -> None:
+def refuse_options(options: Options, stage: Stage, world_size: int) -> None:
     """Raise ValueError in one line that names the option, its value and what to use."""
     for key, words in WORDS.items():
         if getattr(options, key) not in words:
@@ -186,6 +187,14 @@ def refuse_options(options: Options, stage: Stage) -> None:
     if (options.gather_codec or options.reduce_codec) and options.transport == "direct":
         raise ValueError(
             "options.transport=direct: ranks read each other's memory, so that a codec saves nothing; use auto"
+        )
+    if options.offload == ALL and (stage.parameters is not Placement.SHARD or world_size == 1):
+        raise ValueError(
+            "options.offload=all: parameters that rest whole stay on the device, use optimizer, or zero3 on two ranks"
+        )
+    if options.offload == ALL and options.transport == "direct":
+        raise ValueError(
+            "options.transport=direct: ranks read each other's memory, and pieces are on the host; use auto"
         )
     if stage.gradients is Placement.PARTIAL and options.reduce_each == "microbatch":
         raise ValueError(
