@@ -146,9 +146,10 @@ def statuses(folder: Path) -> dict[str, str]:
 
 @pytest.fixture(scope="module")
 def matrix(tmp_path_factory) -> tuple[Path, subprocess.CompletedProcess[str]]:
-    """Two of a study's stages by two implementations by two world sizes, `-m` in the middle of the line."""
+    """Of a study's stages, by two implementations and two world sizes, two; `-m` in the middle of the line."""
     folder = tmp_path_factory.mktemp("matrix")
-    include = "include: [{strategy: [zero1_allreduce, zero3]}]"
+    torchs = "{strategy: [zero1_allreduce], strategy.implementation: [torch]}"
+    include = f"include: [{torchs}, {{strategy: [zero3]}}]"
     stages = "hydra: {sweeper: {params: {strategy: 'zero1_allreduce,zero2,zero3'}}}"
     study = write_study(folder, f"loss_agreement: 1e-5, {include}", stages)
     words = [*study, "-m", "strategy.implementation=buffer,torch", "world_size=all", *LIGHT]
@@ -170,8 +171,6 @@ def test_every_defined_point_runs_and_the_others_are_skipped(matrix):
     folder, done = matrix
     assert done.returncode == 0, done.stderr
     assert statuses(folder) == {
-        "zero1_allreduce-buffer-n1": "done",
-        "zero1_allreduce-buffer-n2": "done",
         "zero1_allreduce-torch-n1": "skipped",
         "zero1_allreduce-torch-n2": "skipped",
         "zero3-buffer-n1": "done",
@@ -188,10 +187,10 @@ def test_a_sweep_ends_with_a_table_a_verdict_and_a_page(matrix):
     folder, done = matrix
     # A verdict about two points, which the machine may give, has a dot between their words.
     rows = re.findall(r"^(?:zero1_allreduce|zero3) [^·\n]*$", done.stdout, flags=re.MULTILINE)
-    assert len(rows) == 8 and "6 loss curves agree" in done.stdout
+    assert len(rows) == 6 and "4 loss curves agree" in done.stdout
     assert "Report: outputs/mine/report.html" in done.stdout
     page = (folder / "outputs/mine/report.html").read_text()
-    assert "zero1_allreduce-buffer-n2" in page and "zero3-torch-n1" in page
+    assert "zero3-buffer-n2" in page and "zero3-torch-n1" in page
 
 
 def test_points_of_a_sweep_train_alike_at_every_world_size(matrix):
@@ -345,7 +344,7 @@ def test_ctrl_c_cancels_what_has_not_ended(tmp_path):
 
 
 OPTUNA = [
-    *("hydra/sweeper=optuna", "hydra.sweeper.n_trials=3", "hydra.sweeper.n_jobs=2"),
+    *("hydra/sweeper=optuna", "hydra.sweeper.n_trials=2", "hydra.sweeper.n_jobs=1"),
     *("hydra.sweeper.sampler.seed=1", "optimizer.lr=interval(0.0001,0.01)", "world_size=1"),
 ]
 needs_optuna = pytest.mark.skipif(
@@ -362,11 +361,11 @@ def test_optuna_minimises_the_final_loss(tmp_path):
         (read_summary(job.folder).final_loss, job.config.optimizer.lr)
         for job in jobs(tmp_path).values()
     ]
-    assert len(set(found)) == 3
+    assert len(set(found)) == 2
     assert len({job.folder.parent for job in jobs(tmp_path).values()}) == 1, "one sweep"
     best = yaml.safe_load((tmp_path / "outputs/.hydra/optimization_results.yaml").read_text())
     assert (best["best_value"], best["best_params"]["optimizer.lr"]) == min(found)
-    assert done.stdout.count("zero3 ") == 3, "one table of all batches"
+    assert done.stdout.count("zero3 ") == 2, "one table of all batches"
 
 
 @needs_optuna

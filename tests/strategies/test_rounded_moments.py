@@ -130,13 +130,11 @@ def whole(canonical: Any) -> torch.Tensor:
 # ---- plans
 
 
-@pytest.mark.parametrize(
-    ("optimizer", "moments"), [("adamw", "bfloat16"), ("muon", "bfloat16"), ("muon", "null")]
-)
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
 @pytest.mark.parametrize("stage", ["ddp", "zero2", "zero3"])
-def test_a_plan_is_what_the_engine_holds(stage, optimizer, moments) -> None:
+def test_a_plan_is_what_the_engine_holds(stage, optimizer) -> None:
     words = (f"strategy={stage}", f"optimizer={optimizer}", "strategy.implementation=parameter")
-    more = ("world_size=3", "data.global_batch_size=3", f"optimizer.moments={moments}")
+    more = ("world_size=3", "data.global_batch_size=3", "optimizer.moments=bfloat16")
     config = composed("model=tiny", *words, *more)
     form = form_of(config, build_on_meta(config), "native")
     plain = form_of(
@@ -154,5 +152,5 @@ def test_a_plan_is_what_the_engine_holds(stage, optimizer, moments) -> None:
             held = form.held_bytes("after_step", rank)
             assert bytes_by_kind(strategy.model_states()) == held
         wide = plain.held_bytes("after_step", rank)
-        assert moments == "null" or held["optimizer"] < 0.51 * wide["optimizer"]
+        assert held["optimizer"] < 0.51 * wide["optimizer"]
         assert {**held, "optimizer": 0} == {**wide, "optimizer": 0}
