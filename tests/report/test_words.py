@@ -65,6 +65,11 @@ def test_a_closed_form_that_is_wrong_and_bytes_sent_are_said(tmp_path: Path) -> 
     assert explained(tmp_path, "gradients", 48, 48, plan={"total": held - 24 * MIB}) == [
         "It holds 240.0 MiB where its closed form says 216.0 MiB: nothing here explains that."
     ]
+    early = {"plan": {"total": held + 24 * MIB}, "num_warmup_steps": 1}
+    assert explained(tmp_path, "gradients", 48, 48, **early) == [
+        "It holds 240.0 MiB where its closed form says 264.0 MiB: memory was read in the first step, before there "
+        "was an optimizer's state; warm up for two."
+    ]
     sent = {**TABLE, "reduce": 5 * 48 * MIB}
     assert explained(tmp_path, "gradients", 48, 48, plan={}, sent_bytes_by_kind=sent) == [
         "It sends 288.0 MiB a step where the table says 336.0 MiB. By kind: reduce -48.0 MiB."

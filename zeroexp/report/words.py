@@ -128,10 +128,11 @@ def _explain_beside_plan(summary: RunSummary) -> Iterator[str]:
     for name, error in summary.plan_errors.items():
         planned = summary.plan[name]
         if name in verbs and abs(error) > TOLERANCE * max(planned, 1):
-            yield (
-                f"It {verbs[name]} {_mib(planned + error)} where its closed form says {_mib(planned)}: nothing here "
-                "explains that."
-            )
+            why = "nothing here explains that"
+            if name == "total" and summary.num_warmup_steps < 2:
+                why = "memory was read in the first step, before there was an optimizer's state; warm up for two"
+            head = f"It {verbs[name]} {_mib(planned + error)} where its closed form says"
+            yield f"{head} {_mib(planned)}: {why}."
 
 
 def _explain_kind(run: Run, summary: RunSummary, kind: str, held: float, form: float) -> str:
