@@ -120,7 +120,7 @@ def test_units_inside_blocks_that_recompute_equal_the_oracle(ranks, name, stage)
     ("unit", "selective"),
     [
         ("module", {"recompute_every": 2}),
-        ("block", {"recompute_except": ["aten.mm", "aten.silu.default"]}),
+        ("block", {"recompute_except": ["aten.mm:2", "aten.silu.default"]}),
     ],
 )
 def test_blocks_that_recompute_a_part_equal_the_oracle(ranks, unit, selective):
@@ -138,6 +138,7 @@ def test_an_operator_that_is_kept_runs_once_and_every_other_block_is_left_as_it_
         "all": {},
         "second": {"recompute_every": 2},
         "kept": {"recompute_except": ["aten.mm"]},
+        "every other": {"recompute_except": ["aten.mm:2"]},
     }.items():
         model = built("tiny")
         checkpoint_as_configured(model.module, model.blocks, replace(RECOMPUTES, **selective))
@@ -148,6 +149,8 @@ def test_an_operator_that_is_kept_runs_once_and_every_other_block_is_left_as_it_
     with Counting() as counting:
         loss_of(plain, shrunk("tiny", num_layers=2), 0, 0, 0)[0].backward()
     assert counts["kept"] == counting.products
+    # Of the seven in each block (q, k, v, o, gate, up, down) the second, fourth and sixth run twice.
+    assert counts["every other"] == counting.products + 2 * 3
     assert counts["all"] - counting.products == 2 * (counts["second"] - counting.products) > 0
 
 

@@ -209,7 +209,7 @@ class TrainConfig:
     activation_checkpointing: bool = False  # recompute each block in backward
     # only every so-many-th block is recomputed; None = each
     recompute_every: int | None = number(None, least=1)
-    # Operators whose results recomputed blocks keep, as aten.mm.
+    # Operators whose results recomputed blocks keep, as aten.mm; aten.mm:2 keeps every second.
     recompute_except: list[str] = field(default_factory=list[str])
     compile: bool = False  # torch.compile of each block
     # Numbers of steps, warm-up included and from 0, that are watched and count in no time; see docs/measuring.md.

@@ -1,20 +1,26 @@
 """Activation checkpointing: a block keeps only its inputs and recomputes its activations in backward.
 
 Selective, as torch has it: every k-th block alone recomputes (`train.recompute_every`), or recomputed blocks keep what
-named operators returned, as of their products of matrices (`train.recompute_except=[aten.mm]`).
+named operators returned, as of their products of matrices (`train.recompute_except=[aten.mm]`), or of every k-th
+time that a block ran one, beginning with the first (`[aten.mm:2]`, as torchtitan does).
 """
 
 from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 from torch._C import DispatchKey
-from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
 
 from zeroexp.config.keys import ConfigError, TrainConfig
 
@@ -45,14 +51,20 @@ def checkpoint_blocks(module: nn.Module, blocks: Sequence[str], kept: Sequence[s
         block.forward = _recomputed(block.forward, operators)
 
 
-def operators_of(names: Sequence[str]) -> list[Any]:
-    """Return the operators that are named, as `aten.mm`, or one overload of it, as `aten.mm.default`.
+def operators_of(names: Sequence[str]) -> dict[Any, int]:
+    """Return the operators that are named, as `aten.mm`, or one overload of it, as `aten.mm.default`, and which results
+    of each are kept: every so-many-th.
 
     Raises ConfigError for what torch does not have, and for what it would keep nothing of, see `_can_be_kept`.
     """
-    operators: list[Any] = []
-    for name in names:
-        key = f"train.recompute_except={name}"
+    operators: dict[Any, int] = {}
+    for word in names:
+        key = f"train.recompute_except={word}"
+        name, _, times = word.partition(":")
+        if not (times or "1").isdecimal() or times == "0":
+            raise ConfigError(
+                f"{key}: every so-many-th result is kept; write a number, as aten.mm:2"
+            )
         try:
             named: Any = functools.reduce(getattr, name.split("."), torch.ops)
         except (AttributeError, RuntimeError):
@@ -65,7 +77,7 @@ def operators_of(names: Sequence[str]) -> list[Any]:
         if not named:
             problem = "returns a view, writes in place or is made of others, so that nothing can be kept of it"
             raise ConfigError(f"{key}: {problem}; name one that computes, as aten.mm")
-        operators += named
+        operators |= dict.fromkeys(named, int(times or 1))
     return operators
 
 
@@ -84,10 +96,10 @@ def _can_be_kept(operator: Any) -> bool:
         return False
 
 
-def _recomputed(forward, operators: Sequence[Any]):
+def _recomputed(forward, operators: Mapping[Any, int]):
     options: dict[str, Any] = {}
     if operators:
-        contexts = functools.partial(create_selective_checkpoint_contexts, operators)
+        contexts = functools.partial(_selective_contexts, operators)
         options = {"context_fn": contexts, **BESIDE_HOOKS}
     run = functools.partial(checkpoint, use_reentrant=False, **options)
 
@@ -96,3 +108,18 @@ def _recomputed(forward, operators: Sequence[Any]):
         return run(forward, *args, **kwargs)
 
     return recomputed
+
+
+def _selective_contexts(operators: Mapping[Any, int]) -> Any:
+    """Return torch's contexts of one forward and of its recomputation, which meet the same operators in one order."""
+    met: Counter[tuple[bool, Any]] = Counter()
+
+    def policy(context: Any, operator: Any, *_: Any, **__: Any) -> CheckpointPolicy:
+        each = operators.get(operator)
+        if each is None:
+            return CheckpointPolicy.PREFER_RECOMPUTE
+        before = met[context.is_recompute, operator]
+        met[context.is_recompute, operator] += 1
+        return CheckpointPolicy.PREFER_RECOMPUTE if before % each else CheckpointPolicy.MUST_SAVE
+
+    return create_selective_checkpoint_contexts(policy)
