@@ -83,9 +83,10 @@ def test_what_a_run_leaves_in_its_folder(local, tmp_path):
     assert f"it may run on CPUs {sorted(os.sched_getaffinity(0))}\n" in log_of(job, 1)
     assert summary.data_source.startswith("synthetic: vectors of ")
     assert f"data from {summary.data_source}\n" in log_of(job, 1)
-    assert read_run(
-        job.folder
-    ).engine == {  # what the config leaves open, as two ranks of one host settle it
+    dtypes = ("weights", "products", "gradients", "moments", "reduced", "master", "norm")
+    # What the config leaves open, as two ranks of one host settle it, and dtypes as found.
+    assert read_run(job.folder).engine == {
+        "dtypes": ", ".join(f"{role} float32" for role in dtypes),
         "transport": "direct",
         "bucket_mb": "4.0",
         "prefetch": "null",

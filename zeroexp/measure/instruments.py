@@ -1,6 +1,6 @@
 """Which steps of a run are watched, and by what: memory by cause, a timeline, torch's profiler.
 
-    the last warm-up step     memory by cause at the peak, which no time counts
+    the last warm-up step     memory by cause at the peak, which no time counts; dtypes (dtypes_found.py)
     train.trace_steps         the same, and a timeline: trace.<rank>.<step>.json (timeline.py)
     train.hash_steps          hashes of what the step computes: hashes.<rank>.jsonl (hashes.py)
     train.profile_steps       torch.profiler: profile.<rank>.<step>.json and .txt (profiler.py)
@@ -24,6 +24,7 @@ from torch import nn
 
 from zeroexp.config.keys import TrainConfig
 from zeroexp.interface.strategy import Strategy
+from zeroexp.measure.dtypes_found import DtypesFound
 from zeroexp.measure.formats import FORMAT, KEY
 from zeroexp.measure.hashes import StepHashes
 from zeroexp.measure.profiler import may_be_lost, profiling
@@ -43,6 +44,7 @@ class Instruments:
     module: nn.Module | None = None  # the model as it was built, whose names count
     blocks: Mapping[str, nn.Module] = field(default_factory=dict[str, nn.Module])  # by name
     labels: Mapping[str, Any] = field(default_factory=dict[str, Any])  # of every timeline
+    dtypes: DtypesFound = field(default_factory=DtypesFound)  # of the step whose memory is read
 
     @contextmanager
     def watching(
@@ -59,6 +61,9 @@ class Instruments:
                 stack.enter_context(profiling(self.folder, self.world, step))
             if step in self.settings.hash_steps and self.module is not None:
                 stack.enter_context(self._hashing(step, self.module, strategy))
+            # A hook on a part of a compiled block would have it compiled again.
+            if reading and self.module is not None and not self.settings.compile:
+                stack.enter_context(self.dtypes.watching(self.module))
             if not (wanted or in_warmup):
                 yield None
                 return

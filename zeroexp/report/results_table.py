@@ -23,6 +23,9 @@ BRIEF = (
     "params",
 )
 WIDTH = 110  # characters in the text below the table
+NOT_AS_ASKED = "dtypes_not_as_asked"  # of measure/dtypes_found.py
+# What engine.json holds beside the values of open settings.
+TOLD_APART = ("engine", "dtypes", NOT_AS_ASKED)
 
 
 def print_table(points: Sequence[Point]) -> None:
@@ -114,6 +117,7 @@ def _meanings(points: Sequence[Point]) -> list[str]:
         describe_peak_flops(points),
         DOUBT if any(map(why_doubtful, points)) else "",
         *_engine_meanings(points),
+        *_dtype_meanings(points),
         *_stage_meanings(points),
     ]
     return [sentence for sentence in sentences if sentence]
@@ -134,11 +138,18 @@ def _stage_meanings(points: Sequence[Point]) -> list[str]:
     return [f"{name} is {note}." for name, note in notes if note]
 
 
+def _dtype_meanings(points: Sequence[Point]) -> list[str]:
+    """Return what runs computed, kept or sent in another dtype than they were asked to."""
+    runs = {point.run.label: point.run for point in points}
+    others = {name: run.engine.get(NOT_AS_ASKED) for name, run in runs.items()}
+    return [f"dtypes of {name}: {text} asked." for name, text in others.items() if text]
+
+
 def _engine_meanings(points: Sequence[Point]) -> list[str]:
     """Return the engines' values of open settings, once for all runs with the same values."""
     labels: dict[str, list[str]] = {}
     for run in (point.run for point in points):
-        settings = {k: v for k, v in run.engine.items() if v != "null" and k != "engine"}
+        settings = {k: v for k, v in run.engine.items() if v != "null" and k not in TOLD_APART}
         if settings:
             text = ", ".join(f"{key} {value}" for key, value in settings.items())
             labels.setdefault(text, []).append(run.label)

@@ -191,6 +191,7 @@ def _train(config: Config, world: World, folder: Path, stop: Stop) -> bool:
     )
     num_steps = config.train.warmup_steps + config.train.steps
     start_step, is_own = _resume(config, folder, strategy, shapes, world)
+    instruments = Instruments(config.train, world, folder, model.module, blocks, _labels(config))
     steps = train(
         strategy,
         data,
@@ -199,11 +200,13 @@ def _train(config: Config, world: World, folder: Path, stop: Stop) -> bool:
         start_step=start_step,
         pause=saver.is_due,
         stop=stop,
-        instruments=Instruments(config.train, world, folder, model.module, blocks, _labels(config)),
+        instruments=instruments,
     )
     records = _run_steps(steps, saver, world, folder, start_step, is_own)
-    if config.train.compile and world.rank == 0:
-        write_engine(folder, {**_settings_of(strategy), **graphs_compiled()})
+    if world.rank == 0:
+        found = instruments.dtypes.as_record(config)
+        graphs = graphs_compiled() if config.train.compile else {}
+        write_engine(folder, {**_settings_of(strategy), **graphs, **found})
     progress.note_phase(num_steps, progress.AFTER)
     over = not records or records[-1].step + 1 == num_steps
     if not over:

@@ -1,4 +1,4 @@
-"""The files of a run: engine.json holds its settings, records.jsonl its steps, and summary.json its results.
+"""The files of a run: engine.json holds its settings and dtypes, records.jsonl its steps, and summary.json its results.
 
 engine.json holds the values of settings that the config left open, records.jsonl grows while rank 0 trains, and
 summary.json appears when the run has ended.

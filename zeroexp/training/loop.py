@@ -32,6 +32,7 @@ from zeroexp.config.optimizer import learning_rate
 from zeroexp.data import Microbatch, StepBatch
 from zeroexp.interface.strategy import Strategy
 from zeroexp.measure.clock import StepClock
+from zeroexp.measure.dtypes_found import DtypesFound
 from zeroexp.measure.instruments import Instruments
 from zeroexp.measure.memory import AllocationMeter, bytes_by_kind
 from zeroexp.measure.record import StepRecord, Traffic
@@ -124,7 +125,8 @@ class _Run:
         reads, instruments = index == self._reading_step, self._instruments
         watching = instruments.watching(index, self._strategy, reading=reads)
         with watching as trace, self._timing_moves(index, trace) as moves:
-            step = _Step(self._world, index, self._config, reading_memory=reads, trace=trace)
+            dtypes = instruments.dtypes if reads else None
+            step = _Step(self._world, index, self._config, dtypes=dtypes, trace=trace)
             num_tokens = self._accumulate_gradients(step)
             self._update_parameters(step)
         step.end(num_tokens, moves, bytes_known=not instruments.allocates(index))
@@ -210,10 +212,10 @@ class _Step:
         index: int,
         config: Config,
         *,
-        reading_memory: bool,
+        dtypes: DtypesFound | None,  # of the step whose memory is read
         trace: StepTrace | None = None,
     ):
-        self._world, self._trace = world, trace
+        self._world, self._trace, self._dtypes = world, trace, dtypes
         self.record = StepRecord(
             step=index,
             warmup=index < config.train.warmup_steps,
@@ -224,7 +226,7 @@ class _Step:
             num_tokens=0,
             step_seconds=nan,
             phase_seconds={},
-            memory_bytes={} if reading_memory else None,
+            memory_bytes=None if dtypes is None else {},
             peak_bytes=None,
             allocated_bytes=None,
             traffic=Traffic(),
@@ -257,12 +259,16 @@ class _Step:
         states = strategy.model_states()
         if memory is not None:
             memory[moment] = bytes_by_kind(states)
+        if self._dtypes is not None:
+            self._dtypes.note_states(states)
         if self._trace is not None:
             self._trace.note_model_states(states)
         self.clock.enter(phase)
 
     def end(self, num_tokens: int, moves: list[TimedMove], *, bytes_known: bool) -> None:
         record, self._moves = self.record, moves
+        if self._dtypes is not None:
+            self._dtypes.note("norm", self.grad_norm)
         record.num_tokens = num_tokens
         if bytes_known:
             record.peak_bytes = self._allocations.peak_bytes()

@@ -1,0 +1,100 @@
+"""Dtypes are read off what runs: a downcast that an engine or a model makes by itself is named by its role."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests.plain_strategy import PlainStrategy
+from tests.test_train import Linear, Numbers, make_config
+from zeroexp.interface.strategy import ModelStates
+from zeroexp.measure.instruments import Instruments
+from zeroexp.process import world as worlds
+from zeroexp.report.results_table import NOT_AS_ASKED
+from zeroexp.training.loop import train
+
+FAULTS = {
+    "none": "",
+    "product": "products bfloat16 for float32",
+    "product of one layer": "products float32+bfloat16 for float32",
+    "weights": "weights bfloat16 for float32, products bfloat16 for float32, gradients bfloat16 for float32, "
+    "moments bfloat16 for float32, reduced bfloat16 for float32, master bfloat16 for float32",
+    "gradients": "gradients bfloat16 for float32, reduced bfloat16 for float32",
+    "reduced": "gradients float32+bfloat16 for float32, reduced bfloat16 for float32",
+    "moments": "moments bfloat16 for float32",
+    "norm": "norm bfloat16 for float32",
+}
+
+
+class Rounded(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x).bfloat16()
+
+
+class Model(Linear):
+    def __init__(self, fault: str) -> None:
+        super().__init__()
+        first = nn.Linear(4, 4, bias=False)
+        kind = Rounded if fault.startswith("product") else nn.Linear
+        self.layer = kind(4, 4, bias=False)
+        self.first = first if fault == "product of one layer" else nn.Identity()
+        self.to(torch.bfloat16 if fault == "weights" else torch.float32)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(self.first(x.to(self.layer.weight.dtype)))
+
+
+class Faulty(PlainStrategy):
+    """A plain engine that rounds what its fault says, without a word."""
+
+    def __init__(self, fault: str) -> None:
+        super().__init__(Model(fault))
+        if fault not in ("gradients", "reduced"):  # Adam takes no gradients of another dtype
+            self.optimizer = torch.optim.Adam(self.model.parameters(), lr=0.0, foreach=False)
+        self._fault = fault
+        for parameter in self.model.parameters():
+            parameter.grad_dtype = None  # it may have any
+
+    def backward(self, loss: Tensor) -> None:
+        super().backward(loss)
+        if self._fault == "gradients":
+            self._round_gradients()
+
+    def step(self, *, drain: bool = False) -> Tensor:
+        if self._fault == "reduced":
+            self._round_gradients()
+        self._keep_moments_in(torch.float32)  # Adam steps no others
+        norm = super().step(drain=drain)
+        self._keep_moments_in(torch.bfloat16)
+        return norm.bfloat16() if self._fault == "norm" else norm.float()
+
+    def _keep_moments_in(self, dtype: torch.dtype) -> None:
+        if self._fault == "moments":
+            for own in self.optimizer.state.values():
+                own.update({key: own[key].to(dtype) for key in ("exp_avg", "exp_avg_sq")})
+
+    def model_states(self) -> ModelStates:
+        states = super().model_states()
+        for own in self.optimizer.state.values():
+            states.optimizer.extend(own.values())
+        return states
+
+    def _round_gradients(self) -> None:
+        for parameter in self.model.parameters():
+            assert parameter.grad is not None
+            parameter.grad = parameter.grad.bfloat16()
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_downcast_is_named_by_its_role(tmp_path, fault) -> None:
+    config = make_config(warmup=1, steps=1)
+    with worlds.joined_process_group() as world:
+        strategy = Faulty(fault)
+        instruments = Instruments(config.train, world, tmp_path, strategy.model)
+        list(train(strategy, Numbers(config), config=config, world=world, instruments=instruments))
+    record = instruments.dtypes.as_record(config)
+    assert record.get(NOT_AS_ASKED, "") == FAULTS[fault]
+    assert {"weights", "products", "reduced", "norm"} <= set(
+        record["dtypes"].replace(",", "").split()
+    )

@@ -1,0 +1,110 @@
+"""The dtypes of a run, read off its tensors in the step whose memory is read, beside those that were asked for.
+
+    weights     of modules with a matrix, while they run        gradients   where they rest after backward
+    products    what these modules return                       reduced     what the optimizer is given
+    norm        of all gradients, as the engine returns it      master      what it updates
+                                                                moments     what it keeps of each element
+
+No engine is asked what it does: modules, optimizers and tensors are looked at. A precision that an engine accepts and
+does not have shows here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
+from torch.utils._pytree import tree_leaves
+
+from zeroexp.config.keys import Config
+from zeroexp.interface.strategy import ModelStates
+
+
+class DtypesFound:
+    """The dtypes of one step by role, each in the order in which they were met."""
+
+    def __init__(self) -> None:
+        self.by_role: dict[str, dict[str, None]] = {}
+        self._depth = 0  # an optimizer may call another, as ZeroRedundancyOptimizer does
+
+    def note(self, role: str, *tensors: Any) -> None:
+        """Note the dtypes of those that hold floating-point numbers, whatever else is among them."""
+        found = self.by_role.setdefault(role, {})
+        for tensor in tensors:
+            if isinstance(tensor, Tensor) and tensor.is_floating_point():
+                found[str(tensor.dtype).removeprefix("torch.")] = None
+
+    def note_states(self, states: ModelStates) -> None:
+        """Note gradients that rest, and what the optimizer keeps of each element (a count has one)."""
+        self.note("gradients", *states.gradients)
+        self.note("moments", *(each for each in states.optimizer if each.numel() > 1))
+
+    @contextmanager
+    def watching(self, module: nn.Module) -> Generator[None]:
+        """Look at modules and optimizers that run inside."""
+        with ExitStack() as stack:
+            for each in module.modules():
+                if _has_matrix(each):
+                    stack.callback(each.register_forward_hook(self._ran).remove)
+            stack.callback(register_optimizer_step_pre_hook(self._steps).remove)
+            stack.callback(register_optimizer_step_post_hook(self._stepped).remove)
+            yield
+
+    def as_record(self, config: Config) -> dict[str, str]:
+        """Return what engine.json keeps: all dtypes, and those that are not as asked, if there are some."""
+        found = {role: "+".join(dtypes) for role, dtypes in self.by_role.items() if dtypes}
+        asked = _asked(config)
+        others = [
+            f"{role} {found[role]} for {asked[role]}"
+            for role in found
+            if found[role] != asked[role]
+        ]
+        if not found:
+            return {}
+        record = {"dtypes": ", ".join(f"{role} {dtype}" for role, dtype in found.items())}
+        return {**record, "dtypes_not_as_asked": ", ".join(others)} if others else record
+
+    def _ran(self, module: nn.Module, _inputs: Any, output: Any) -> None:
+        self.note("weights", *module.parameters(recurse=False))
+        self.note("products", *tree_leaves(output))
+
+    def _steps(self, optimizer: Optimizer, *_: Any) -> None:
+        self._depth += 1
+        if self._depth > 1:
+            return
+        # Our engine shows these gradients to no other hook.
+        with torch._C.DisableTorchFunctionSubclass():  # pyright: ignore[reportPrivateUsage]
+            updated = [p for group in optimizer.param_groups for p in group["params"]]
+            updated = [p for p in updated if p.grad is not None]
+            self.note("reduced", *(p.grad for p in updated))
+            self.note("master", *updated)
+
+    def _stepped(self, *_: Any) -> None:
+        self._depth -= 1
+
+
+def _has_matrix(module: nn.Module) -> bool:
+    """Tell whether a module multiplies by a matrix of its own; an embedding looks rows up."""
+    own = module.parameters(recurse=False)
+    return not isinstance(module, nn.Embedding) and any(p.ndim > 1 for p in own)
+
+
+def _asked(config: Config) -> dict[str, str]:
+    precision = config.precision
+    return {
+        "weights": precision.compute,
+        "products": "bfloat16" if precision.autocast else precision.compute,
+        "gradients": precision.reduce,
+        "reduced": precision.master,
+        "master": precision.master,
+        "moments": config.optimizer.moments or precision.master,
+        "norm": "float32",
+    }
