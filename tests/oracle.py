@@ -14,6 +14,7 @@ rings, from three ranks on) or multiplies by the world size and divides again (n
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
@@ -62,6 +63,7 @@ class Recipe:
     optimizer: str = "adamw"
     fused: bool = False
     moments: str | None = None
+    kinds: str = "{}"  # JSON: `optimizer.kinds`
     max_grad_norm: float | None = None
     checkpointing: bool = False
 
@@ -73,6 +75,7 @@ class Recipe:
             weight_decay=0.1,
             fused=self.fused,
             moments=self.moments,
+            kinds=json.loads(self.kinds),
             max_grad_norm=self.max_grad_norm,
         )
 

@@ -1,4 +1,4 @@
-"""Every parameter group of an engine gets the step's learning rate: norms and biases are in one of their own."""
+"""Every parameter group of an engine gets the step's learning rate, or its own fraction of it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,12 @@ class Grouped(PlainStrategy):
         model.shift = torch.nn.Parameter(torch.zeros(1))
         super().__init__(model)
         self.optimizer = torch.optim.SGD(
-            [{"params": [parameter], "lr": 5.0} for parameter in model.parameters()], lr=5.0
+            [
+                {"params": [parameter], "lr": 5.0, **scale}
+                for parameter, scale in zip(
+                    model.parameters(), ({}, {"lr_scale": 0.5}), strict=True
+                )
+            ]
         )
         self.stepped_with: list[list[float]] = []
 
@@ -33,5 +38,5 @@ def test_every_group_has_the_rate_of_the_step():
     strategy = Grouped()
     with worlds.joined_process_group() as world:
         records = list(train(strategy, Numbers(config), config=config, world=world))
-    assert strategy.stepped_with == [[record.lr] * 2 for record in records]
+    assert strategy.stepped_with == [[record.lr, record.lr / 2] for record in records]
     assert [record.lr for record in records] == pytest.approx([0.1, 0.075, 0.05])

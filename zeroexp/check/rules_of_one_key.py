@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator
-from dataclasses import asdict, fields
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, fields, replace
 from typing import Any
 
 from zeroexp.check.refusal import Refusal, as_typed, value_of
 from zeroexp.config.keys import KEYS, Config
+from zeroexp.config.optimizer import OPTIMIZERS, ROW_KEYS, OptimizerKind, rows_of
+from zeroexp.config.parameter_kinds import KINDS, is_pattern
 from zeroexp.config.plugins import REGISTRIES
 from zeroexp.process.ports import parse_port_range
 from zeroexp.registry.did_you_mean import suggest_nearest, suggest_word
@@ -117,15 +119,18 @@ def check_choices(config: Config) -> Iterator[Refusal]:
 
 def check_bounds(config: Config) -> Iterator[Refusal]:
     for key, item in KEYS.items():
-        value, bounds = value_of(config, key), item.metadata
-        if value is None:
-            continue
-        if (least := bounds.get("least")) is not None and value < least:
-            yield key, "too small", f"use at least {least}"
-        if (above := bounds.get("above")) is not None and value <= above:
-            yield key, "too small", f"use more than {above}"
-        if (most := bounds.get("most")) is not None and value > most:
-            yield key, "too large", f"use at most {most}"
+        if (value := value_of(config, key)) is not None:
+            for problem, remedy in _out_of_bounds(value, item.metadata):
+                yield key, problem, remedy
+
+
+def _out_of_bounds(value: float, bounds: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    if (least := bounds.get("least")) is not None and value < least:
+        yield "too small", f"use at least {least}"
+    if (above := bounds.get("above")) is not None and value <= above:
+        yield "too small", f"use more than {above}"
+    if (most := bounds.get("most")) is not None and value > most:
+        yield "too large", f"use at most {most}"
 
 
 def check_shapes(config: Config) -> Iterator[Refusal]:
@@ -150,6 +155,63 @@ def check_momentum(config: Config) -> Iterator[Refusal]:
     """Require what Muon orthogonalizes: without momentum it is no Muon, and a momentum of 1 never moves."""
     if config.optimizer.name == "muon" and not 0 < config.optimizer.momentum < 1:
         yield "optimizer.momentum", "Muon needs one between 0 and 1", "use optimizer=muon (0.95)"
+
+
+def check_kinds(config: Config) -> Iterator[Refusal]:
+    """Require rows of kinds or patterns, of settings that the optimizer of the row reads, within their bounds."""
+    for row, own in config.optimizer.kinds.items():
+        key = f"optimizer.kinds.{row}"
+        if row not in KINDS and not is_pattern(str(row)):
+            yield key, "no kind of parameters, and no pattern", suggest_nearest(row, KINDS)
+        elif not isinstance(own, dict) or not own:
+            yield f"{key}={own}", "no settings", "use some such as {lr: 1e-4}"
+        else:
+            yield from _check_row(config, row, own)
+
+
+def _check_row(config: Config, row: str, own: dict[str, Any]) -> Iterator[Refusal]:
+    name = own.get("name", config.optimizer.name)
+    if name not in OPTIMIZERS:
+        yield (
+            f"optimizer.kinds.{row}.name={name}",
+            "unknown word",
+            suggest_nearest(name, OPTIMIZERS),
+        )
+        return
+    kind = OPTIMIZERS[name]
+    read = (*ROW_KEYS, *kind.keys)
+    for key, value in own.items():
+        named = f"optimizer.kinds.{row}.{key}={value}"
+        if key not in read:
+            problem = f"a row of optimizer.name={name} reads no such key"
+            yield named, problem, suggest_nearest(key, read)
+        for problem, remedy in _wrong_in_row(key, value, kind):
+            yield named, problem, remedy
+    chosen = replace(config, optimizer=rows_of(config.optimizer)[row])
+    for rule in (check_betas, check_momentum):
+        for key, problem, remedy in rule(chosen):
+            yield f"optimizer.kinds.{row}: {key}={value_of(chosen, key)}", problem, remedy
+
+
+def _wrong_in_row(key: str, value: Any, kind: OptimizerKind) -> Iterator[tuple[str, str]]:
+    """Yield what is wrong with a value, whose type nobody has checked."""
+    if key == "betas" and not isinstance(value, list):
+        yield "not two numbers in [0, 1)", "use [0.9, 0.95]"
+    if key == "moments" and value not in (
+        None,
+        *(words := KEYS["optimizer.moments"].metadata["choices"]),
+    ):
+        yield "unknown word", f"use null or {', '.join(words)}"
+    if key == "settings":
+        for word in value if isinstance(value, dict) else [value]:
+            if word not in kind.settings:
+                yield f"no such setting as {word}", suggest_nearest(word, kind.settings)
+    if key in ("lr", "weight_decay", "eps", "momentum"):
+        item = KEYS[f"optimizer.{key}"]
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            yield "no number", f"use one such as {item.default}"
+        else:
+            yield from _out_of_bounds(value, item.metadata)
 
 
 def check_world_sizes(config: Config) -> Iterator[Refusal]:
@@ -231,6 +293,7 @@ def check_study(config: Config) -> Iterator[Refusal]:
 
 RULES = (
     *(check_all_given, check_names, check_lists, check_choices, check_bounds, check_shapes),
-    *(check_betas, check_momentum, check_world_sizes, check_watched_steps, check_range_of_ports),
+    *(check_betas, check_momentum, check_kinds, check_world_sizes, check_watched_steps),
+    check_range_of_ports,
     *(check_study, check_slurm_names, check_sbatch_options, check_link),
 )

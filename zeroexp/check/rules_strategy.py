@@ -8,7 +8,7 @@ from zeroexp.check.refusal import Refusal
 from zeroexp.config.engines import ENGINES
 from zeroexp.config.families import MODELS
 from zeroexp.config.keys import TORCH_DDP, Config, StrategyConfig
-from zeroexp.config.optimizer import OPTIMIZERS
+from zeroexp.config.optimizer import OPTIMIZERS, rows_of
 from zeroexp.cut.stage import STAGES, Stage, why_no_replicas
 
 
@@ -83,29 +83,29 @@ def check_dtypes_of_engines(config: Config) -> Iterator[Refusal]:
 
 def check_fsdp2(config: Config) -> Iterator[Refusal]:
     """Refuse what torch's FSDP2 fails at: it reduces present gradients together, so their sizes must not differ."""
-    family, chosen = config.model.family, config.optimizer
+    family = config.model.family
     if not _is_fsdp2(config.strategy):
         return
     if MODELS[family].skips_modules and config.world_size > 1:
         problem = f"ends in SIGABRT where ranks skip different experts of model.family={family}"
         remedy = "use buffer, or model=mixtral_tiny, whose experts always have a gradient"
         yield "strategy.implementation", f"FSDP2 {problem}", remedy
-    if chosen.name == "sgd" and chosen.fused:
+    if any(own.name == "sgd" and own.fused for own in rows_of(config.optimizer).values()):
         problem = "torch has no fused SGD for FSDP2's shards"
         yield "optimizer.fused", problem, "use optimizer.fused=false"
 
 
 def check_whole_matrices(config: Config) -> Iterator[Refusal]:
     """Refuse FSDP2, which cuts matrices, and hosts for an optimizer that steps them whole; ours bring them together."""
-    strategy, name = config.strategy, config.optimizer.name
-    if OPTIMIZERS[name].matrix_moments is not None and _is_fsdp2(strategy):
-        problem = (
-            f"{strategy.implementation} cuts the matrices that optimizer.name={name} steps whole"
-        )
-        yield "strategy.implementation", problem, "use buffer, which brings them together"
-    if OPTIMIZERS[name].matrix_moments is not None and strategy.offload:
-        problem = f"optimizer.name={name} multiplies matrices, for which a host takes too long"
-        yield "strategy.offload", problem, "leave it null"
+    strategy, rows = config.strategy, rows_of(config.optimizer).values()
+    for name in sorted({own.name for own in rows if OPTIMIZERS[own.name].whole_matrices}):
+        if _is_fsdp2(strategy):
+            cuts = f"{strategy.implementation} cuts the matrices that"
+            problem = f"{cuts} optimizer.name={name} steps whole"
+            yield "strategy.implementation", problem, "use buffer, which brings them together"
+        if strategy.offload:
+            problem = f"optimizer.name={name} multiplies matrices, for which a host takes too long"
+            yield "strategy.offload", problem, "leave it null"
 
 
 def check_moments(config: Config) -> Iterator[Refusal]:
@@ -113,18 +113,20 @@ def check_moments(config: Config) -> Iterator[Refusal]:
 
     A number of 8 bits that is multiplied by 1 - 2**-8 or more may be rounded to itself.
     """
-    chosen, key = config.optimizer, "optimizer.moments"
-    if chosen.moments is None:
-        return
-    if chosen.moments == config.precision.master:
-        yield key, f"no effect, master weights are {chosen.moments} too", "leave it null"
-    if OPTIMIZERS[chosen.name].num_moments(chosen) == 0:
-        yield key, f"no effect, {chosen.name} keeps none", "leave it null"
-    read = OPTIMIZERS[chosen.name].keys
-    decays = {"betas": max(chosen.betas), "momentum": chosen.momentum}
-    for name in (name for name in decays if name in read and decays[name] >= 1 - 2**-8):
-        problem = f"rounding takes back what optimizer.{name} lets a moment fall in a step"
-        yield key, problem, f"use less than 0.996 in optimizer.{name}, or leave it null"
+    for row, chosen in rows_of(config.optimizer).items():
+        group = f"optimizer.kinds.{row}" if row else "optimizer"
+        key = f"{group}.moments={chosen.moments}"
+        if chosen.moments is None:
+            continue
+        if chosen.moments == config.precision.master:
+            yield key, f"no effect, master weights are {chosen.moments} too", "leave it null"
+        if OPTIMIZERS[chosen.name].num_moments(chosen) == 0:
+            yield key, f"no effect, {chosen.name} keeps none", "leave it null"
+        read = OPTIMIZERS[chosen.name].keys
+        decays = {"betas": max(chosen.betas), "momentum": chosen.momentum}
+        for name in (name for name in decays if name in read and decays[name] >= 1 - 2**-8):
+            problem = f"rounding takes back what {group}.{name} lets a moment fall in a step"
+            yield key, problem, f"use less than 0.996 in {group}.{name}, or leave it null"
 
 
 def check_replicas(config: Config) -> Iterator[Refusal]:

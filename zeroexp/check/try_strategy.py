@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from zeroexp.config.keys import Config, ConfigError, UndefinedCombination, resolve
-from zeroexp.config.optimizer import OPTIMIZERS, optimizer_factory, parameter_groups
+from zeroexp.config.optimizer import OPTIMIZERS, optimizer_factory, parameter_groups, rows_of
 from zeroexp.config.vocabulary import vocabulary_of_data
 from zeroexp.cut.layout import LAYOUTS, lay_out
 from zeroexp.cut.owners import OWNERS
@@ -34,7 +34,7 @@ def check_strategy(config: Config) -> None:
         or (strategy.owners is not None and strategy.owners not in OWNERS.own)
     )
     chosen = OPTIMIZERS[config.optimizer.name]
-    has_settings = config.optimizer.settings != dict(chosen.settings)
+    has_settings = config.optimizer.settings != dict(chosen.settings) or config.optimizer.kinds
     steps = has_settings or config.optimizer.name not in OPTIMIZERS.own
     if not (cuts or steps):
         return
@@ -63,10 +63,11 @@ def _try_optimizer(config: Config, model: BuiltModel) -> None:
     groups = parameter_groups(model.module, config.optimizer, model.blocks)
     factory = optimizer_factory(config.optimizer)
     key = f"optimizer.name={config.optimizer.name}"
-    num_moments = OPTIMIZERS[config.optimizer.name].num_moments(config.optimizer)
-    if type(num_moments) is not int or num_moments < 0:
-        problem, remedy = f"num_moments returns {num_moments!r:.40}", "return how many it keeps"
-        raise ConfigError(f"{key}: {problem}; {remedy}")
+    for own in rows_of(config.optimizer).values():
+        num_moments = OPTIMIZERS[own.name].num_moments(own)
+        if type(num_moments) is not int or num_moments < 0:
+            problem, remedy = f"num_moments returns {num_moments!r:.40}", "return how many it keeps"
+            raise ConfigError(f"optimizer.name={own.name}: {problem}; {remedy}")
     try:
         try_out(factory, groups)
     except ConfigError:

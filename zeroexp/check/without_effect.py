@@ -19,7 +19,7 @@ from zeroexp.config.keys import (
     SlurmConfig,
     default_of,
 )
-from zeroexp.config.optimizer import OPTIMIZERS
+from zeroexp.config.optimizer import OPTIMIZERS, rows_of
 from zeroexp.cut.layout import LAYOUTS
 
 OF_TABLES = ("subset", "split", "text_column", "label_column", "labels", "limit")
@@ -90,7 +90,10 @@ def _of_our_engine(config: Config) -> Iterator[Idle]:
         yield "strategy.owners", why, None
     if strategy.optimizer.placement != "shard":
         yield "strategy.owners", f"strategy={strategy.name} shards nothing", None
-    if OPTIMIZERS[config.optimizer.name].matrix_moments is None:
+    steps_matrices = any(
+        OPTIMIZERS[own.name].whole_matrices for own in rows_of(config.optimizer).values()
+    )
+    if not steps_matrices:
         why = f"optimizer.name={config.optimizer.name} needs no whole matrices"
         yield "strategy.matrix_step", why, "use optimizer=muon"
     elif LAYOUTS[strategy.implementation].has_owners or strategy.optimizer.placement != "shard":

@@ -266,7 +266,7 @@ class Collectives:
 
     def open_exchanges(self) -> None:
         """Let the ranks of a group exchange bytes, by messages: shared memory has slots for reductions alone."""
-        if self.facts.shares_memory:
+        if self.facts.shares_memory and self._messages is self._transport:
             self._messages = TRANSPORTS["messages"](self.group, self._moves)
             self._messages.connect()
 

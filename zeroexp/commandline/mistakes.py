@@ -16,7 +16,7 @@ from zeroexp.registry.did_you_mean import suggest_key, suggest_word
 MISTAKES = (ConfigError, HydraException, OmegaConfBaseException, YAMLError)
 
 # Other projects define the keys below these, so a user may add keys that our schema does not know.
-FREE = ("model.hf_config.", "model.mlp.", "model.moe.", "cluster.slurm.sbatch.")
+FREE = ("model.hf_config.", "model.mlp.", "model.moe.", "optimizer.kinds.", "cluster.slurm.sbatch.")
 FREE = (*FREE, *(f"{group}.settings." for group in WITH_SETTINGS))
 
 # Part of OmegaConf's message -> the remedy we print; the first match counts.

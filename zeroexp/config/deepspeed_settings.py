@@ -42,7 +42,9 @@ def refuse(config: Config) -> str | None:
         return "DeepSpeed keeps masters in float32: use precision=fp32, bf16_master or paper16"
     if MODELS[config.model.family].skips_modules:
         return f"DeepSpeed hangs where ranks skip modules, as those of {config.model.family}"
-    if OPTIMIZERS[config.optimizer.name].matrix_moments is not None:
+    if config.optimizer.kinds:
+        return "DeepSpeed has one optimizer for all parameters: leave optimizer.kinds empty"
+    if OPTIMIZERS[config.optimizer.name].whole_matrices:
         return (
             f"DeepSpeed cuts the matrices that optimizer.name={config.optimizer.name} steps whole"
         )

@@ -196,6 +196,8 @@ class OptimizerConfig:
     warmup_steps: int = number(0, least=0, most=MOST_STEPS)
     min_lr_ratio: float = number(0.1, least=0, most=1)  # learning rate at the end over its top
     settings: dict[str, Any] = field(default_factory=dict[str, Any])  # keys of a plugin's optimizer
+    # Other settings for some parameters, by kind or pattern of names, as {embeddings: {lr: 1e-4}}; see docs/models.md.
+    kinds: dict[str, Any] = field(default_factory=dict[str, Any])
 
 
 @dataclass

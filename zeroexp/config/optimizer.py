@@ -10,10 +10,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from zeroexp.config.keys import ConfigError, OptimizerConfig
+from zeroexp.config.parameter_kinds import kinds_of_parameters, rows_of_parameters
 from zeroexp.cut.chunk import MATRIX
 from zeroexp.registry import Later, Registry
 
@@ -22,6 +23,8 @@ if TYPE_CHECKING:
     from torch import nn
 
 SCHEDULES = ("constant", "cosine", "linear")
+ROW_KEYS = ("name", "lr", "weight_decay", "moments", "settings")  # of every row of `kinds`
+OF_BLOCKS = {"matrices", "experts", "routers"}  # kinds of parameters that may be matrices of blocks
 
 
 @dataclass(frozen=True)
@@ -33,9 +36,8 @@ class OptimizerKind:
     bytes_per_tensor: what it keeps beside them for each tensor.
     keys: the keys of `optimizer` that it reads beyond those that all read; other ones are refused.
     settings: its own keys below `optimizer.settings`, with their defaults.
-    matrix_moments: how many such tensors it keeps of a block's matrix, where it steps these whole
-    and in another way; nothing else. It then rounds moments to `config.moments` itself, and asks
-    for whole matrices as interface/whole_matrices.py says. None: it steps all parameters alike.
+    whole_matrices: it steps the matrices of blocks alone, and AdamW all else of its row. It rounds
+    moments to `config.moments` itself, and asks for whole matrices as interface/whole_matrices.py says.
     """
 
     make: Callable[[Iterable[Any], OptimizerConfig], torch.optim.Optimizer]
@@ -43,74 +45,128 @@ class OptimizerKind:
     bytes_per_tensor: int = 0
     keys: tuple[str, ...] = ()
     settings: Mapping[str, Any] = field(default_factory=dict[str, Any])
-    matrix_moments: int | None = None
+    whole_matrices: bool = False
+
+
+def rows_of(config: OptimizerConfig) -> dict[str, OptimizerConfig]:
+    """Return the settings of each row of `optimizer.kinds`, and of "", the line's own, which a row begins from."""
+    rows = {"": replace(config, kinds={})}
+    for row, own in config.kinds.items():
+        name = own.get("name", config.name)
+        settings = dict(OPTIMIZERS[name].settings) if name != config.name else config.settings
+        settings = {**settings, **own.get("settings", {})}
+        rows[row] = replace(rows[""], **{**own, "settings": settings})
+    return rows
+
+
+def optimizers_of(config: OptimizerConfig) -> dict[str, OptimizerConfig]:
+    """Return what steps the parameters of each kind of group: of its row, see `rows_of`.
+
+    Of an optimizer that steps whole matrices alone, what is none of a block goes to AdamW.
+    """
+    by_kind: dict[str, OptimizerConfig] = {}
+    for row, own in rows_of(config).items():
+        if OPTIMIZERS[own.name].whole_matrices:
+            by_kind[kind_of_matrices(row)] = own
+            own = replace(own, name="adamw", settings={})
+        by_kind[row] = own
+    return by_kind
 
 
 def parameter_groups(
     module: nn.Module, config: OptimizerConfig, blocks: Sequence[str]
 ) -> list[dict[str, Any]]:
-    """Return one group with weight decay and one without, in the form torch.optim takes.
+    """Return the groups of each kind in `optimizers_of`, with and without weight decay, in the form torch.optim takes.
 
-    Norms and biases, which have fewer than two dimensions, form the second group. Frozen parameters are in no group and
-    a tied parameter appears once. If all parameters decay alike, there is one group. Where the optimizer steps matrices
-    of the model's `blocks` in another way these come first, as a group with the kind `matrix`.
+    Norms and biases, which have fewer than two dimensions, do not decay, unless their row says how they do. Frozen
+    parameters are in no group and a tied parameter appears once. If all parameters of a kind decay alike, they are one
+    group. A group of another kind than the line's own names it, and what its learning rate is of the line's.
     """
-    trainable = [p for p in module.parameters() if p.requires_grad]
-    matrices: list[nn.Parameter] = []
-    if OPTIMIZERS[config.name].matrix_moments is not None:
-        matrices = _matrices_of_blocks(module, blocks)
-        if not matrices:
+    row_of = rows_of_parameters(module, blocks, config.kinds)
+    kinds, by_kind = kinds_of_parameters(module, blocks), optimizers_of(config)
+    matrices = {p for p, kind in kinds.items() if kind in OF_BLOCKS and p.ndim == 2}
+    groups: list[dict[str, Any]] = []
+    for kind, own in by_kind.items():
+        row = row_of_kind(kind)
+        mine = [p for p, of in row_of.items() if of == row]
+        if kind_of_matrices(row) in by_kind:
+            mine = [p for p in mine if (p in matrices) == OPTIMIZERS[own.name].whole_matrices]
+        all_decay = own.decay_norms_and_biases or "weight_decay" in config.kinds.get(row, {})
+        all_decay = all_decay or own.weight_decay == 0
+        plain = [] if all_decay else [p for p in mine if p.ndim < 2]
+        decayed = [p for p in mine if all_decay or p.ndim >= 2]
+        named: dict[str, Any] = {"kind": kind} if kind else {}
+        if own.lr != config.lr:
+            named["lr_scale"] = own.lr / config.lr
+        groups.append({"params": decayed, "weight_decay": own.weight_decay, **named})
+        groups.append({"params": plain, "weight_decay": 0.0, **named})
+    groups = [group for group in groups if group["params"]]
+    _require_matrices(config, {group.get("kind", "") for group in groups})
+    return groups
+
+
+def describe_groups(groups: Sequence[dict[str, Any]], config: OptimizerConfig) -> str:
+    """Return what is stepped how: each kind of groups with its number of parameters and its settings."""
+    lines: list[str] = []
+    for kind, own in optimizers_of(config).items():
+        mine = [group for group in groups if group.get("kind", "") == kind]
+        numel = sum(p.numel() for group in mine for p in group["params"])
+        decays = "/".join(f"{group['weight_decay']:g}" for group in mine)
+        moments = f" moments {own.moments}" if own.moments else ""
+        if mine:
+            how = f"{own.name} lr {own.lr:g} decay {decays}{moments}"
+            what = row_of_kind(kind) or ("matrices" if kind else "all else")
+            lines.append(f"{what}: {numel:,} by {how}")
+    return "; ".join(lines)
+
+
+def kind_of_matrices(row: str) -> str:
+    """Return the kind of the groups of a row that are stepped as whole matrices."""
+    return f"{row} {MATRIX}".strip()
+
+
+def row_of_kind(kind: str) -> str:
+    return "" if kind == MATRIX else kind.removesuffix(f" {MATRIX}")
+
+
+def _require_matrices(config: OptimizerConfig, kinds: set[str]) -> None:
+    """Raise ConfigError where an optimizer that steps matrices of blocks alone was named and finds none."""
+    rows = [row for row, own in config.kinds.items() if "name" in own]
+    named = {f"optimizer.kinds.{row}.name": (config.kinds[row]["name"], [row]) for row in rows}
+    named["optimizer.name"] = config.name, ["", *(row for row in config.kinds if row not in rows)]
+    for key, (name, of_rows) in named.items():
+        if OPTIMIZERS[name].whole_matrices and kinds.isdisjoint(map(kind_of_matrices, of_rows)):
             problem = "no block of the model has a trainable matrix"
-            raise ConfigError(f"optimizer.name={config.name}: {problem}; use optimizer=adamw")
-    taken = set(matrices)
-    others = [p for p in trainable if p not in taken]
-    decayed, plain = [p for p in others if p.ndim >= 2], [p for p in others if p.ndim < 2]
-    if config.decay_norms_and_biases or config.weight_decay == 0:
-        decayed, plain = others, []
-    groups: list[dict[str, Any]] = [
-        {"params": matrices, "weight_decay": config.weight_decay, "kind": MATRIX},
-        {"params": decayed, "weight_decay": config.weight_decay},
-        {"params": plain, "weight_decay": 0.0},
-    ]
-    return [group for group in groups if group["params"]]
-
-
-def _matrices_of_blocks(module: nn.Module, blocks: Sequence[str]) -> list[nn.Parameter]:
-    """Return the trainable matrices inside of blocks; an embedding's rows are no matrix that maps, wherever it lies."""
-    from torch import nn
-
-    named = dict(module.named_modules())
-    inside = [each for block in blocks for each in named[block].modules()]
-    parameters = [
-        parameter
-        for each in inside
-        if not isinstance(each, nn.Embedding)
-        for parameter in each.parameters(recurse=False)
-    ]
-    return [p for p in dict.fromkeys(parameters) if p.ndim == 2 and p.requires_grad]
+            raise ConfigError(f"{key}={name}: {problem}; use adamw")
 
 
 def optimizer_factory(
     config: OptimizerConfig,
 ) -> Callable[[Iterable[Any]], torch.optim.Optimizer]:
     """Return a function that makes the configured optimizer over the groups or tensors an engine hands in."""
-    kind = OPTIMIZERS[config.name]
-    rounds_itself = kind.matrix_moments is not None
-    make_kind = kind.make if config.moments is None or rounds_itself else _make_rounded
+    by_kind = optimizers_of(config)
 
     def make(groups: Iterable[Any]) -> torch.optim.Optimizer:
-        import torch
-
-        made = make_kind(groups, config)
-        if not isinstance(made, torch.optim.Optimizer):
-            problem = f"its make returns a {type(made).__name__}"
-            raise ConfigError(f"optimizer.name={config.name}: {problem}; return an optimizer")
-        return made
+        return make_one(groups, config) if len(by_kind) == 1 else _make_by_kind(groups, by_kind)
 
     return make
 
 
+def make_one(groups: Iterable[Any], config: OptimizerConfig) -> torch.optim.Optimizer:
+    """Make the optimizer that steps all groups alike."""
+    import torch
+
+    kind = OPTIMIZERS[config.name]
+    rounds_itself = config.moments is None or kind.whole_matrices
+    made = (kind.make if rounds_itself else _make_rounded)(groups, config)
+    if not isinstance(made, torch.optim.Optimizer):
+        problem = f"its make returns a {type(made).__name__}"
+        raise ConfigError(f"optimizer.name={config.name}: {problem}; return an optimizer")
+    return made
+
+
 _make_rounded = Later("zeroexp.training.rounded_moments:make_rounded")
+_make_by_kind = Later("zeroexp.training.by_kind:ByKind")
 
 
 def _adamw(groups: Iterable[Any], config: OptimizerConfig) -> torch.optim.Optimizer:
@@ -153,11 +209,10 @@ OPTIMIZERS = Registry(
         ),
         "muon": OptimizerKind(
             Later("zeroexp.training.muon:make_muon"),
-            num_moments=lambda config: 2,
-            bytes_per_tensor=4,
+            num_moments=lambda config: 1,
             keys=("betas", "eps", "momentum"),
             settings={"nesterov": True, "ns_steps": 5, "adjust_lr": "match_rms_adamw"},
-            matrix_moments=1,
+            whole_matrices=True,
         ),
     },
     needs="an OptimizerKind(make=function, num_moments=function)",

@@ -16,7 +16,8 @@ from dataclasses import dataclass
 from functools import cached_property
 
 FROZEN = "frozen"  # the kind of parameters that get no gradient
-MATRIX = "matrix"  # the kind of those that the optimizer steps as whole matrices, in another way than the rest
+# The kind of those that the optimizer steps as whole matrices; of a row of `optimizer.kinds` it is the last word.
+MATRIX = "matrix"
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from zeroexp.cut.chunk import MATRIX, Chunk
+from zeroexp.cut.chunk import Chunk
 
 MATRIX_STEPS = ("gather", "alltoall")
 ITEM_BYTES = 2  # of an element on its way: what is orthogonalized is bfloat16
@@ -51,11 +51,12 @@ class CutMatrix:
 
 
 def cut_matrices(
-    units: Sequence[Sequence[Chunk]], shapes: Mapping[str, Shape], step: str
+    units: Sequence[Sequence[Chunk]], shapes: Mapping[str, Shape], step: str, kind: str
 ) -> list[list[CutMatrix]]:
     """Return the matrices that are whole at once, batch after batch: those of a unit, or, of `alltoall`, all of them.
 
-    shapes: of each matrix by name. A batch may hold matrices that no rank has to send.
+    shapes: of each matrix by name. kind: of the chunks that an optimizer of whole matrices steps. A batch may hold
+    matrices that no rank has to send.
     """
     batches = [
         [
@@ -63,7 +64,7 @@ def cut_matrices(
             for chunk in chunks
             for index in range(len(chunk.members))
         ]
-        for chunks in ([c for c in unit if c.kind == MATRIX] for unit in units)
+        for chunks in ([c for c in unit if c.kind == kind] for unit in units)
         if chunks
     ]
     if step == "gather":

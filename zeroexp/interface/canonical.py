@@ -135,6 +135,8 @@ def empty_moment(saved: SavedMoment, parameter: Tensor, optimizer: object = None
     parameter's, so that plain bf16 rounds a loaded fp32 moment once.
     """
     moment = saved.canonical
+    if hasattr(optimizer, "part_of"):  # one of several, each for some parameters
+        optimizer = optimizer.part_of(parameter)  # pyright: ignore[reportAttributeAccessIssue]
     if saved.of_elements:
         is_torchs = type(optimizer).__module__.startswith("torch.optim")
         otherwise = None if is_torchs or saved.follows else moment.dtype

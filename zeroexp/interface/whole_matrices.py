@@ -16,6 +16,10 @@ Function = Callable[[Tensor], Tensor]  # [m, n] bfloat16 -> [m, n] bfloat16
 class WholeMatrices:
     """The matrices of an optimizer whose tensors are whole."""
 
+    def of_kind(self, kind: str) -> WholeMatrices:
+        """Return those of one kind of groups, for an optimizer of these alone."""
+        return self
+
     def shape_of(self, tensor: Tensor) -> Size | tuple[int, ...]:
         """Return the shape of the matrix of which the optimizer's `tensor` is a piece."""
         return tensor.shape

@@ -17,7 +17,7 @@ step before gathered for it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
 from typing import ClassVar, NamedTuple
@@ -26,7 +26,7 @@ from zeroexp.comm.facts import TRANSPORTS, Facts
 from zeroexp.comm.message_layout import message_layout_of
 from zeroexp.comm.sizes import aligned, num_slots, slot_bytes, slot_bytes_of_sums, sums_of
 from zeroexp.cut.bucket import Bucket, cut_in_buckets
-from zeroexp.cut.chunk import FROZEN, MATRIX, Chunk
+from zeroexp.cut.chunk import FROZEN, Chunk
 from zeroexp.cut.codes import encoded_bytes, encoded_chunk
 from zeroexp.cut.matrix_step import CutMatrix, exchanges_of
 from zeroexp.cut.stage import Move, Placement, Stage
@@ -76,14 +76,24 @@ class OptimizerForm:
 
     num_moments: int = 2  # each as large as its master weight
     bytes_per_tensor: int = 4
-    matrix_moments: int = 0  # of chunks of the kind `matrix`, of which it keeps nothing else
     dtype: str | None = None  # of moments; None: the master's
+    of_kinds: tuple[tuple[str, OptimizerForm], ...] = ()  # that of chunks of another kind
 
     def num_bytes(self, held: HeldElements, itemsize: int) -> int:
-        moments = self.num_moments * (held.owned - held.owned_matrices)
-        moments += self.matrix_moments * held.owned_matrices
+        of_kinds = dict(self.of_kinds)
+        return sum(of_kinds.get(own.kind, self)._bytes_of(own, itemsize) for own in held.by_kind)
+
+    def _bytes_of(self, own: Owned, itemsize: int) -> int:
         itemsize = ITEMSIZE[self.dtype] if self.dtype else itemsize
-        return itemsize * moments + self.bytes_per_tensor * (held.num_owned - held.num_matrices)
+        return itemsize * self.num_moments * own.numel + self.bytes_per_tensor * own.num_tensors
+
+
+class Owned(NamedTuple):
+    """What the optimizer updates of one kind: elements, and the spans in which they lie, each a tensor."""
+
+    kind: str
+    numel: int
+    num_tensors: int
 
 
 class HeldElements(NamedTuple):
@@ -91,12 +101,20 @@ class HeldElements(NamedTuple):
 
     resting: int  # parameters at rest, padding included
     padding: int  # the part of `resting` that is padding
-    owned: int  # elements that the optimizer updates
-    num_owned: int  # spans that the optimizer updates, each a tensor
-    owned_matrices: int = (
-        0  # the part of `owned`, and of `num_owned`, that it steps as whole matrices
-    )
-    num_matrices: int = 0
+    by_kind: tuple[Owned, ...]
+
+    @property
+    def owned(self) -> int:
+        return sum(own.numel for own in self.by_kind)
+
+
+def sum_of_owned(parts: Iterable[Owned]) -> tuple[Owned, ...]:
+    """Return the sums of each kind."""
+    sums: dict[str, tuple[int, int]] = {}
+    for kind, numel, num in parts:
+        before = sums.get(kind, (0, 0))
+        sums[kind] = before[0] + numel, before[1] + num
+    return tuple(Owned(kind, *of_kind) for kind, of_kind in sorted(sums.items()))
 
 
 class ClosedForm:
@@ -380,11 +398,15 @@ class ShardedForm(ClosedForm):
         """What the rank at a place holds, summed once."""
 
         def held_at(place: int) -> HeldElements:
-            parts = [
-                [num * elements for elements in self._held_of_chunk(chunk, place)]
-                for chunk, num in self._chunks
-            ]
-            return HeldElements(*map(sum, zip(*parts, strict=True)))
+            parts = [(self._held_of_chunk(chunk, place), num) for chunk, num in self._chunks]
+            owned = (
+                Owned(own.kind, num * own.numel, num * own.num_tensors)
+                for held, num in parts
+                for own in held.by_kind
+            )
+            resting = sum(num * held.resting for held, num in parts)
+            padding = sum(num * held.padding for held, num in parts)
+            return HeldElements(resting, padding, sum_of_owned(owned))
 
         return cache(held_at)
 
@@ -417,12 +439,11 @@ class ShardedForm(ClosedForm):
         resting = chunk.padded_numel if whole else chunk.section_numel(place)
         real = chunk.unpadded_numel if whole else chunk.real_numel(place)
         if chunk.kind == FROZEN:
-            return HeldElements(resting, resting - real, 0, 0)
+            return HeldElements(resting, resting - real, ())
         sharded = self.stage.optimizer is Placement.SHARD
         spans = chunk.spans(place) if sharded else chunk.whole()
-        owned = sum(span.numel for span in spans), len(spans)
-        matrices = owned if chunk.kind == MATRIX else (0, 0)
-        return HeldElements(resting, resting - real, *owned, *matrices)
+        owned = Owned(chunk.kind, sum(span.numel for span in spans), len(spans))
+        return HeldElements(resting, resting - real, (owned,))
 
     @cached_property
     def _num_trainable(self) -> int:

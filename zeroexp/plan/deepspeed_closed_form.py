@@ -21,7 +21,13 @@ from zeroexp.config.keys import Config, UndefinedCombination
 from zeroexp.config.optimizer import parameter_groups
 from zeroexp.measure.record import Traffic
 from zeroexp.models.module import BuiltModel
-from zeroexp.plan.closed_forms import ClosedForm, HeldElements, OptimizerForm, PrecisionForm
+from zeroexp.plan.closed_forms import (
+    ClosedForm,
+    HeldElements,
+    OptimizerForm,
+    Owned,
+    PrecisionForm,
+)
 from zeroexp.plan.form_of_config import of_any_engine
 
 
@@ -68,7 +74,7 @@ class DeepSpeedForm(ClosedForm):
         else:
             resting = sum(self._flat) + sum(self.frozen)
             padding = sum(self._flat) - self._num_trained
-        return HeldElements(resting, padding, self._owned, len(self.groups))
+        return HeldElements(resting, padding, (Owned("", self._owned, len(self.groups)),))
 
     def equivalence_key(self, rank: int) -> Hashable:
         return self._overlapping(rank) if self.stage < 3 else None

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from typing import Any
 
 from zeroexp.comm.facts import TRANSPORTS
 from zeroexp.config.engines import ENGINES
 from zeroexp.config.keys import Config, UndefinedCombination, resolve
-from zeroexp.config.optimizer import OPTIMIZERS, parameter_groups
+from zeroexp.config.optimizer import OPTIMIZERS, optimizers_of, parameter_groups
 from zeroexp.config.vocabulary import vocabulary_of_data
 from zeroexp.cut.chunk import Chunk
 from zeroexp.cut.layout import LAYOUTS, lay_out
@@ -73,6 +73,8 @@ def _sharded_form(config: Config, model: BuiltModel, transport: str) -> ShardedF
         gather_codec=options.gather_codec,
         reduce_codec=options.reduce_codec,
     )
+    by_kind = optimizers_of(config.optimizer)
+    whole = {kind for kind, own in by_kind.items() if OPTIMIZERS[own.name].whole_matrices}
     rows = (strategy.parameters, strategy.gradients, strategy.optimizer)
     precision = PrecisionForm(*(row.dtype for row in rows))
     form = ShardedForm(
@@ -83,7 +85,7 @@ def _sharded_form(config: Config, model: BuiltModel, transport: str) -> ShardedF
         precision,
         _optimizer(config),
         replicas=options.replicas,
-        matrices=_matrices(layout, model, options, stage, group_size),
+        matrices=_matrices(layout, model, options, stage, group_size, whole),
         offload=options.offload,
     )
     if stage.gather is not Move.ALL_GATHER:
@@ -98,11 +100,13 @@ def _matrices(
     options: Options,
     stage: Stage,
     group_size: int,
+    whole: Collection[str],
 ) -> list[list[CutMatrix]]:
     if stage.optimizer is not Placement.SHARD or group_size == 1:
         return []
     shapes = {name: tuple(p.shape) for name, p in model.module.named_parameters()}
-    return cut_matrices(layout, shapes, options.matrix_step)
+    kinds = {chunk.kind for unit in layout for chunk in unit if chunk.kind in whole}
+    return [b for k in sorted(kinds) for b in cut_matrices(layout, shapes, options.matrix_step, k)]
 
 
 def _gathers(form: ShardedForm, model: BuiltModel, *, recomputes: bool) -> list[int]:
@@ -135,13 +139,15 @@ def of_any_engine(config: Config) -> dict[str, Any]:
 
 
 def _optimizer(config: Config) -> OptimizerForm:
-    kind = OPTIMIZERS[config.optimizer.name]
-    return OptimizerForm(
-        num_moments=kind.num_moments(config.optimizer),
-        bytes_per_tensor=kind.bytes_per_tensor,
-        matrix_moments=kind.matrix_moments or 0,
-        dtype=config.optimizer.moments,
-    )
+    by_kind = {
+        kind: OptimizerForm(
+            OPTIMIZERS[own.name].num_moments(own),
+            OPTIMIZERS[own.name].bytes_per_tensor,
+            own.moments,
+        )
+        for kind, own in optimizers_of(config.optimizer).items()
+    }
+    return replace(by_kind.pop(""), of_kinds=tuple(by_kind.items()))
 
 
 def _accumulation(config: Config) -> int:

@@ -11,7 +11,7 @@ more: its reduce-scatter is an all-reduce inside.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
@@ -21,12 +21,18 @@ from torch import nn
 
 from zeroexp.config.keys import TORCH_DDP, Config
 from zeroexp.config.optimizer import parameter_groups
-from zeroexp.cut.chunk import MATRIX
 from zeroexp.measure.record import Traffic
 from zeroexp.models.module import BuiltModel
-from zeroexp.plan.closed_forms import ClosedForm, HeldElements, OptimizerForm, PrecisionForm
+from zeroexp.plan.closed_forms import (
+    ClosedForm,
+    HeldElements,
+    OptimizerForm,
+    Owned,
+    PrecisionForm,
+    sum_of_owned,
+)
 from zeroexp.plan.form_of_config import of_any_engine
-from zeroexp.zero.grouping import group_parameters
+from zeroexp.zero.grouping import group_parameters, kinds_in
 
 FP32, ADAMW = PrecisionForm(), OptimizerForm()
 Dealt = TypeVar("Dealt")
@@ -35,7 +41,7 @@ Dealt = TypeVar("Dealt")
 class ParameterShape(NamedTuple):
     shape: tuple[int, ...]
     trainable: bool = True
-    is_matrix: bool = False  # which the optimizer steps whole, in another way than the rest
+    kind: str = ""  # of the optimizer's group
 
     @property
     def numel(self) -> int:
@@ -99,10 +105,8 @@ class DdpForm(ClosedForm):
     def held_elements(self, rank: int) -> HeldElements:
         """Return what `rank` holds: all parameters, and the optimizer state of those that it updates."""
         owned = self._owned[rank if self.shards_optimizer else 0]
-        matrices = [p.numel for p in owned if p.is_matrix]
         resting = self._num_trainable + sum(p.numel for p in self.frozen)
-        numel = sum(p.numel for p in owned)
-        return HeldElements(resting, 0, numel, len(owned), sum(matrices), len(matrices))
+        return HeldElements(resting, 0, sum_of_owned(Owned(p.kind, p.numel, 1) for p in owned))
 
     @cached_property
     def _owned(self) -> list[list[ParameterShape]]:
@@ -162,13 +166,13 @@ class FsdpForm(ClosedForm):
     def held_elements(self, rank: int) -> HeldElements:
         """Return what `rank` holds: shards that are padded alike on all ranks, and moments of its real rows."""
         place = rank % self.group_size
-        real = own = 0
+        real, owned = 0, list[Owned]()
         for parameter, num in self._different.items():
             numel = num * parameter.real_numel(place, self.group_size)
             real += numel
-            own += numel if parameter.trainable else 0
+            owned += [Owned(parameter.kind, numel, num)] if parameter.trainable else []
         resting = self._shard(self._all)
-        return HeldElements(resting, resting - real, own, sum(p.trainable for p in self._all))
+        return HeldElements(resting, resting - real, sum_of_owned(owned))
 
     def _gradient_bytes(self, moment: str, rank: int) -> int:
         return self.parameter_itemsize * self._shard(p for p in self._all if p.trainable)
@@ -200,9 +204,10 @@ def form_of_torch(config: Config, model: BuiltModel) -> DdpForm | FsdpForm:
 def _ddp_form(config: Config, model: BuiltModel) -> DdpForm:
     groups = parameter_groups(model.module, config.optimizer, model.blocks)
     frozen = [p for p in model.module.parameters() if not p.requires_grad]
+    kinds = kinds_in(groups)
     return DdpForm(
-        groups=[_shapes(group["params"], group.get("kind")) for group in groups],
-        frozen=_shapes(frozen),
+        groups=[_shapes(group["params"], kinds) for group in groups],
+        frozen=_shapes(frozen, kinds),
         shards_optimizer=config.strategy.name == "zero1",
         gradient_as_bucket_view=bool(config.strategy.gradient_as_bucket_view),
         **of_any_engine(config),
@@ -210,14 +215,17 @@ def _ddp_form(config: Config, model: BuiltModel) -> DdpForm:
 
 
 def _fsdp_form(config: Config, model: BuiltModel) -> FsdpForm:
-    groups = group_parameters(model.module, model.blocks, "block")
+    of_optimizer = parameter_groups(model.module, config.optimizer, model.blocks)
+    groups = group_parameters(model.module, model.blocks, "block", of_optimizer)
     return FsdpForm(
-        units=[_shapes(group.parameters.values()) for group in groups],
+        units=[_shapes(group.parameters.values(), group.kinds) for group in groups],
         reshards=config.strategy.name == "zero3",
         replicas=config.strategy.replicas or 1,
         **of_any_engine(config),
     )
 
 
-def _shapes(parameters: Iterable[nn.Parameter], kind: str | None = None) -> list[ParameterShape]:
-    return [ParameterShape(tuple(p.shape), p.requires_grad, kind == MATRIX) for p in parameters]
+def _shapes(
+    parameters: Iterable[nn.Parameter], kinds: Mapping[nn.Parameter, str]
+) -> list[ParameterShape]:
+    return [ParameterShape(tuple(p.shape), p.requires_grad, kinds.get(p, "")) for p in parameters]

@@ -93,7 +93,8 @@ def _num_moments(run: Run) -> int | None:
     if name not in OPTIMIZERS:
         return None
     kind, own = OPTIMIZERS[name], "optimizer.settings."
-    if kind.matrix_moments is not None:  # what it keeps depends on shapes
+    kinds = any(key.startswith("optimizer.kinds.") for key in run.config)
+    if kind.whole_matrices or kinds:  # what it keeps depends on shapes
         return None
     settings = {
         key.removeprefix(own): _value(word)

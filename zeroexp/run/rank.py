@@ -27,7 +27,12 @@ from zeroexp.comm.collectives import held_shared_bytes
 from zeroexp.config import keys as configs
 from zeroexp.config import plugins
 from zeroexp.config.keys import Config, UndefinedCombination
-from zeroexp.config.optimizer import optimizer_factory, parameter_groups
+from zeroexp.config.optimizer import (
+    describe_groups,
+    optimizer_factory,
+    parameter_groups,
+    rows_of,
+)
 from zeroexp.data.batches import Data, build_data
 from zeroexp.engines.build import build_strategy
 from zeroexp.interface.strategy import Strategy
@@ -174,6 +179,8 @@ def _train(config: Config, world: World, folder: Path, stop: Stop) -> bool:
     needed = flops_per_sample(model.module, config.model, config.data.seq_len)
     blocks = {name: model.module.get_submodule(name) for name in model.blocks}
     shapes = {name: tuple(p.shape) for name, p in model.module.named_parameters()}
+    groups = parameter_groups(model.module, config.optimizer, model.blocks)
+    steps = describe_groups(groups, config.optimizer) if len(rows_of(config.optimizer)) > 1 else ""
     checkpoint_as_configured(model.module, model.blocks, config.train)
     compile_as_configured(model.module, model.blocks, config.train)
     strategy = build_strategy(config, model, world)
@@ -181,7 +188,8 @@ def _train(config: Config, world: World, folder: Path, stop: Stop) -> bool:
     if build_peak_bytes is not None:
         build_peak_bytes += held_shared_bytes()
     if world.rank == 0:
-        write_engine(folder, _settings_of(strategy))
+        settings = _settings_of(strategy)
+        write_engine(folder, {**settings, "optimizers": steps} if steps else settings)
     seconds = time.perf_counter() - began
     print(f"rank {world.rank} of {world.size}, process {os.getpid()}: built in {seconds:.2f} s")
     print(f"it may run on CPUs {sorted(os.sched_getaffinity(0))}")

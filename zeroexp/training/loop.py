@@ -151,7 +151,7 @@ class _Run:
         index, record = step.record.step, step.record
         record.lr = learning_rate(self._config.optimizer, index, self.num_steps)
         for group in strategy.optimizer.param_groups:
-            group["lr"] = record.lr
+            group["lr"] = record.lr * group.get("lr_scale", 1.0)
         first_sample = index * self._config.data.global_batch_size
         batch = self._data.step_batch(first_sample, rank=world.rank, world_size=world.size)
         for microbatch in batch.microbatches:

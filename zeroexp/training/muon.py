@@ -1,4 +1,4 @@
-"""Muon for the matrices of the model's blocks, AdamW for all other parameters.
+"""Muon, for the matrices of the model's blocks.
 
 Muon orthogonalizes the momentum of a whole matrix (Jordan et al. 2024), and all else of its step is of each element by
 itself. So a rank that holds a piece keeps the momentum of that piece, and the engine brings the pieces together for the
@@ -9,7 +9,6 @@ orthogonalization alone (interface/whole_matrices.py). Which parameters are matr
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -17,8 +16,7 @@ from torch import Tensor
 from torch.optim import Optimizer, _muon
 
 from zeroexp.config.keys import ConfigError, OptimizerConfig
-from zeroexp.config.optimizer import OPTIMIZERS, optimizer_factory
-from zeroexp.cut.chunk import MATRIX
+from zeroexp.config.optimizer import OPTIMIZERS
 from zeroexp.interface.whole_matrices import WholeMatrices
 
 ADJUSTMENTS = ("match_rms_adamw", "original")
@@ -64,39 +62,8 @@ class Muon(Optimizer):
         return _muon._zeropower_via_newtonschulz(matrix, coefficients, self._ns_steps, _muon.EPS)
 
 
-class MuonAndAdamW(Optimizer):
-    """Muon for groups of the kind `matrix`, AdamW for the others; both share groups and state with this optimizer."""
-
-    matrices = WholeMatrices()
-
-    def __init__(
-        self,
-        groups: Iterable[dict[str, Any]],
-        muon: Any,
-        adamw: Any,
-        moments_dtype: torch.dtype | None,
-    ):
-        super().__init__(groups, {})
-        self.moments_dtype = moments_dtype
-        parts = [
-            (make, [g for g in self.param_groups if (g.get("kind") == MATRIX) == is_matrix])
-            for make, is_matrix in ((muon, True), (adamw, False))
-        ]
-        self._parts: list[Optimizer] = [make(own) for make, own in parts if own]
-        for part in self._parts:
-            part.state = self.state
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
-        assert closure is None
-        for part in self._parts:
-            if isinstance(part, Muon):
-                part.matrices = self.matrices
-            part.step()
-
-
 def make_muon(groups: Iterable[Any], config: OptimizerConfig) -> Optimizer:
-    """Make both over the groups of `parameter_groups`. Raises ConfigError for settings that have no meaning."""
+    """Make it over groups of matrices. Raises ConfigError for settings that have no meaning."""
     settings = {**OPTIMIZERS["muon"].settings, **config.settings}
     steps, adjust = settings["ns_steps"], settings["adjust_lr"]
     if type(steps) is not int or not 1 <= steps < 100:
@@ -107,11 +74,5 @@ def make_muon(groups: Iterable[Any], config: OptimizerConfig) -> Optimizer:
         remedy = f"use {' or '.join(ADJUSTMENTS)}"
         raise ConfigError(f"optimizer.settings.adjust_lr={adjust}: unknown word; {remedy}")
     moments_dtype = getattr(torch, config.moments) if config.moments else None
-
-    def of_matrices(matrices: list[dict[str, Any]]) -> Muon:
-        names = ("lr", "weight_decay", "momentum")
-        own = {name: getattr(config, name) for name in names}
-        return Muon(matrices, moments_dtype, **own, **settings)
-
-    adamw = optimizer_factory(replace(config, name="adamw", settings={}))
-    return MuonAndAdamW(groups, of_matrices, adamw, moments_dtype)
+    own = {name: getattr(config, name) for name in ("lr", "weight_decay", "momentum")}
+    return Muon(groups, moments_dtype, **own, **settings)

@@ -46,7 +46,7 @@ def group_parameters(
     module: nn.Module, blocks: Sequence[str], unit: str, param_groups: Sequence[dict[str, Any]] = ()
 ) -> list[Group]:
     """Return the root's group, then those of modules that move on their own, in the order of their definition."""
-    kinds = {p: group["kind"] for group in param_groups if "kind" in group for p in group["params"]}
+    kinds = kinds_in(param_groups)
     names = {
         "model": [],
         "block": list(blocks),
@@ -63,6 +63,11 @@ def group_parameters(
         claimed = claims[parameter]
         members[claimed.pop() if len(claimed) == 1 else ""][full_name] = parameter
     return [Group(n, module.get_submodule(n), m, kinds) for n, m in members.items() if m or not n]
+
+
+def kinds_in(param_groups: Sequence[dict[str, Any]]) -> dict[nn.Parameter, str]:
+    """Return the kind of each parameter in a group that names one."""
+    return {p: group["kind"] for group in param_groups if "kind" in group for p in group["params"]}
 
 
 def groups_of_lists(

@@ -38,10 +38,11 @@ def bring_matrices_together(
 class MatricesOfUnits(WholeMatrices):
     """The matrices of which the ranks of a group hold pieces."""
 
-    def __init__(self, units: Sequence[Unit], wire: Collectives, step: str):
+    def __init__(self, units: Sequence[Unit], wire: Collectives, step: str, kind: str = MATRIX):
+        self._of_engine = units, wire, step
         self._wire, self._rank = wire, wire.group.rank
         self._peers = [rank for rank in range(wire.group.size) if rank != self._rank]
-        held = [held for unit in units for held in unit.trainable if held.chunk.kind == MATRIX]
+        held = [held for unit in units for held in unit.trainable if held.chunk.kind == kind]
         self._shapes = {
             member.name: tuple(shape)
             for each in held
@@ -53,9 +54,12 @@ class MatricesOfUnits(WholeMatrices):
             for span, master in each.weights()
         }
         chunks = [[each.chunk for each in unit.trainable] for unit in units]
-        self._batches = cut_matrices(chunks, self._shapes, step)
+        self._batches = cut_matrices(chunks, self._shapes, step, kind)
         if any(map(exchanges_of, self._batches)):
             wire.open_exchanges()
+
+    def of_kind(self, kind: str) -> MatricesOfUnits:
+        return MatricesOfUnits(*self._of_engine, kind)
 
     def shape_of(self, tensor: Tensor) -> tuple[int, ...]:
         return self._shapes[self._names[tensor]]

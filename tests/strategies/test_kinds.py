@@ -1,0 +1,278 @@
+"""Kinds of parameters with settings of their own: one process that steps each by torch, every cut, and every plan."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from tests.composing import composed
+from tests.models_for_tests import MODELS
+from tests.oracle import (
+    Recipe,
+    Rules,
+    assert_same,
+    build_on_rank,
+    configured,
+    outcome_of,
+    pieces_of,
+    run_steps,
+    train_on_ranks,
+    train_oracle,
+)
+from tests.strategies.engine import Ours
+from tests.strategies.pairwise import Row, pairwise
+from tests.strategies.test_muon import make, make_of, momenta
+from tests.strategies.test_parity import train_rows
+from zeroexp.check import check
+from zeroexp.check.try_strategy import check_strategy
+from zeroexp.config.keys import ConfigError
+from zeroexp.config.optimizer import describe_groups, optimizer_factory, parameter_groups
+from zeroexp.config.parameter_kinds import kinds_of_parameters
+from zeroexp.cut.stage import STAGES
+from zeroexp.engines.build import build_strategy
+from zeroexp.interface.canonical import merge
+from zeroexp.interface.strategy import CanonicalState
+from zeroexp.measure.memory import bytes_by_kind
+from zeroexp.models.module import build_model
+from zeroexp.plan.form_of_config import build_on_meta, form_of
+from zeroexp.process.world import World, fake_world
+from zeroexp.zero.options import Options
+
+ELEMENTWISE = {
+    "embeddings": {"name": "sgd", "momentum": 0.9, "lr": 0.01},
+    "vectors": {"lr": 0.005, "weight_decay": 0.2},
+    "*.down.weight": {"moments": "bfloat16", "betas": [0.8, 0.9]},
+}
+WITH_MUON = {
+    **ELEMENTWISE,
+    "*.down.weight": {"name": "muon", "momentum": 0.8, "moments": "bfloat16"},
+    "matrices": {"name": "muon", "momentum": 0.9, "settings": {"ns_steps": 3}},
+}
+RECIPE = Recipe(kinds=json.dumps(WITH_MUON))
+
+
+def test_each_parameter_is_stepped_by_the_optimizer_of_its_row() -> None:
+    """Its pattern first, then its kind, else the line's own: four optimizers of torch beside ours."""
+    ours, theirs = MODELS["toy"].build(), MODELS["toy"].build()
+    config = replace(RECIPE, optimizer="adamw").optimizer_config()
+    one = optimizer_factory(config)(parameter_groups(ours.module, config, ours.blocks))
+    named = {n: p for n, p in theirs.module.named_parameters() if p.requires_grad}
+    down, up = ([p for n, p in named.items() if n.endswith(f"{w}.weight")] for w in ("down", "up"))
+    vectors = [p for p in named.values() if p.ndim < 2]
+    muon = {"lr": 0.02, "adjust_lr_fn": "match_rms_adamw"}
+    others = [
+        torch.optim.SGD([named["embedding.weight"]], 0.01, momentum=0.9, weight_decay=0.1),
+        torch.optim.AdamW(vectors, 0.005, betas=(0.9, 0.95), weight_decay=0.2),
+        torch.optim.Muon(up, momentum=0.9, ns_steps=3, **muon),
+        torch.optim.Muon(down, momentum=0.8, **muon),
+    ]
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(3):
+        pairs = zip(ours.module.parameters(), theirs.module.parameters(), strict=True)
+        for parameter, other in ((p, o) for p, o in pairs if p.requires_grad):
+            parameter.grad = torch.randn(parameter.shape, generator=generator)
+            other.grad = parameter.grad.clone()
+        one.step()
+        for each in others:
+            each.step()
+        for own in others[3].state.values():
+            own["momentum_buffer"] = own["momentum_buffer"].bfloat16().float()
+    for parameter, other in zip(ours.module.parameters(), theirs.module.parameters(), strict=True):
+        assert torch.equal(parameter, other)
+
+
+@pytest.mark.parametrize(
+    ("model", "expected"),
+    [
+        (
+            "toy",
+            {
+                "embedding.weight": "embeddings",  # the head is tied to it
+                "blocks.0.up.weight": "matrices",
+                "blocks.0.up.bias": "vectors",
+                "blocks.0.gain": "vectors",
+                "norm.weight": "vectors",
+            },
+        ),
+        (
+            "moe_one_rank",
+            {
+                "blocks.0.experts.router.weight": "routers",
+                "blocks.0.experts.norm.weight": "vectors",
+                "blocks.0.experts.experts.0.up.weight": "experts",
+            },
+        ),
+        (
+            "mixtral",
+            {
+                "model.embed_tokens.weight": "embeddings",
+                "model.layers.0.self_attn.q_proj.weight": "matrices",
+                "model.layers.0.mlp.gate.weight": "routers",
+                "model.layers.0.mlp.experts.gate_up_proj": "experts",
+            },
+        ),
+    ],
+)
+def test_what_is_of_which_kind(model, expected) -> None:
+    built = MODELS[model].build()
+    kinds = kinds_of_parameters(built.module, built.blocks)
+    named = {name: kinds.get(p) for name, p in built.module.named_parameters()}
+    assert {name: named[name] for name in expected} == expected
+
+
+AXES: dict[str, Any] = {
+    "stage": list(STAGES),
+    "layout": ["parameter", "tensor", "buffer"],
+    "world_size": [1, 2, 3, 4],
+    "matrix_step": ["alltoall", "gather"],
+    "transport": ["direct", "gloo"],
+    "unit": ["block", "module", "model"],
+    "owners": ["greedy", "contiguous"],
+    "replicas": [1],
+    "precision": ["fp32", "bf16_master"],
+    "kinds": [json.dumps(WITH_MUON), json.dumps(ELEMENTWISE)],
+}
+ROWS = pairwise(AXES, every=("stage", "layout"), legal=lambda row: True)
+
+
+def recipe_of(row: Row) -> Recipe:
+    return replace(RECIPE, **{word: row[word] for word in ("world_size", "precision", "kinds")})
+
+
+@pytest.mark.parametrize("world_size", AXES["world_size"])
+def test_any_cut_trains_what_one_process_trains(ranks, world_size) -> None:
+    rows = [row for row in ROWS if row["world_size"] == world_size]
+    runs = [(recipe_of(row), make_of(row)) for row in rows]
+    answers = ranks(train_rows, runs, world_size=world_size)
+    for index, (row, (recipe, _)) in enumerate(zip(rows, runs, strict=True)):
+        try:
+            assert_same(outcome_of([answer[index] for answer in answers]), train_oracle(recipe))
+        except AssertionError as error:
+            raise AssertionError(f"{row}: {error}") from error
+
+
+def test_rows_that_are_stepped_on_the_host(ranks) -> None:
+    recipe = replace(RECIPE, kinds=json.dumps(ELEMENTWISE))
+    answers = ranks(train_on_ranks, recipe, Ours("zero2", Options(offload="optimizer")))
+    assert_same(outcome_of(answers), train_oracle(recipe))
+
+
+@pytest.mark.parametrize("stage", ["ddp", "zero1", "zero3"])
+def test_engines_of_torch(ranks, stage) -> None:
+    """FSDP2 counts a parameter without a gradient on any rank as zero."""
+    kinds = ELEMENTWISE if stage == "zero3" else WITH_MUON
+    recipe = replace(RECIPE, kinds=json.dumps(kinds), model="llama" if stage == "zero3" else "toy")
+    if stage == "zero3":
+        kinds = {row.replace("down", "down_proj"): own for row, own in kinds.items()}
+        recipe = replace(recipe, kinds=json.dumps(kinds))
+    answers = ranks(train_on_ranks, recipe, configured(stage, "torch"))
+    rules = Rules("microbatch", added_in_master=True) if stage == "zero3" else Rules()
+    assert_same(outcome_of(answers), train_oracle(recipe, rules))
+
+
+def first_steps(world: World, *engine: str) -> CanonicalState:
+    strategy = build_on_rank(world, RECIPE, make(*engine))
+    run_steps(strategy, world, RECIPE, range(2))
+    return pieces_of(strategy)
+
+
+def last_step(world: World, state: CanonicalState, *engine: str) -> Any:
+    strategy = build_on_rank(world, RECIPE, make(*engine))
+    strategy.load_state_dict(state)
+    return run_steps(strategy, world, RECIPE, range(2, 3)), pieces_of(strategy)
+
+
+@pytest.mark.parametrize(
+    ("first", "last"),
+    [
+        (("zero3", "buffer"), ("zero1", "torch")),
+        (("zero1", "torch"), ("zero2", "tensor")),
+        (("ddp", "torch"), ("zero3", "parameter")),
+    ],
+)
+def test_an_engine_goes_on_from_the_state_of_another(ranks, first, last) -> None:
+    saved = merge(ranks(first_steps, *first))
+    dtypes = {moment.dtype for moment in momenta(saved)}
+    assert dtypes == {torch.float32, torch.bfloat16}
+    outcome = outcome_of(ranks(last_step, saved, *last))
+    expected = train_oracle(RECIPE)
+    assert_same(outcome, replace(expected, losses=expected.losses[2:], norms=expected.norms[2:]))
+
+
+KINDS_OF_TINY = (
+    "+optimizer.kinds.embeddings={name: sgd, lr: 1e-2}",
+    "+optimizer.kinds.matrices={name: muon, momentum: 0.9, moments: bfloat16}",
+    "+optimizer.kinds.heads={moments: bfloat16}",
+)
+
+
+@pytest.mark.parametrize(
+    ("stage", "layout"), [("zero1", "parameter"), ("zero2", "tensor"), ("zero3", "buffer")]
+)
+def test_a_plan_is_what_the_engine_holds(stage, layout) -> None:
+    words = (f"strategy={stage}", f"strategy.implementation={layout}", "world_size=3")
+    more = ("data.global_batch_size=3", "model.hf_config.tie_word_embeddings=false")
+    config = composed("model=tiny", *words, *more, *KINDS_OF_TINY)
+    form = form_of(config, build_on_meta(config), "native")
+    for rank in range(3):
+        with fake_world(rank, 3) as world:
+            strategy = build_strategy(config, build_model(config.model, seed=1), world)
+            with strategy.microbatch(last=True):
+                tokens = torch.zeros(1, 4, dtype=torch.long)
+                strategy.backward(strategy.model(input_ids=tokens).logits.float().sum())
+            strategy.step(drain=True)
+            assert bytes_by_kind(strategy.model_states()) == form.held_bytes("after_step", rank)
+
+
+def test_a_run_says_what_went_where() -> None:
+    config = composed("model=tiny", *KINDS_OF_TINY, "model.hf_config.tie_word_embeddings=false")
+    model = build_on_meta(config)
+    groups = parameter_groups(model.module, config.optimizer, model.blocks)
+    numel = sum(p.numel() for group in groups for p in group["params"])
+    lines = describe_groups(groups, config.optimizer).split("; ")
+    assert lines[1].endswith("by sgd lr 0.01 decay 0.1")
+    assert lines[2].startswith("matrices: ") and lines[2].endswith("moments bfloat16")
+    heads = model.module.get_parameter("lm_head.weight").numel()
+    assert lines[-1] == f"heads: {heads:,} by adamw lr 0.001 decay 0.1 moments bfloat16"
+    counts = [int(line.split(": ")[1].split()[0].replace(",", "")) for line in lines]
+    assert sum(counts) == numel
+
+
+@pytest.mark.parametrize(
+    ("row", "line"),
+    [
+        ("embedings={lr: 1e-4}", "did you mean embeddings"),
+        ("vectors={lrr: 1e-4}", "did you mean lr"),
+        ("vectors={name: adam}", "did you mean adamw"),
+        ("vectors={name: sgd, eps: 1e-4}", "a row of optimizer.name=sgd reads no such key"),
+        ("vectors={lr: 0}", "use more than 0"),
+        ("vectors={lr: high}", "no number"),
+        ("vectors={moments: int4}", "use null or bfloat16"),
+        ("vectors={name: sgd, moments: bfloat16}", "sgd keeps none"),
+        ("vectors={betas: [0.9]}", "not two numbers"),
+        ("vectors={betas: [0.9, 0.999], moments: bfloat16}", "rounding takes back"),
+        ("vectors={settings: {nesterov: true}}", "no such setting"),
+        ("matrices={name: muon}", "Muon needs one between 0 and 1"),
+        ("matrices={name: muon, momentum: 0.9, settings: {ns_steps: 0}}", "use 1 to 99"),
+        ("vectors={name: muon, momentum: 0.9}", "no block of the model has a trainable matrix"),
+        ("vectors=1", "use some such as"),
+        ("experts={lr: 1e-4}", "no trainable parameter of the model is left for this row"),
+        ("*.nothing={lr: 1e-4}", "no trainable parameter of the model is left for this row"),
+    ],
+)
+def test_a_wrong_row_is_refused_in_a_line(row, line) -> None:
+    with pytest.raises(ConfigError, match=line):
+        word, _, value = row.partition("=")
+        config = composed(f"+optimizer.kinds={{{word}: {value}}}", "world_size=2")
+        check(config)
+        check_strategy(config)
+
+
+def test_fsdp2_refuses_a_row_of_whole_matrices() -> None:
+    muon = "+optimizer.kinds.matrices={name: muon, momentum: 0.9}"
+    with pytest.raises(ConfigError, match="torch cuts the matrices"):
+        check(composed("strategy=zero3", "strategy.implementation=torch", muon))
