@@ -70,6 +70,8 @@ ATTRIBUTES = {
     "torch._C._current_autograd_node",
     "torch._C._current_graph_task_id",
     "torch._C._storage_Use_Count",
+    "torch.optim._muon._adjust_lr",
+    "torch.optim._muon._zeropower_via_newtonschulz",
     "torch._has_compatible_shallow_copy_type",
     "torch._chunk_cat",
     "torch._foreach_add_",
