@@ -16,18 +16,16 @@ from benchmarks.silent_loops import Batch, Model, adamw, batch_of, loss_of
 from zeroexp.verify import Loop
 
 
-def of_two_groups(model: Any, weights: dict[Any, Any] | None = None) -> torch.optim.Optimizer:
-    """As most do: no decay for vectors. weights: what stands for each of the model's."""
-    parameters = list(model.parameters())
-    groups = [[p for p in parameters if (p.ndim < 2) == small] for small in (False, True)]
-    held = [[weights[p] for p in group] if weights else group for group in groups]
-    return torch.optim.AdamW(
-        [{"params": held[0], "weight_decay": 0.1}, {"params": held[1], "weight_decay": 0.0}],
-        lr=1e-2,
-    )
+def of_groups(model: Any, weights: dict[Any, Any] | None = None) -> torch.optim.Optimizer:
+    """As most do: no decay for vectors, and gains apart. weights: what stands for each of the model's."""
+    groups: list[list[Any]] = [[], [], []]
+    for each in model.parameters():
+        groups[(each.ndim < 2) + bool((each == 1).all())].append(weights[each] if weights else each)
+    decays = [{"params": each, "weight_decay": 0.0} for each in groups]
+    return torch.optim.AdamW([decays[0] | {"weight_decay": 0.1}, *decays[1:]], lr=1e-2)
 
 
-def masters(copies_on: Sequence[int] = range(9), optimizer: Any = of_two_groups) -> Loop:
+def masters(copies_on: Sequence[int] = range(9), optimizer: Any = of_groups) -> Loop:
     """A model in bf16 whose fp32 masters the optimizer alone holds, one for each weight."""
 
     def train(model: nn.Module) -> Any:
@@ -54,7 +52,7 @@ def masters(copies_on: Sequence[int] = range(9), optimizer: Any = of_two_groups)
         return step
 
     words: Any = {"loss": loss_of, "batch": batch_of, "dtype": torch.bfloat16}
-    return Loop(model=Model(), optimizer=of_two_groups, train=train, **words)
+    return Loop(model=Model(), optimizer=of_groups, train=train, **words)
 
 
 def masters_stay() -> Loop:
@@ -100,8 +98,8 @@ def freed(scale: float = 1.0) -> Loop:
     return Loop(model=Model(), loss=loss_of, batch=batch_of, optimizer=adamw, train=train)
 
 
-def freed_and_doubled() -> Loop:
-    return freed(2.0)
+def freed_and_scaled() -> Loop:
+    return freed(1.001)
 
 
 class Normed(nn.Module):
@@ -144,3 +142,46 @@ def normed(rate: float = 1e-2) -> Loop:
 
 def rate_of_zero() -> Loop:
     return normed(0.0)
+
+
+def scheduled(warmup: int = 5) -> Loop:
+    """A schedule, as the plain process has it: the rate of a step is that before the schedule's own step."""
+
+    def ramp(steps: int) -> Any:
+        return lambda of: torch.optim.lr_scheduler.LambdaLR(of, lambda n: min(1.0, (n + 1) / steps))
+
+    def train(model: nn.Module) -> Any:
+        wrapped, optimizer = DistributedDataParallel(model), adamw(model)
+        schedule = ramp(warmup)(optimizer)
+
+        def step(batches: Sequence[Batch]) -> None:
+            for index, batch in enumerate(batches):
+                wrapped.require_backward_grad_sync = index == len(batches) - 1
+                (loss_of(wrapped, batch) / len(batches)).backward()
+            optimizer.step()
+            schedule.step()
+            optimizer.zero_grad()
+
+        return wrapped, step
+
+    words: Any = {"optimizer": adamw, "train": train, "scheduler": ramp(5)}
+    return Loop(model=Model(), loss=loss_of, batch=batch_of, **words)
+
+
+def scheduled_faster() -> Loop:
+    return scheduled(4)
+
+
+def not_a_number() -> Loop:
+    """One gradient overflows on its way on rank 1."""
+    loop = scheduled()
+    train: Any = loop.train
+
+    def spoilt(model: nn.Module) -> Any:
+        wrapped, step = train(model)
+        if dist.get_rank() == 1:
+            model.get_parameter("head.weight").register_hook(lambda gradient: gradient * torch.inf)
+        return wrapped, step
+
+    loop.train = spoilt
+    return loop

@@ -59,18 +59,21 @@ def test_some_right_loops_raise_no_alarm():
     assert alarms(QUICK_RIGHT) == {}
 
 
-# Loops whose weights no module shows as they are, and the kind of what is wrong with them
+# Loops as users write them (masters, freed parameters, schedules), and the kind of what is wrong with them
 BY_HAND = {
     "masters": None,
     "masters_stay": "stale",
     "freed": None,
-    "freed_and_doubled": "scale",
+    "freed_and_scaled": "scale",
     "normed": None,
     "rate_of_zero": "optimizer",
+    "scheduled": None,
+    "scheduled_faster": "optimizer",
+    "not_a_number": "unknown",
 }
 
 
-def test_weights_are_read_where_an_optimizer_alone_holds_them():
+def test_loops_by_hand_are_equal_or_named_by_their_kind():
     said = answers(HERE / "loops_by_hand.py", [(name, 2) for name in BY_HAND])
     assert {n: each and each[0] for n, each in zip(BY_HAND, said, strict=True)} == BY_HAND
 
