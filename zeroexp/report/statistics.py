@@ -157,7 +157,7 @@ class Quality:
         if self.low is None or self.high is None:
             return ""
         if self.low <= 0 <= self.high:
-            return f"equal within {100 * max(-self.low, self.high):.2g} %"
+            return f"equal within {100 * max(abs(self.low), self.high):.2g} %"
         nearest = min(abs(self.low), abs(self.high))
         return f"{'higher' if self.low > 0 else 'lower'} by {100 * nearest:.2g} % at least"
 

@@ -50,7 +50,7 @@ from zeroexp.measure.system import sampling_system
 from zeroexp.models.checkpointing import checkpoint_as_configured
 from zeroexp.models.compiled_blocks import compile_as_configured, graphs_compiled
 from zeroexp.models.flops import flops_per_sample
-from zeroexp.models.module import build_deferred, build_model
+from zeroexp.models.module import BuiltModel, build_deferred, build_model
 from zeroexp.plan.outcome import plan_beside
 from zeroexp.plan.peak import rehearsed_beside
 from zeroexp.process import progress
@@ -179,8 +179,7 @@ def _train(config: Config, world: World, folder: Path, stop: Stop) -> bool:
     needed = flops_per_sample(model.module, config.model, config.data.seq_len)
     blocks = {name: model.module.get_submodule(name) for name in model.blocks}
     shapes = {name: tuple(p.shape) for name, p in model.module.named_parameters()}
-    groups = parameter_groups(model.module, config.optimizer, model.blocks)
-    steps = describe_groups(groups, config.optimizer) if len(rows_of(config.optimizer)) > 1 else ""
+    optimizers = _optimizers_by_kind(config, model)
     checkpoint_as_configured(model.module, model.blocks, config.train)
     compile_as_configured(model.module, model.blocks, config.train)
     strategy = build_strategy(config, model, world)
@@ -188,8 +187,7 @@ def _train(config: Config, world: World, folder: Path, stop: Stop) -> bool:
     if build_peak_bytes is not None:
         build_peak_bytes += held_shared_bytes()
     if world.rank == 0:
-        settings = _settings_of(strategy)
-        write_engine(folder, {**settings, "optimizers": steps} if steps else settings)
+        write_engine(folder, {**_settings_of(strategy), **optimizers})
     seconds = time.perf_counter() - began
     print(f"rank {world.rank} of {world.size}, process {os.getpid()}: built in {seconds:.2f} s")
     print(f"it may run on CPUs {sorted(os.sched_getaffinity(0))}")
@@ -212,9 +210,8 @@ def _train(config: Config, world: World, folder: Path, stop: Stop) -> bool:
     )
     records = _run_steps(steps, saver, world, folder, start_step, is_own)
     if world.rank == 0:
-        found = instruments.dtypes.as_record(config)
-        graphs = graphs_compiled() if config.train.compile else {}
-        write_engine(folder, {**_settings_of(strategy), **graphs, **found})
+        found = _found_in_steps(config, instruments)
+        write_engine(folder, {**_settings_of(strategy), **optimizers, **found})
     progress.note_phase(num_steps, progress.AFTER)
     over = not records or records[-1].step + 1 == num_steps
     if not over:
@@ -250,6 +247,19 @@ def _labels(config: Config) -> dict[str, str]:
 
 def _settings_of(strategy: Strategy) -> dict[str, Any]:
     return getattr(strategy, "settings", {})
+
+
+def _optimizers_by_kind(config: Config, model: BuiltModel) -> dict[str, str]:
+    """Return what each row of `optimizer.kinds` steps; it is told before an engine changes the parameters."""
+    if len(rows_of(config.optimizer)) == 1:
+        return {}
+    groups = parameter_groups(model.module, config.optimizer, model.blocks)
+    return {"optimizers": describe_groups(groups, config.optimizer)}
+
+
+def _found_in_steps(config: Config, instruments: Instruments) -> dict[str, Any]:
+    graphs = graphs_compiled() if config.train.compile else {}
+    return {**graphs, **instruments.dtypes.as_record(config)}
 
 
 def _plan(config: Config, strategy: Strategy, vocab_size: int | None) -> dict[str, float]:

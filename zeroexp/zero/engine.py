@@ -92,9 +92,8 @@ class Engine:
         start_alike(self.model, settings, param_groups, values, self.wire)
         self._buffers = Buffers(module, world)
         self.wire.connect()
-        facts = self.wire.facts
-        settled = settle_options(options, stage, facts, world.size)
-        self.settings = settled.as_record(options, stage, facts, self.wire.facts_between)
+        settled = settle_options(options, stage, self.wire.facts, world.size)
+        self.settings = settled.as_record(options, stage, self.wire.facts, self.wire.facts_between)
         groups = group_parameters(module, blocks, options.unit, param_groups)
         self.units = make_units(
             groups, stage, options, settled, dtypes, self.wire, self._observer, values
