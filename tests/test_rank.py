@@ -97,9 +97,18 @@ def test_what_a_run_leaves_in_its_folder(local, tmp_path):
 
 @pytest.fixture(scope="module")
 def replicated(local, tmp_path_factory) -> Job:
-    job = make_job(tmp_path_factory.mktemp("replicated") / "run", strategy__implementation="torch")
+    job = make_job(
+        tmp_path_factory.mktemp("replicated") / "run",
+        strategy__implementation="torch",
+        optimizer__kinds={"vectors": {"weight_decay": 0.0}},
+    )
     assert run(local, job).status == "done"
     return job
+
+
+def test_what_each_row_of_optimizers_steps_and_the_dtypes_found_stand_side_by_side(replicated):
+    engine = read_run(replicated.folder).engine
+    assert "vectors" in engine["optimizers"] and "master float32" in engine["dtypes"]
 
 
 def test_peaks_and_wire_are_known_on_the_cpu(replicated):
