@@ -48,6 +48,8 @@ def test_transports_and_words():
     one, two, apart = JobShape(1, 8), JobShape(2, 4), JobShape(8, 1)
     transports = [Machines("cpu", shape).transport for shape in (one, two, apart)]
     assert transports == ["direct", "mixed", "gloo"]
+    of_groups = [Machines("cpu", two).transports(replicas) for replicas in (2, 4, 8)]
+    assert of_groups == [("direct", "gloo"), ("direct", "mixed"), ("direct", "mixed")]
     assert {Machines("cuda", shape).transport for shape in (one, two, apart)} == {"native"}
     told = [str(Machines(*each)) for each in (("cpu", one), ("cuda", two))]
     assert told == ["cpu, 1 node of 8", "cuda, 2 nodes of 4"]

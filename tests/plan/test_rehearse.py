@@ -37,6 +37,7 @@ from zeroexp.config.optimizer import OPTIMIZERS, OptimizerKind
 from zeroexp.models.mlp import build as build_mlp
 from zeroexp.plan.closed_forms import ShardedForm
 from zeroexp.plan.form_of_config import build_on_meta, form_of
+from zeroexp.plan.machines import JobShape, Machines
 from zeroexp.plan.rehearse import RehearsedRank, rehearse
 from zeroexp.plan.stand_ins import NoData
 
@@ -165,12 +166,14 @@ MORE = [
 @pytest.mark.parametrize(("ranks_per_host", "words"), quick_or_slow(POINTS, MORE))
 def test_a_rehearsal_the_closed_forms_and_real_steps_agree(ranks, ranks_per_host, words):
     config = config_of(*words)
-    size, name = config.world_size, {FAKE: "native", 1: "gloo"}.get(ranks_per_host, "mixed")
+    size, transports = config.world_size, ("native",)
     if ranks_per_host is FAKE:
         real = [in_a_fake_world(config, 1)]
     else:
         real = ranks(among_peers, config, ranks_per_host, world_size=size)
-    form = form_of(config, build_on_meta(config), "direct" if ranks_per_host == size else name)
+        hosts = Machines("cpu", JobShape(size // ranks_per_host, ranks_per_host))
+        transports = hosts.transports(config.strategy.replicas or 1)
+    form = form_of(config, build_on_meta(config), *transports)
     recomputes_modules = RECOMPUTES in words and "strategy.unit=module" in words
     # Of recomputed modules it counts one gather too many.
     if isinstance(form, ShardedForm) and not recomputes_modules:

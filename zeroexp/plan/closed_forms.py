@@ -54,6 +54,7 @@ class ScheduleForm:
     reduce_each: str = "step"  # microbatch | step
     bucket_bytes: int | None = None  # the most bytes of one reduction; None: a whole unit
     transport: str = "gloo"  # direct (ranks of one host) | mixed (of several) | gloo | native
+    transport_between: str = "gloo"  # replicas
     overlap: bool = True  # reductions travel beside backward
     gather_codec: str | None = None
     reduce_codec: str | None = None
@@ -204,7 +205,7 @@ class ShardedForm(ClosedForm):
 
     units: the root first, then the others as the model lists them. stage: the row as `world_size` ranks carry it out.
     gathers: of each unit in one microbatch; None: one for each forward and backward of a unit that is freed between
-    them, else one for both. replicas: groups of neighbours that are sharded inside; all transports are one.
+    them, else one for both. replicas: groups of neighbours that are sharded inside.
 
     `place` is the number of a rank in its group, by which chunks are cut.
     """
@@ -464,8 +465,7 @@ class ShardedForm(ClosedForm):
         """Return the bytes of units that are kept gathered, and of memory shared with peers."""
         gathers = self.stage.gather is Move.ALL_GATHER
         kept = self._kept_bytes if gathers and moment == "after_forward" else 0
-        shares = self.schedule.facts.shares_memory and self.world_size > 1
-        return kept + (self._staging_bytes(rank) if shares else 0)
+        return kept + (self._staging_bytes(rank) if self.world_size > 1 else 0)
 
     @cached_property
     def _kept_bytes(self) -> int:
@@ -485,10 +485,16 @@ class ShardedForm(ClosedForm):
             units = [trainable(alike.chunks) for alike in self.units_by_shape]
             itemsize, most = self._reduce, self.schedule.bucket_bytes
             replica, place = divmod(rank, self.group_size)
-            slot = slot_bytes(units, self.stage, place, itemsize, most)
-            if self.replicas > 1:
-                slot += slot_bytes_of_sums(units, (place, replica), self.replicas, itemsize, most)
-            return num_slots(self.schedule.transport) * slot
+            inside, between = self.schedule.transport, self.schedule.transport_between
+            slots = 0
+            if TRANSPORTS[inside].shares_memory and self.group_size > 1:
+                slots = num_slots(inside) * slot_bytes(units, self.stage, place, itemsize, most)
+            if TRANSPORTS[between].shares_memory and self.replicas > 1:
+                place_and_replica = (place, replica)
+                slots += num_slots(between) * slot_bytes_of_sums(
+                    units, place_and_replica, self.replicas, itemsize, most
+                )
+            return slots
 
         return cache(staging_bytes)
 

@@ -35,15 +35,18 @@ def build_on_meta(config: Config, vocab_size: int | None = None) -> BuiltModel:
     return outline_of(config.model, words)
 
 
-def form_of(config: Config, model: BuiltModel, transport: str) -> ClosedForm:
+def form_of(
+    config: Config, model: BuiltModel, transport: str, between: str | None = None
+) -> ClosedForm:
     """Return the form of a point over a transport of our engine; `model` may be on the device `meta`.
 
-    Raises UndefinedCombination for an engine that brings no form.
+    between: the transport between replicas; None: the same. Raises UndefinedCombination for an engine that brings no
+    form.
     """
     config = resolve(config)
     name = config.strategy.implementation
     if name in LAYOUTS:
-        return _sharded_form(config, model, transport)
+        return _sharded_form(config, model, transport, between or transport)
     form = ENGINES[name].form
     if form is None:
         problem = "this engine brings no closed form, so that it can not be planned"
@@ -51,13 +54,13 @@ def form_of(config: Config, model: BuiltModel, transport: str) -> ClosedForm:
     return form(config, model)
 
 
-def _sharded_form(config: Config, model: BuiltModel, transport: str) -> ShardedForm:
+def _sharded_form(config: Config, model: BuiltModel, transport: str, between: str) -> ShardedForm:
     strategy, world_size = config.strategy, config.world_size
     options, stage = options_of(strategy), stage_for_world(stage_of(strategy), world_size)
     group_size = world_size // options.replicas
     sends = options.gather_codec or options.reduce_codec or options.offload == "all"
     if sends and not TRANSPORTS[transport].is_collective:
-        transport = "gloo"
+        transport = between = "gloo"
     settled = settle_options(options, stage, TRANSPORTS[transport], world_size)
     of_optimizer = parameter_groups(model.module, config.optimizer, model.blocks)
     groups = group_parameters(model.module, model.blocks, options.unit, of_optimizer)
@@ -69,6 +72,7 @@ def _sharded_form(config: Config, model: BuiltModel, transport: str) -> ShardedF
         reduce_each=settled.reduce_each,
         bucket_bytes=settled.bucket_bytes,
         transport=transport,
+        transport_between=between,
         overlap=options.overlap,
         gather_codec=options.gather_codec,
         reduce_codec=options.reduce_codec,

@@ -37,11 +37,21 @@ class Machines:
     @property
     def transport(self) -> str:
         """The transport that our engine finds there: a word of comm.facts.TRANSPORTS."""
+        return self.transports(1)[0]
+
+    def transports(self, replicas: int) -> tuple[str, str]:
+        """The transport inside of each of so many groups of ranks, and that between them."""
+        size = self.shape.nodes * self.shape.ranks_per_node // replicas
+        return self._transport_of(size, 1), self._transport_of(replicas, size)
+
+    def _transport_of(self, num_ranks: int, apart: int) -> str:
+        """The transport of ranks that are `apart` from each other."""
         if self.device == "cuda":
             return "native"
-        if self.shape.nodes == 1:
+        together = self.shape.ranks_per_node // apart  # of them on one node
+        if self.shape.nodes == 1 or together >= num_ranks:
             return "direct"
-        return "mixed" if self.shape.ranks_per_node > 1 else "gloo"
+        return "mixed" if together > 1 else "gloo"
 
     def share_inside_node(self, num_ranks: int | None = None, apart: int = 1) -> float:
         """Return the part of what a rank sends that stays inside its node, the mean over ranks.

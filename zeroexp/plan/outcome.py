@@ -141,7 +141,8 @@ def plan_point(
     Raises UndefinedCombination for an engine that brings no form.
     """
     machines, model = machines_of(config, device), model or build_on_meta(config)
-    form = form_of(config, model, machines.transport)
+    transports = machines.transports(config.strategy.replicas or 1)
+    form = form_of(config, model, *transports)
     return PlannedPoint(config, model, machines, form, _outcome_of(name, config, form, machines))
 
 
@@ -224,7 +225,8 @@ def plan_beside(
 
     settings: what the engine settled, see Strategy.settings. vocab_size: the data's number of words.
     """
-    form = form_of(config, build_on_meta(config, vocab_size), settings["transport"])
+    transports = settings["transport"], settings.get("transport_between_replicas")
+    form = form_of(config, build_on_meta(config, vocab_size), *transports)
     ranks = planned_ranks(form)
     planned = {kind: float(max(rank.by_kind[kind] for rank in ranks)) for kind in KINDS}
     planned["total"] = max(rank.total_bytes for rank in ranks)

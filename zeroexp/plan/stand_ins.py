@@ -67,8 +67,8 @@ class DirectWithoutNeighbours(Direct):
     """The transport of one rank; nothing moves. The ranks of a host follow one another."""
 
     def __init__(self, world: World, moves: Moves, storages: Storages, ranks_per_host: int) -> None:
-        first = world.rank - world.rank % ranks_per_host
-        self._host = range(first, min(first + ranks_per_host, world.size))
+        hosts = [number // ranks_per_host for number in world.numbers]
+        self._host = [rank for rank, host in enumerate(hosts) if host == hosts[world.rank]]
         super().__init__(world, moves, share_memory=True)
         self._storages = storages
         self._slots: Tensor | None = None
