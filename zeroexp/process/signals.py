@@ -1,11 +1,20 @@
-"""Ctrl-C, SIGTERM and SIGHUP: the first ends the work in order, the second also ends waits, further ones do nothing."""
+"""Ctrl-C, SIGTERM and SIGHUP: the first ends the work in order, the second also ends waits, further ones do nothing.
+
+Python drops what is raised in a destructor or a weak reference's callback, of which fake tensors have many. Where it
+drops the first KeyboardInterrupt, another is raised a moment later.
+"""
 
 from __future__ import annotations
 
+import os
 import signal
+import sys
+import threading
 from types import FrameType
+from typing import Any
 
 _num_asked = 0
+_asked_by = signal.SIGINT
 
 
 def handle_ctrl_c() -> None:
@@ -13,6 +22,7 @@ def handle_ctrl_c() -> None:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         if signal.getsignal(number) is not signal.SIG_IGN:
             signal.signal(number, _ask)
+    sys.unraisablehook = _ask_again_if_dropped
 
 
 def was_asked_twice() -> bool:
@@ -21,7 +31,17 @@ def was_asked_twice() -> bool:
 
 
 def _ask(number: int, frame: FrameType | None) -> None:
-    global _num_asked
-    _num_asked += 1
+    global _num_asked, _asked_by
+    _num_asked, _asked_by = _num_asked + 1, signal.Signals(number)
     if _num_asked == 1:
         raise KeyboardInterrupt
+
+
+def _ask_again_if_dropped(dropped: Any) -> None:
+    if not isinstance(dropped.exc_value, KeyboardInterrupt):
+        sys.__unraisablehook__(dropped)
+        return
+    global _num_asked
+    _num_asked = 0
+    # Not here, where it would be dropped as well.
+    threading.Timer(0.01, os.kill, (os.getpid(), _asked_by)).start()
