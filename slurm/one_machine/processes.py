@@ -62,7 +62,7 @@ def run_client(folder: Path, *command: str) -> subprocess.CompletedProcess[str]:
     """Run a command of Slurm against this cluster, whatever SLURM_CONF says outside."""
     environment = slurm_environment(folder)
     return subprocess.run(
-        command, env=environment, encoding="utf-8", capture_output=True, timeout=30
+        command, env=environment, encoding="utf-8", capture_output=True, timeout=120
     )
 
 
@@ -80,7 +80,7 @@ def slurm_environment(folder: Path) -> dict[str, str]:
     return kept | {"SLURM_CONF": str(folder / "slurm.conf")}
 
 
-def wait_until(done: Callable[[], bool], what: str, timeout_s: float = 30) -> None:
+def wait_until(done: Callable[[], bool], what: str, timeout_s: float = 120) -> None:
     deadline = time.monotonic() + timeout_s
     while not done():
         if time.monotonic() > deadline:
