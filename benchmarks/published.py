@@ -10,7 +10,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import isclose
 
-from zeroexp.plan.closed_forms import ITEMSIZE, ClosedForm, OptimizerForm
+from zeroexp.plan.closed_forms import ClosedForm
+from zeroexp.plan.form_terms import ITEMSIZE, OptimizerForm
 
 RATIOS = ("vs baseline", "fullest vs baseline", "times", "saving")  # columns without a unit
 MIB, GIB, GB = 2**20, 2**30, 10**9

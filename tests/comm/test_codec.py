@@ -22,7 +22,8 @@ from zeroexp.cut.chunk import Chunk
 from zeroexp.cut.codes import CODE_BITS, CODES_IN_BLOCK, encoded_bytes
 from zeroexp.cut.stage import STAGES
 from zeroexp.measure.traffic import WireMeter
-from zeroexp.plan.closed_forms import ScheduleForm, ShardedForm
+from zeroexp.plan.closed_forms import ShardedForm
+from zeroexp.plan.form_terms import ScheduleForm
 from zeroexp.process.world import World, barrier
 
 SIZES = (0, 1, 5, 127, 128, 129, 1000)

@@ -22,7 +22,8 @@ from zeroexp.cut.chunk import Chunk, ParameterSpec
 from zeroexp.cut.layout import lay_out
 from zeroexp.cut.stage import STAGES
 from zeroexp.measure.traffic import WireMeter
-from zeroexp.plan.closed_forms import PrecisionForm, ScheduleForm, ShardedForm
+from zeroexp.plan.closed_forms import ShardedForm
+from zeroexp.plan.form_terms import PrecisionForm, ScheduleForm
 from zeroexp.process import progress
 from zeroexp.process.world import World, barrier, current, fake_world, leave_process_group
 

@@ -22,9 +22,10 @@ from zeroexp.cut.codes import CODE_BITS
 from zeroexp.cut.stage import STAGES
 from zeroexp.engines.sharded import Sharded
 from zeroexp.measure.record import MOMENTS, Traffic
-from zeroexp.plan.closed_forms import OptimizerForm, PrecisionForm, ScheduleForm, ShardedForm
+from zeroexp.plan.closed_forms import ShardedForm
 from zeroexp.plan.form_of_config import build_on_meta
 from zeroexp.plan.form_of_config import form_of as form_of_config
+from zeroexp.plan.form_terms import OptimizerForm, PrecisionForm, ScheduleForm
 from zeroexp.plan.outcome import plan_point
 from zeroexp.process.world import World, fake_world
 from zeroexp.zero.grouping import stage_for_world

@@ -24,12 +24,12 @@ import torch
 from torch import Tensor
 
 from zeroexp.comm.base import GatherPart
+from zeroexp.comm.facts import ALL
 from zeroexp.interface.strategy import ModelStates
 from zeroexp.measure.memory import on_host
 from zeroexp.measure.verb_seconds import meter
 from zeroexp.process.world import World
 
-OPTIMIZER, ALL = "optimizer", "all"  # what may rest on the host
 # Master weights that an optimizer updates, each with its gradient.
 Updates = Sequence[tuple[Tensor, Tensor]]
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 MIB = 1 << 20
+OPTIMIZER, ALL = "optimizer", "all"  # what may rest on the host (Options.offload)
 
 
 @dataclass(frozen=True)

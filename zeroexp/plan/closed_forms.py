@@ -17,12 +17,12 @@ step before gathered for it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, field
 from functools import cache, cached_property
 from typing import ClassVar, NamedTuple
 
-from zeroexp.comm.facts import TRANSPORTS, Facts
+from zeroexp.comm.facts import ALL, TRANSPORTS
 from zeroexp.comm.message_layout import message_layout_of
 from zeroexp.comm.sizes import aligned, num_slots, slot_bytes, slot_bytes_of_sums, sums_of
 from zeroexp.cut.bucket import Bucket, cut_in_buckets
@@ -31,91 +31,23 @@ from zeroexp.cut.codes import encoded_bytes, encoded_chunk
 from zeroexp.cut.matrix_step import CutMatrix, exchanges_of
 from zeroexp.cut.stage import Move, Placement, Stage
 from zeroexp.measure.record import HOST, MOMENTS, Traffic
+from zeroexp.plan.form_terms import (
+    ITEMSIZE,
+    HeldElements,
+    OptimizerForm,
+    Owned,
+    PrecisionForm,
+    ScheduleForm,
+    sum_of_owned,
+)
 
-ITEMSIZE = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 # Size of each number that ranks sum before a step (norm.py): the sum of squares, and one for each parameter.
 TALLY_BYTES = 8
 NUM_CHECKS = 5  # summed numbers that tell whether ranks issued the same gathers (native only)
-
-
-ALL = "all"  # of Options.offload
 NOTHING_LEFT = dict.fromkeys(("parameters", "optimizer", "master"), 0)
 
 Unit = tuple[Chunk, ...]
 Cut = tuple[str, tuple[int, ...], tuple[int, ...]]  # all of a chunk but its parameters' names
-
-
-@dataclass(frozen=True)
-class ScheduleForm:
-    """The settings that decide how often a unit moves: the engine's `Options`, with every default filled in."""
-
-    accumulation: int = 1  # microbatches in a step
-    keep: str = "last"  # none | last | all
-    reduce_each: str = "step"  # microbatch | step
-    bucket_bytes: int | None = None  # the most bytes of one reduction; None: a whole unit
-    transport: str = "gloo"  # direct (ranks of one host) | mixed (of several) | gloo | native
-    transport_between: str = "gloo"  # replicas
-    overlap: bool = True  # reductions travel beside backward
-    gather_codec: str | None = None
-    reduce_codec: str | None = None
-
-    @property
-    def facts(self) -> Facts:
-        return TRANSPORTS[self.transport]
-
-
-@dataclass(frozen=True)
-class PrecisionForm:
-    compute: str = "float32"
-    reduce: str = "float32"
-    master: str = "float32"
-
-
-@dataclass(frozen=True)
-class OptimizerForm:
-    """The optimizer's state: AdamW keeps two moments and a 4-byte step per tensor, SGD with momentum one moment."""
-
-    num_moments: int = 2  # each as large as its master weight
-    bytes_per_tensor: int = 4
-    dtype: str | None = None  # of moments; None: the master's
-    of_kinds: tuple[tuple[str, OptimizerForm], ...] = ()  # that of chunks of another kind
-
-    def num_bytes(self, held: HeldElements, itemsize: int) -> int:
-        of_kinds = dict(self.of_kinds)
-        return sum(of_kinds.get(own.kind, self)._bytes_of(own, itemsize) for own in held.by_kind)
-
-    def _bytes_of(self, own: Owned, itemsize: int) -> int:
-        itemsize = ITEMSIZE[self.dtype] if self.dtype else itemsize
-        return itemsize * self.num_moments * own.numel + self.bytes_per_tensor * own.num_tensors
-
-
-class Owned(NamedTuple):
-    """What the optimizer updates of one kind: elements, and the spans in which they lie, each a tensor."""
-
-    kind: str
-    numel: int
-    num_tensors: int
-
-
-class HeldElements(NamedTuple):
-    """Elements of all chunks that one rank holds; padding is part of no owned span."""
-
-    resting: int  # parameters at rest, padding included
-    padding: int  # the part of `resting` that is padding
-    by_kind: tuple[Owned, ...]
-
-    @property
-    def owned(self) -> int:
-        return sum(own.numel for own in self.by_kind)
-
-
-def sum_of_owned(parts: Iterable[Owned]) -> tuple[Owned, ...]:
-    """Return the sums of each kind."""
-    sums: dict[str, tuple[int, int]] = {}
-    for kind, numel, num in parts:
-        before = sums.get(kind, (0, 0))
-        sums[kind] = before[0] + numel, before[1] + num
-    return tuple(Owned(kind, *of_kind) for kind, of_kind in sorted(sums.items()))
 
 
 class ClosedForm:
@@ -213,9 +145,9 @@ class ShardedForm(ClosedForm):
     units: Sequence[Unit]
     stage: Stage
     world_size: int
-    schedule: ScheduleForm = ScheduleForm()
-    precision: PrecisionForm = PrecisionForm()
-    optimizer: OptimizerForm = OptimizerForm()
+    schedule: ScheduleForm = field(default_factory=ScheduleForm)
+    precision: PrecisionForm = field(default_factory=PrecisionForm)
+    optimizer: OptimizerForm = field(default_factory=OptimizerForm)
     gathers: Sequence[int] | None = None
     replicas: int = 1
     matrices: Sequence[Sequence[CutMatrix]] = ()

@@ -21,14 +21,9 @@ from zeroexp.config.keys import Config, UndefinedCombination
 from zeroexp.config.optimizer import parameter_groups
 from zeroexp.measure.record import Traffic
 from zeroexp.models.module import BuiltModel
-from zeroexp.plan.closed_forms import (
-    ClosedForm,
-    HeldElements,
-    OptimizerForm,
-    Owned,
-    PrecisionForm,
-)
+from zeroexp.plan.closed_forms import ClosedForm
 from zeroexp.plan.form_of_config import of_any_engine
+from zeroexp.plan.form_terms import HeldElements, OptimizerForm, Owned, PrecisionForm
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from zeroexp.config.keys import ConfigError
 from zeroexp.plan.changes import activations_and_products, states_and_traffic
-from zeroexp.plan.closed_forms import ITEMSIZE
+from zeroexp.plan.form_terms import ITEMSIZE
 from zeroexp.plan.outcome import Outcome, PlannedPoint
 from zeroexp.plan.peak import with_rehearsal
 from zeroexp.plan.plan_points import Plans

@@ -18,13 +18,8 @@ from zeroexp.cut.stage import Move, Placement, Stage
 from zeroexp.engines.build import options_of, stage_of
 from zeroexp.models.module import BuiltModel
 from zeroexp.models.outline import outline_of
-from zeroexp.plan.closed_forms import (
-    ClosedForm,
-    OptimizerForm,
-    PrecisionForm,
-    ScheduleForm,
-    ShardedForm,
-)
+from zeroexp.plan.closed_forms import ClosedForm, ShardedForm
+from zeroexp.plan.form_terms import OptimizerForm, PrecisionForm, ScheduleForm
 from zeroexp.zero.grouping import group_parameters, specs_of, stage_for_world
 from zeroexp.zero.options import Options, settle_options
 

@@ -12,8 +12,9 @@ from zeroexp.config.keys import Config
 from zeroexp.measure.record import HOST, KINDS, MOMENTS, Spread, on_device
 from zeroexp.measure.summary import spread
 from zeroexp.models.module import BuiltModel
-from zeroexp.plan.closed_forms import ClosedForm, HeldElements, ShardedForm
+from zeroexp.plan.closed_forms import ClosedForm, ShardedForm
 from zeroexp.plan.form_of_config import build_on_meta, form_of
+from zeroexp.plan.form_terms import HeldElements
 from zeroexp.plan.machines import Machines, machines_of
 
 

@@ -12,8 +12,8 @@ from torch import nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from zeroexp.comm.bus import ALL, OPTIMIZER
 from zeroexp.comm.collectives import TRANSPORTS
+from zeroexp.comm.facts import ALL, OPTIMIZER
 from zeroexp.cut.codes import CODE_BITS
 from zeroexp.cut.layout import LAYOUTS
 from zeroexp.cut.matrix_step import MATRIX_STEPS

@@ -1,0 +1,84 @@
+"""What a closed form is made of: schedule, precision and optimizer of a point, and the elements that a rank holds."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from zeroexp.comm.facts import TRANSPORTS, Facts
+
+ITEMSIZE = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
+
+
+@dataclass(frozen=True)
+class ScheduleForm:
+    """The settings that decide how often a unit moves: the engine's `Options`, with every default filled in."""
+
+    accumulation: int = 1  # microbatches in a step
+    keep: str = "last"  # none | last | all
+    reduce_each: str = "step"  # microbatch | step
+    bucket_bytes: int | None = None  # the most bytes of one reduction; None: a whole unit
+    transport: str = "gloo"  # direct (ranks of one host) | mixed (of several) | gloo | native
+    transport_between: str = "gloo"  # that of sums between replicas
+    overlap: bool = True  # reductions travel beside backward
+    gather_codec: str | None = None
+    reduce_codec: str | None = None
+
+    @property
+    def facts(self) -> Facts:
+        return TRANSPORTS[self.transport]
+
+
+@dataclass(frozen=True)
+class PrecisionForm:
+    compute: str = "float32"
+    reduce: str = "float32"
+    master: str = "float32"
+
+
+@dataclass(frozen=True)
+class OptimizerForm:
+    """The optimizer's state: AdamW keeps two moments and a 4-byte step per tensor, SGD with momentum one moment."""
+
+    num_moments: int = 2  # each as large as its master weight
+    bytes_per_tensor: int = 4
+    dtype: str | None = None  # of moments; None: the master's
+    of_kinds: tuple[tuple[str, OptimizerForm], ...] = ()  # that of chunks of another kind
+
+    def num_bytes(self, held: HeldElements, itemsize: int) -> int:
+        of_kinds = dict(self.of_kinds)
+        return sum(of_kinds.get(own.kind, self)._bytes_of(own, itemsize) for own in held.by_kind)
+
+    def _bytes_of(self, own: Owned, itemsize: int) -> int:
+        itemsize = ITEMSIZE[self.dtype] if self.dtype else itemsize
+        return itemsize * self.num_moments * own.numel + self.bytes_per_tensor * own.num_tensors
+
+
+class Owned(NamedTuple):
+    """What the optimizer updates of one kind: elements, and the spans in which they lie, each a tensor."""
+
+    kind: str
+    numel: int
+    num_tensors: int
+
+
+class HeldElements(NamedTuple):
+    """Elements of all chunks that one rank holds; padding is part of no owned span."""
+
+    resting: int  # parameters at rest, padding included
+    padding: int  # the part of `resting` that is padding
+    by_kind: tuple[Owned, ...]
+
+    @property
+    def owned(self) -> int:
+        return sum(own.numel for own in self.by_kind)
+
+
+def sum_of_owned(parts: Iterable[Owned]) -> tuple[Owned, ...]:
+    """Return the sums of each kind."""
+    sums: dict[str, tuple[int, int]] = {}
+    for kind, numel, num in parts:
+        before = sums.get(kind, (0, 0))
+        sums[kind] = before[0] + numel, before[1] + num
+    return tuple(Owned(kind, *of_kind) for kind, of_kind in sorted(sums.items()))
