@@ -319,6 +319,22 @@ def run_steps(strategy: Strategy, world: World, recipe: Recipe, steps: range) ->
     return outcome
 
 
+def train_two_steps(world: World, recipe: Recipe, make: Make) -> CanonicalState:
+    """What a rank saves after two steps."""
+    strategy = build_on_rank(world, recipe, make)
+    run_steps(strategy, world, recipe, range(2))
+    return pieces_of(strategy)
+
+
+def train_third_step(
+    world: World, recipe: Recipe, make: Make, state: CanonicalState
+) -> tuple[Outcome, CanonicalState]:
+    """What a rank does that goes on from there."""
+    strategy = build_on_rank(world, recipe, make)
+    strategy.load_state_dict(state)
+    return run_steps(strategy, world, recipe, range(2, 3)), pieces_of(strategy)
+
+
 def pieces_of(strategy: Strategy) -> CanonicalState:
     """The state, copied: pieces are views of live memory."""
     return {

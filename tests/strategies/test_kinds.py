@@ -15,13 +15,12 @@ from tests.oracle import (
     Recipe,
     Rules,
     assert_same,
-    build_on_rank,
     configured,
     outcome_of,
-    pieces_of,
-    run_steps,
     train_on_ranks,
     train_oracle,
+    train_third_step,
+    train_two_steps,
 )
 from tests.strategies.engine import Ours
 from tests.strategies.pairwise import Row, pairwise
@@ -35,11 +34,10 @@ from zeroexp.config.parameter_kinds import kinds_of_parameters
 from zeroexp.cut.stage import STAGES
 from zeroexp.engines.build import build_strategy
 from zeroexp.interface.canonical import merge
-from zeroexp.interface.strategy import CanonicalState
 from zeroexp.measure.memory import bytes_by_kind
 from zeroexp.models.module import build_model
 from zeroexp.plan.form_of_config import build_on_meta, form_of
-from zeroexp.process.world import World, fake_world
+from zeroexp.process.world import fake_world
 from zeroexp.zero.options import Options
 
 ELEMENTWISE = {
@@ -174,18 +172,6 @@ def test_engines_of_torch(ranks, stage) -> None:
     assert_same(outcome_of(answers), train_oracle(recipe, rules))
 
 
-def first_steps(world: World, *engine: str) -> CanonicalState:
-    strategy = build_on_rank(world, RECIPE, make(*engine))
-    run_steps(strategy, world, RECIPE, range(2))
-    return pieces_of(strategy)
-
-
-def last_step(world: World, state: CanonicalState, *engine: str) -> Any:
-    strategy = build_on_rank(world, RECIPE, make(*engine))
-    strategy.load_state_dict(state)
-    return run_steps(strategy, world, RECIPE, range(2, 3)), pieces_of(strategy)
-
-
 @pytest.mark.parametrize(
     ("first", "last"),
     [
@@ -195,10 +181,10 @@ def last_step(world: World, state: CanonicalState, *engine: str) -> Any:
     ],
 )
 def test_an_engine_goes_on_from_the_state_of_another(ranks, first, last) -> None:
-    saved = merge(ranks(first_steps, *first))
+    saved = merge(ranks(train_two_steps, RECIPE, make(*first)))
     dtypes = {moment.dtype for moment in momenta(saved)}
     assert dtypes == {torch.float32, torch.bfloat16}
-    outcome = outcome_of(ranks(last_step, saved, *last))
+    outcome = outcome_of(ranks(train_third_step, RECIPE, make(*last), saved))
     expected = train_oracle(RECIPE)
     assert_same(outcome, replace(expected, losses=expected.losses[2:], norms=expected.norms[2:]))
 

@@ -32,6 +32,8 @@ from tests.oracle import (
     run_steps,
     train_on_ranks,
     train_oracle,
+    train_third_step,
+    train_two_steps,
 )
 from tests.strategies.engine import Ours
 from tests.strategies.pairwise import Row, pairwise
@@ -198,18 +200,6 @@ def make(stage: str, implementation: str, matrix_step: str | None = None) -> Any
     return configured(stage, implementation, **ours)
 
 
-def first_steps(world: World, *engine: str) -> CanonicalState:
-    strategy = build_on_rank(world, RECIPE, make(*engine))
-    run_steps(strategy, world, RECIPE, range(2))
-    return pieces_of(strategy)
-
-
-def last_step(world: World, state: CanonicalState, *engine: str) -> Any:
-    strategy = build_on_rank(world, RECIPE, make(*engine))
-    strategy.load_state_dict(state)
-    return run_steps(strategy, world, RECIPE, range(2, 3)), pieces_of(strategy)
-
-
 @pytest.mark.parametrize(
     ("first", "last"),
     [
@@ -224,8 +214,8 @@ def last_step(world: World, state: CanonicalState, *engine: str) -> Any:
     ],
 )
 def test_an_engine_goes_on_from_the_state_of_another(ranks, first, last) -> None:
-    state = merge(ranks(first_steps, *first))
-    outcome = outcome_of(ranks(last_step, state, *last))
+    state = merge(ranks(train_two_steps, RECIPE, make(*first)))
+    outcome = outcome_of(ranks(train_third_step, RECIPE, make(*last), state))
     expected = train_oracle(RECIPE)
     assert_same(outcome, replace(expected, losses=expected.losses[2:], norms=expected.norms[2:]))
 

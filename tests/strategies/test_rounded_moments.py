@@ -24,6 +24,7 @@ from tests.oracle import (
     run_steps,
     train_on_ranks,
     train_oracle,
+    train_two_steps,
 )
 from zeroexp.config.optimizer import optimizer_factory
 from zeroexp.engines.build import build_strategy
@@ -84,12 +85,6 @@ def test_engines_of_torch(ranks, name) -> None:
 # ---- checkpoints
 
 
-def first_steps(world: World, recipe: Recipe, make: Any) -> CanonicalState:
-    strategy = build_on_rank(world, recipe, make)
-    run_steps(strategy, world, recipe, range(2))
-    return pieces_of(strategy)
-
-
 def go_on(world: World, recipe: Recipe, make: Any, state: CanonicalState) -> Any:
     """What is there after the load, and that a step follows."""
     strategy = build_on_rank(world, recipe, make)
@@ -111,7 +106,7 @@ def go_on(world: World, recipe: Recipe, make: Any, state: CanonicalState) -> Any
 def test_a_load_gives_moments_the_dtype_of_who_goes_on(ranks, moments, first, last) -> None:
     """Of a run in float32 they are rounded once; of one in bfloat16 they are what they were."""
     other = "bfloat16" if moments is None else None
-    saved = merge(ranks(first_steps, replace(RECIPE, moments=moments), configured(*first)))
+    saved = merge(ranks(train_two_steps, replace(RECIPE, moments=moments), configured(*first)))
     answers = ranks(go_on, replace(RECIPE, moments=other), configured(*last), saved)
     loaded, stepped = (merge(states) for states in zip(*answers, strict=True))
     dtype = getattr(torch, other or "float32")
