@@ -92,6 +92,7 @@ POINTS = [
     (1, llama("zero2", "tensor", "block", OFFLOAD, "precision=paper16")),
     (4, llama("zero2", "tensor", "block", GROUPS)),
     (4, llama("zero1", "buffer", "block", GROUPS)),
+    (2, llama("zero3", "buffer", "block", GROUPS)),  # replicas are on another host
     (1, by_module("tiny", "last", 1, 2)),
     (2, by_module("tiny", "last", 6, 1)),
     (2, by_module("gpt2_tiny", "none", 2, 1)),
