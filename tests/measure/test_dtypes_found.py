@@ -98,3 +98,19 @@ def test_a_downcast_is_named_by_its_role(tmp_path, fault) -> None:
     assert {"weights", "products", "reduced", "norm"} <= set(
         record["dtypes"].replace(",", "").split()
     )
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_what_the_optimizer_is_given_is_read_whether_or_not_blocks_are_compiled(
+    tmp_path, compiled
+) -> None:
+    """Of compiled blocks no part is hooked, so that weights in use and products are not known."""
+    config = make_config(warmup=1, steps=1)
+    config.train.compile = compiled
+    with worlds.joined_process_group() as world:
+        strategy = Faulty("none")
+        instruments = Instruments(config.train, world, tmp_path, strategy.model)
+        list(train(strategy, Numbers(config), config=config, world=world, instruments=instruments))
+    found = set(instruments.dtypes.by_role)
+    assert found >= {"gradients", "reduced", "master", "moments", "norm"}
+    assert ("weights" in found, "products" in found) == (not compiled, not compiled)

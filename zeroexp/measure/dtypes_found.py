@@ -11,7 +11,7 @@ does not have shows here.
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections.abc import Generator, Iterable
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -48,10 +48,10 @@ class DtypesFound:
         self.note("moments", *(each for each in states.optimizer if each.numel() > 1))
 
     @contextmanager
-    def watching(self, module: nn.Module) -> Generator[None]:
-        """Look at modules and optimizers that run inside."""
+    def watching(self, modules: Iterable[nn.Module]) -> Generator[None]:
+        """Look at these modules, and at every optimizer, that run inside."""
         with ExitStack() as stack:
-            for each in module.modules():
+            for each in modules:
                 if _has_matrix(each):
                     stack.callback(each.register_forward_hook(self._ran).remove)
             stack.callback(register_optimizer_step_pre_hook(self._steps).remove)

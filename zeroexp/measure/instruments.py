@@ -61,9 +61,10 @@ class Instruments:
                 stack.enter_context(profiling(self.folder, self.world, step))
             if step in self.settings.hash_steps and self.module is not None:
                 stack.enter_context(self._hashing(step, self.module, strategy))
-            # A hook on a part of a compiled block would have it compiled again.
-            if reading and self.module is not None and not self.settings.compile:
-                stack.enter_context(self.dtypes.watching(self.module))
+            if reading and self.module is not None:
+                # A hook on a part of a compiled block would have it compiled again.
+                parts = () if self.settings.compile else self.module.modules()
+                stack.enter_context(self.dtypes.watching(parts))
             if not (wanted or in_warmup):
                 yield None
                 return
