@@ -44,7 +44,7 @@ test-all: test
 	$(BIN)/python -m pytest -q --durations=25 -m "slow or slurm or browser"
 
 test-deepspeed: .venv-deepspeed/deepspeed.stamp
-	.venv-deepspeed/bin/python -m pytest -q -m deepspeed tests/strategies tests/checkpoint/test_pairs.py
+	.venv-deepspeed/bin/python -m pytest -q -m deepspeed tests/strategies tests/checkpoint/test_pairs.py tests/checkpoint/test_foreign.py
 
 wide: .venv/test.stamp
 	$(BIN)/python -m pytest -q -n 2 -m wide

@@ -31,7 +31,7 @@ ORDER = [
     {"zeroexp.measure", "zeroexp.models"},
     {"zeroexp.comm", "zeroexp.data", "zeroexp.tracking"},
     {"zeroexp.zero", "zeroexp.training", "zeroexp.checkpoint", "zeroexp.report"},
-    {"zeroexp.zero_safety"},
+    {"zeroexp.zero_safety", "zeroexp.foreign"},
     {"zeroexp.engines", "zeroexp.export"},
     {"zeroexp.check"},
     {"zeroexp.plan"},
@@ -39,6 +39,7 @@ ORDER = [
     {"zeroexp.commandline", "zeroexp.sync", "zeroexp.calibrate", "zeroexp.verify"},
     {"zeroexp.__main__", "zeroexp.watch", "hydra_plugins"},
     {"zeroexp.plan.__main__", "zeroexp.report.__main__", "zeroexp.calibrate.__main__"},
+    {"zeroexp.foreign.__main__"},
 ]
 
 HYDRA = {"zeroexp.__main__", "zeroexp.commandline.mistakes", "hydra_plugins.zeroexp_launcher"}

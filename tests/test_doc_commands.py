@@ -103,6 +103,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     (trained,) = (folder / "outputs/compare").glob("zero3*")
     trained.rename(trained.with_name("run"))
     run(folder, ["export", "outputs/compare/run", "--to", "DIR"])
+    run(folder, ["export", "outputs/compare/run", "--to", "FOLDER", "--format", "dcp"])
     rows = [f"a word,{1 + i % 5},{('bad', 'fine', 'good')[i % 3]}" for i in range(9)]
     (folder / "reviews.csv").write_text("\n".join(["review,stars,verdict", *rows, ""]))
     (folder / "corpus").mkdir()

@@ -1,11 +1,12 @@
-"""`zeroexp export RUN`: the weights of a checkpoint in Hugging Face's format, for everybody else.
+"""`zeroexp export RUN`: a checkpoint in somebody else's format: weights for transformers, or all of it for a trainer.
 
     zeroexp export outputs/<sweep>/<run>          the newest checkpoint, into <run>/exported/step-000020
     zeroexp export outputs/<sweep>/<run> --step 10 --to DIR --dtype bfloat16
-    zeroexp model.weights=DIR                     start from it
-    zeroexp model=hf model.path=DIR               start from that of a run with model=hf
+    zeroexp export outputs/<sweep>/<run> --format dcp          weights and moments, for FSDP2
+    zeroexp model.weights=DIR                     start from weights
+    zeroexp model=hf model.path=DIR               start from those of a run with model=hf
 
-Of a run with `model.lora` its adapters alone are written, as peft reads them.
+Of a run with `model.lora` its adapters alone are written for transformers, as peft reads them.
 
 It reads one tensor after the other, checks each hash and writes file by file into a hidden folder beside DIR. When all
 is written, one rename gives the folder its name. Exit codes: 0 written, 2 refused with the reason in one line.
@@ -14,16 +15,17 @@ is written, one rename gives the folder its name. Exit codes: 0 written, 2 refus
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 from pathlib import Path
 
 from zeroexp.checkpoint import folders
 from zeroexp.checkpoint.manifest import MANIFEST, CheckpointError, read_manifest
 from zeroexp.config.keys import Config, ConfigError, from_mapping
-from zeroexp.process.durable import appearing
+from zeroexp.foreign import WRITERS
 from zeroexp.process.json_output import answer
 from zeroexp.tracking.json_files import dumps
+
+HUGGINGFACE = "huggingface"
 
 
 def main() -> int:
@@ -33,12 +35,23 @@ def main() -> int:
 def _export(told: list[str] | None) -> int:
     arguments = parse_arguments()
     checkpoint = choose_checkpoint(arguments.run, arguments.step)
-    target = arguments.to or default_target(checkpoint)
-    export(checkpoint, target, dtype=arguments.dtype, max_shard_size=arguments.max_shard_size)
+    target = arguments.to or default_target(checkpoint, arguments.format)
+    of_weights = {"dtype": arguments.dtype, "max_shard_size": arguments.max_shard_size}
+    of_weights = {key: value for key, value in of_weights.items() if value is not None}
+    if arguments.format == HUGGINGFACE:
+        export(checkpoint, target, **of_weights)
+    else:
+        for key in of_weights:
+            word = f"--{key.replace('_', '-')}={of_weights[key]}"
+            raise ConfigError(
+                f"{word}: --format={arguments.format} keeps what is saved; leave it out"
+            )
+        export_whole(checkpoint, target, arguments.format)
+    dtype = arguments.dtype or "float32"
     if told is not None:
-        written = {"folder": str(target), "checkpoint": str(checkpoint), "dtype": arguments.dtype}
+        written = {"folder": str(target), "checkpoint": str(checkpoint), "dtype": dtype}
         told.append(dumps(written))
-    print(f"{target}: {_what_was_written(target, checkpoint, arguments.dtype)}")
+    print(f"{target}: {_what_was_written(target, checkpoint, arguments.format, dtype)}")
     return 0
 
 
@@ -49,8 +62,11 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("run", type=Path, help="folder of a run, or of one of its checkpoints")
     parser.add_argument("--to", type=Path, help="a folder that does not exist yet")
     parser.add_argument("--step", type=int, help="the checkpoint after so many steps")
-    parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
-    parser.add_argument("--max-shard-size", default="5GB", help="of one file, and of memory")
+    parser.add_argument(
+        "--format", choices=[HUGGINGFACE, *WRITERS], default=HUGGINGFACE, help="whose it is to be"
+    )
+    parser.add_argument("--dtype", choices=["float32", "bfloat16"], help="of weights; float32")
+    parser.add_argument("--max-shard-size", help="of one file, and of memory; 5GB")
     return parser.parse_args()
 
 
@@ -72,15 +88,18 @@ def choose_checkpoint(folder: Path, step: int | None = None) -> Path:
     return there[max(there) if step is None else step]
 
 
-def default_target(checkpoint: Path) -> Path:
+def default_target(checkpoint: Path, form: str = HUGGINGFACE) -> Path:
     """Return the folder an export goes to without --to. Raises ConfigError for a checkpoint that lies in no run."""
     if checkpoint.parent.name != folders.FOLDER:
         raise ConfigError(f"--to=null: {checkpoint} lies in no run's folder; set --to=DIR")
-    return checkpoint.parents[1] / "exported" / checkpoint.name
+    name = checkpoint.name if form == HUGGINGFACE else f"{form}-{checkpoint.name}"
+    return checkpoint.parents[1] / "exported" / name
 
 
-def _what_was_written(target: Path, checkpoint: Path, dtype: str) -> str:
+def _what_was_written(target: Path, checkpoint: Path, form: str, dtype: str) -> str:
     """Say what the folder holds, and how to begin with it."""
+    if form != HUGGINGFACE:
+        return f"weights and moments of {checkpoint}, bit for bit, in the format of {form}"
     model = from_mapping(Config, read_manifest(checkpoint).config).model
     if model.lora.r is not None:
         use = f"peft.PeftModel.from_pretrained(model, {str(target)!r})"
@@ -102,8 +121,7 @@ def export(
     """
     manifest = read_manifest(checkpoint)
     config = from_mapping(Config, manifest.config)
-    if os.path.lexists(target):
-        raise ConfigError(f"--to={target}: exists already; choose another folder, or remove it")
+    folders.refuse_existing(target)
     # These imports take seconds, so they come after everything that can be refused without them.
     import torch
 
@@ -111,26 +129,33 @@ def export(
     from zeroexp.models import huggingface_folder, lora
 
     weights = Weights(checkpoint, manifest)
-    try:
-        with appearing(target) as folder:
-            if config.model.lora.r is not None:
-                module = huggingface_folder.empty_model(config.model, weights.shapes)
-                as_asked = getattr(torch, dtype)
-                lora.write_adapters(folder, config.model, module, weights.read, as_asked)
-                return
-            huggingface_folder.write(
-                folder,
-                config.model,
-                weights.shapes,
-                weights.read,
-                dtype=getattr(torch, dtype),
-                max_shard_size=max_shard_size,
-                tokenizer=_tokenizer(config),
-                labels=config.data.labels,
-            )
-    except OSError as error:
-        remedy = "make room there, or set --to to a folder that can be made"
-        raise ConfigError(f"--to={target}: {error.strerror}; {remedy}") from error
+    with folders.asked_for(target) as folder:
+        if config.model.lora.r is not None:
+            module = huggingface_folder.empty_model(config.model, weights.shapes)
+            as_asked = getattr(torch, dtype)
+            lora.write_adapters(folder, config.model, module, weights.read, as_asked)
+            return
+        huggingface_folder.write(
+            folder,
+            config.model,
+            weights.shapes,
+            weights.read,
+            dtype=getattr(torch, dtype),
+            max_shard_size=max_shard_size,
+            tokenizer=_tokenizer(config),
+            labels=config.data.labels,
+        )
+
+
+def export_whole(checkpoint: Path, target: Path, form: str) -> None:
+    """Write weights and moments in the format of one of WRITERS; raises as `export` does."""
+    manifest = read_manifest(checkpoint)
+    folders.refuse_existing(target)
+    from zeroexp.checkpoint.weights import Weights
+
+    config = from_mapping(Config, manifest.config)
+    with folders.asked_for(target) as folder:
+        WRITERS[form](folder, config, manifest, Weights(checkpoint, manifest))
 
 
 def _tokenizer(config: Config):

@@ -13,12 +13,14 @@ import json
 import os
 import re
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from zeroexp.checkpoint.manifest import MANIFEST, CheckpointError, Manifest
+from zeroexp.config.keys import ConfigError
 from zeroexp.process.content_hash import hash_of
-from zeroexp.process.durable import sync, write_durably
+from zeroexp.process.durable import appearing, sync, write_durably
 from zeroexp.tracking.run import UNFINISHED as GOES_ON
 from zeroexp.tracking.run import state_of
 
@@ -67,6 +69,27 @@ def set_aside(checkpoint: Path) -> Path:
     aside = checkpoint.with_name(f"damaged-{checkpoint.name}")
     shutil.rmtree(aside, ignore_errors=True)
     return checkpoint.rename(aside)
+
+
+def refuse_existing(target: Path) -> None:
+    if os.path.lexists(target):
+        raise ConfigError(f"--to={target}: exists already; choose another folder, or remove it")
+
+
+@contextlib.contextmanager
+def asked_for(target: Path) -> Iterator[Path]:
+    """Yield a folder to fill, which gets the name `target` once it is whole, and is removed after an error.
+
+    Raises ConfigError where it can not be written.
+    """
+    try:
+        with appearing(target) as folder:
+            yield folder
+            for path in folder.rglob("*"):
+                sync(path)
+    except OSError as error:
+        remedy = "make room there, or set --to to a folder that can be made"
+        raise ConfigError(f"--to={target}: {error.strerror or error}; {remedy}") from error
 
 
 def register_attempt(run: Path, attempt: int) -> None:

@@ -45,7 +45,7 @@ def load(checkpoint: Path, strategy: Strategy, shapes: Shapes, world: World) -> 
         strategy.load_state_dict(_mapped(checkpoint, manifest.state))
     except ValueError as error:  # all ranks fail alike: the buffers or groups are another model's
         raise CheckpointError(f"{checkpoint}: {error}") from error
-    if manifest.world_size == world.size:
+    if manifest.world_size == world.size and manifest.rng:  # another trainer's has none
         own = _mapped(checkpoint, {"": manifest.rng[str(world.rank)]})[""]
         rng.restore({kind: tensor.pieces[0].tensor for kind, tensor in own.items()}, world)
     return manifest

@@ -1,37 +1,47 @@
-"""Read the weights and buffers of a checkpoint one by one, whole and verified, without an engine."""
+"""Read the tensors of a checkpoint one by one, whole and verified, without an engine."""
 
 from __future__ import annotations
 
+import ctypes
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from zeroexp.checkpoint.manifest import Manifest
+from zeroexp.checkpoint.manifest import Manifest, StoredTensor
 from zeroexp.checkpoint.verify import read_piece
-from zeroexp.interface.canonical import BUFFER
+from zeroexp.interface.canonical import BUFFER, WEIGHT
 
 
 class Weights:
-    """Reads only the requested tensor, once, and keeps no reference to it."""
+    """Reads only the requested tensor, once, and keeps no reference: a weight or buffer, or with `key` a moment."""
 
     def __init__(self, checkpoint: Path, manifest: Manifest) -> None:
-        self._checkpoint = checkpoint
-        self._stored = {
-            name: entry[kind]
+        self._checkpoint, self._state = checkpoint, manifest.state
+        self.shapes = {
+            name: self._stored(name).shape
             for name, entry in manifest.state.items()
-            for kind in ("weight", BUFFER)
-            if kind in entry
+            if {WEIGHT, BUFFER} & entry.keys()
         }
-        self.shapes = {name: stored.shape for name, stored in self._stored.items()}
 
-    def read(self, name: str) -> Tensor:
+    def empty(self, name: str, key: str | None = None) -> Tensor:
+        """Return the tensor without its values, on meta."""
+        stored = self._stored(name, key)
+        return torch.empty(stored.shape, dtype=getattr(torch, stored.dtype), device="meta")
+
+    def read(self, name: str, key: str | None = None) -> Tensor:
         """Return a tensor in its saved dtype. Raises Damaged."""
-        stored = self._stored[name]
+        stored = self._stored(name, key)
         flat = torch.empty(torch.Size(stored.shape).numel(), dtype=getattr(torch, stored.dtype))
-        content, start = flat.view(torch.uint8).numpy().data, 0
+        # By its address, since the storage of a tensor that numpy has seen can not be freed before the tensor is.
+        memory = (ctypes.c_ubyte * flat.nbytes).from_address(flat.data_ptr())
+        content, start = memoryview(memory).cast("B"), 0
         for piece in stored.pieces:
             stop = start + stored.num_bytes(piece)
             read_piece(self._checkpoint, name, piece, stop - start, content[start:stop])
             start = stop
         return flat.view(stored.shape)
+
+    def _stored(self, name: str, key: str | None = None) -> StoredTensor:
+        entry = self._state[name]
+        return entry[key or (WEIGHT if WEIGHT in entry else BUFFER)]

@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,11 +23,11 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import GenerationConfig
 
-from zeroexp.config.families import MODELS, vocabulary
+from zeroexp.config.families import MODELS
 from zeroexp.config.keys import ConfigError, ModelConfig
 from zeroexp.interface.buffers import persistent_buffers
 from zeroexp.models.huggingface_layout import publish, published_together, saved_tensors
-from zeroexp.models.module import build_model
+from zeroexp.models.module import build_empty
 
 INDEX = "model.safetensors.index.json"
 TOKENIZER_FILES = (
@@ -82,17 +82,11 @@ def write(
 
 
 def empty_model(config: ModelConfig, shapes: Shapes) -> Any:
-    """Build the model without memory. If the config does not set the vocabulary size, the embedding's shape does."""
+    """Build the model without memory. Raises ConfigError for one that transformers does not have or has otherwise."""
     if config.family not in MODELS or not MODELS[config.family].of_transformers:
         use = f"export a run of {', '.join(n for n in MODELS.own if MODELS[n].of_transformers)}"
         raise ConfigError(f"model.family={config.family}: transformers has no such model; {use}")
-    config = replace(config, weights=None)
-    module: Any = build_model(config, seed=0, device="meta").module
-    if vocabulary(config) is None:
-        words = module.get_input_embeddings().weight
-        (name,) = (name for name, p in module.named_parameters() if p is words)
-        num_words = shapes[name][0] if name in shapes else None
-        module = build_model(config, seed=0, device="meta", vocab_size=num_words).module
+    module: Any = build_empty(config, shapes).module
     _require_same(module, shapes)
     return module
 

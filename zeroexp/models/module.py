@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -17,6 +17,8 @@ from zeroexp.models.deferred import CannotDefer, defer
 from zeroexp.models.freezing import freeze
 from zeroexp.models.lora import add_adapters
 from zeroexp.models.tied_rows import keep_rows_apart
+
+MANY = 1 << 20  # words, more than any token's id, for a model on meta whose vocabulary nobody knows
 
 
 @dataclass(frozen=True)
@@ -84,6 +86,19 @@ def build_deferred(config: ModelConfig, *, seed: int, vocab_size: int | None = N
     freeze(model.module, config.freeze)
     _keep_rows_apart(config, model.module)
     return BuiltModel(model.module, model.blocks, values)
+
+
+def build_empty(config: ModelConfig, shapes: Mapping[str, Sequence[int]]) -> BuiltModel:
+    """Build the model on meta; if the config sets no vocabulary size, the embedding's shape in `shapes` does."""
+    config = replace(config, weights=None)
+    open_ended = vocabulary(config) is None
+    built = build_model(config, seed=0, device="meta", vocab_size=MANY if open_ended else None)
+    if open_ended and hasattr(built.module, "get_input_embeddings"):
+        words = built.module.get_input_embeddings().weight  # pyright: ignore[reportCallIssue, reportAttributeAccessIssue]
+        (name,) = (name for name, p in built.module.named_parameters() if p is words)
+        num_words = shapes[name][0] if name in shapes else MANY
+        built = build_model(config, seed=0, device="meta", vocab_size=num_words)
+    return built
 
 
 def _build_whole(config: ModelConfig, seed: int, vocab_size: int | None) -> BuiltModel:

@@ -1,0 +1,326 @@
+"""Checkpoints of other trainers: brought in and gone on from, and ours given to them, weights and moments bit for bit.
+
+The other trainer goes on by itself, and whoever takes its checkpoint arrives at the same bits: two ranks, since the sum
+of two does not depend on an order.
+"""
+
+from __future__ import annotations
+
+import warnings
+from copy import deepcopy
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.checkpoint.other_trainers import RECIPE, SAVED, State, adamw, save_alone, train_fsdp2
+from tests.checkpoint.saving import resume_each
+from tests.composing import compose_once, composed
+from tests.engines import DEEPSPEED, EVERY_ENGINE, FLOAT32_ROUNDING, NEEDS_DEEPSPEED
+from tests.models_for_tests import _llama
+from tests.oracle import Make, Recipe, assembled, build_on_rank, pieces_of, run_steps
+from zeroexp import export
+from zeroexp.checkpoint.manifest import read_manifest
+from zeroexp.checkpoint.resume import resolve_resume
+from zeroexp.checkpoint.save import Saver
+from zeroexp.config.keys import Config, ConfigError, ModelConfig, resolve
+from zeroexp.foreign import READERS
+from zeroexp.foreign.__main__ import main
+from zeroexp.foreign.deepspeed_zero import read_deepspeed
+from zeroexp.foreign.into_checkpoint import import_checkpoint
+from zeroexp.interface.strategy import CanonicalState
+from zeroexp.measure.memory import AllocationMeter, count_cpu_allocations
+from zeroexp.models.module import build_model
+from zeroexp.process.world import World
+
+ZERO3 = EVERY_ENGINE["zero3_buffer"].make
+
+
+def config_of(optimizer: str = "adamw", **shape: int | bool) -> Config:
+    hf_config = {**_llama.keywords, **shape}
+    config = Config(model=ModelConfig(family="llama", hf_config=hf_config))
+    config.optimizer = RECIPE.optimizer_config()
+    config.optimizer.name = optimizer
+    config.data.global_batch_size = 2
+    return config
+
+
+def brought_in(folder: Path, target: Path, config: Config, step: int | None = None):
+    (read,) = [read for is_one, read in READERS.values() if is_one(folder)]
+    return import_checkpoint(read, folder, config, target, step)
+
+
+def require_same(ours: State, theirs: State, atol: float = 0.0) -> None:
+    assert ours.keys() == theirs.keys()
+    for name, tensors in theirs.items():
+        assert ours[name].keys() == tensors.keys(), name
+        for key, tensor in tensors.items():
+            assert ours[name][key].dtype == tensor.dtype, f"{name}.{key}"
+            furthest = (ours[name][key] - tensor).abs().max() if tensor.numel() else 0
+            assert furthest <= atol, f"{name}.{key}"
+
+
+def goes_on(ranks, checkpoint: Path) -> tuple[State, State]:
+    """Under our ZeRO-3: the state as loaded, and at the end."""
+    answers = ranks(resume_each, RECIPE, ZERO3, [(checkpoint, True)])
+    (loaded, ended) = zip(*[(first, rest[1]) for ((first, rest),) in answers], strict=True)
+    return assembled(loaded), assembled(ended)
+
+
+# -- FSDP2 ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("form", ["nested", "flat", "titan"])
+def test_fsdp2_is_brought_in_and_goes_on(ranks, tmp_path, form):
+    (saved, ended), _ = ranks(call_fsdp2, {"save": tmp_path / "theirs", "form": form})
+    checkpoint, notes = brought_in(tmp_path / "theirs", tmp_path / "run", config_of())
+    assert checkpoint == tmp_path / "run" / "checkpoint" / f"step-{SAVED:06d}"
+    left_out = "left out, as neither weights nor moments: train_state.step"
+    assert notes == ([left_out] if form == "titan" else [])
+    loaded, at_end = goes_on(ranks, checkpoint)
+    require_same(loaded, saved)
+    require_same(at_end, ended)
+
+
+@pytest.mark.parametrize("form", ["nested", "flat"])
+def test_fsdp2_takes_ours_and_goes_on(ranks, tmp_path, form):
+    states = ranks(train_ours, config_of(), tmp_path)
+    checkpoint = export.choose_checkpoint(tmp_path)
+    assert any(len(t.pieces) > 1 for _, t in read_manifest(checkpoint).tensors()), "of two ranks"
+    export.export_whole(checkpoint, tmp_path / "to", "dcp")
+    (ended,), _ = ranks(call_fsdp2, {"load": tmp_path / "to", "form": form})
+    require_same(assembled(states), ended)
+
+
+def call_fsdp2(world: World, words: dict[str, Any]) -> list[State]:
+    return train_fsdp2(world, **words)
+
+
+def train_ours(world: World, config: Config, run: Path) -> CanonicalState:
+    strategy = build_on_rank(world, RECIPE, ZERO3)
+    run_steps(strategy, world, RECIPE, range(SAVED))
+    saver = Saver(run, strategy, config, world)
+    saver.save_now(SAVED)
+    saver.close()
+    run_steps(strategy, world, RECIPE, range(SAVED, RECIPE.steps))
+    return pieces_of(strategy)
+
+
+# -- DeepSpeed --------------------------------------------------------------------------------------
+
+# Its ZeRO-3 and ours differ in the last bits of this model, with no checkpoint between.
+ATOL = {**dict.fromkeys(DEEPSPEED, 0.0), "deepspeed_zero3": FLOAT32_ROUNDING}
+
+
+@NEEDS_DEEPSPEED[0]
+@NEEDS_DEEPSPEED[1]
+@pytest.mark.parametrize("model", ["toy", "llama"])
+@pytest.mark.parametrize("engine", DEEPSPEED)
+def test_deepspeed_is_brought_in_and_goes_on(ranks, tmp_path, engine, model):
+    """The toy has frozen parameters and a tied one; what its own script makes of the files has the same weights."""
+    from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
+
+    recipe = replace(RECIPE, model=model)
+    answers = ranks(train_deepspeed, recipe, EVERY_ENGINE[engine].make, tmp_path / "theirs")
+    saved, ended = (assembled(states) for states in zip(*answers, strict=True))
+    found = read_deepspeed(tmp_path / "theirs", set())
+    read = {place: torch.empty_like(each, device="cpu") for place, each in found.tensors.items()}
+    found.fill(read)
+    ours: State = {}
+    for place, tensor in read.items():
+        ours.setdefault(place.name, {})[place.key] = tensor
+    require_same(ours, saved)
+    for name, weight in get_fp32_state_dict_from_zero_checkpoint(tmp_path / "theirs").items():
+        assert name not in ours or torch.equal(ours[name]["weight"], weight)
+    if model == "llama":
+        checkpoint, notes = brought_in(tmp_path / "theirs", tmp_path / "run", config_of())
+        assert notes == []
+        loaded, at_end = goes_on(ranks, checkpoint)
+        require_same(loaded, saved)
+        require_same(at_end, ended, ATOL[engine])
+
+
+@NEEDS_DEEPSPEED[0]
+@NEEDS_DEEPSPEED[1]
+@pytest.mark.parametrize("engine", DEEPSPEED)
+def test_deepspeed_takes_ours_and_goes_on(ranks, tmp_path, engine):
+    states = ranks(train_ours, config_of(), tmp_path)
+    export.export_whole(export.choose_checkpoint(tmp_path), tmp_path / "to", "deepspeed")
+    ended = ranks(go_on_under_deepspeed, EVERY_ENGINE[engine].make, tmp_path / "to")
+    require_same(assembled(states), assembled(ended), ATOL[engine])
+
+
+def train_deepspeed(
+    world: World, recipe: Recipe, make: Make, folder: Path
+) -> tuple[CanonicalState, CanonicalState]:
+    strategy: Any = build_on_rank(world, recipe, make)
+    run_steps(strategy, world, recipe, range(SAVED))
+    strategy.model.save_checkpoint(str(folder))
+    saved = pieces_of(strategy)
+    run_steps(strategy, world, recipe, range(SAVED, recipe.steps))
+    return saved, pieces_of(strategy)
+
+
+def go_on_under_deepspeed(world: World, make: Make, folder: Path) -> CanonicalState:
+    strategy: Any = build_on_rank(world, RECIPE, make)
+    strategy.model._config.load_universal_checkpoint = True
+    strategy.model.load_checkpoint(str(folder))
+    # Its loader gives all groups of zero3 one counter of steps, which then counts once for each group.
+    for state in strategy.optimizer.state.values():
+        state["step"] = state["step"].clone()
+    run_steps(strategy, world, RECIPE, range(SAVED, RECIPE.steps))
+    return pieces_of(strategy)
+
+
+# -- what is refused --------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory) -> Path:
+    """Of one process: with moments in `whole`, without in `weights`."""
+    folder = tmp_path_factory.mktemp("alone")
+    model, optimizer = stepped(config_of())
+    save_quietly(folder / "whole", model, optimizer)
+    save_quietly(folder / "weights", model, None)
+    return folder
+
+
+def stepped(config: Config):
+    model = build_model(config.model, seed=1).module
+    optimizer = adamw(model)
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    optimizer.zero_grad()
+    return model, optimizer
+
+
+def save_quietly(folder: Path, *state: Any) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of no process group
+        save_alone(folder, *state)
+
+
+@pytest.mark.parametrize(
+    ("config", "problem"),
+    [
+        (
+            config_of(num_hidden_layers=3),
+            "model.layers.2.self_attn.q_proj.weight and 8 more of this model not in it",
+        ),
+        (
+            config_of(num_hidden_layers=1),
+            "model.layers.1.self_attn.q_proj.weight and 8 more of it not in this model",
+        ),
+        (
+            config_of(intermediate_size=9),
+            "model.layers.0.mlp.gate_proj.weight and 5 more of another shape, [10, 12] in it and [9, 12] here",
+        ),
+        (
+            config_of("sgd"),
+            "optimizer.name=sgd: it keeps momentum_buffer, and {} holds exp_avg, exp_avg_sq, step of "
+            "model.embed_tokens.weight",
+        ),
+    ],
+    ids=["missing", "too_many", "shape", "optimizer"],
+)
+def test_what_does_not_fit_is_refused_by_name(alone, tmp_path, config, problem):
+    with pytest.raises(ConfigError) as refused:
+        brought_in(alone / "whole", tmp_path / "run", config)
+    assert problem.format(alone / "whole") in str(refused.value) and "; name the " in str(
+        refused.value
+    )
+    assert not any(tmp_path.iterdir())
+
+
+def test_weights_without_moments_are_said_to_be_so(alone, tmp_path):
+    with pytest.raises(ConfigError, match="holds no number of steps; set --step"):
+        brought_in(alone / "weights", tmp_path / "run", config_of())
+    checkpoint, notes = brought_in(alone / "weights", tmp_path / "run", config_of(), step=7)
+    first = "model.embed_tokens.weight and 19 more"
+    assert notes == [f"no moments of {first}: the optimizer begins anew there"]
+    assert read_manifest(checkpoint).step == 7
+    with pytest.raises(ConfigError, match=r"--step=2: .* counts 1; leave it out"):
+        brought_in(alone / "whole", tmp_path / "again", config_of(), step=2)
+
+
+def test_weights_that_were_trained_apart_do_not_become_tied(tmp_path):
+    model, _ = stepped(config_of(tie_word_embeddings=False))
+    save_quietly(tmp_path / "theirs", model, None)
+    both = "lm_head.weight and model.embed_tokens.weight differ in it"
+    with pytest.raises(ConfigError, match=both):
+        brought_in(tmp_path / "theirs", tmp_path / "run", config_of(), step=1)
+    assert [path.name for path in tmp_path.iterdir()] == ["theirs"]
+
+
+def test_bf16_is_taken_as_it_is_and_said(tmp_path):
+    config = config_of()
+    model = build_model(config.model, seed=1, dtype=torch.bfloat16).module
+    save_quietly(tmp_path / "theirs", model, None)
+    checkpoint, notes = brought_in(tmp_path / "theirs", tmp_path / "run", config, step=1)
+    assert notes[0] == "its weights are bfloat16, and taken as they are"
+    assert {entry["weight"].dtype for entry in read_manifest(checkpoint).state.values()} == {
+        "bfloat16"
+    }
+
+
+# -- memory -----------------------------------------------------------------------------------------
+
+
+def test_one_tensor_is_in_memory_at_a_time(tmp_path):
+    """Beside what is written. The embedding with its two moments is most of the model: 3 x 1 MB of 3.4."""
+    config = config_of(vocab_size=4096, hidden_size=64, intermediate_size=64)
+    save_quietly(tmp_path / "theirs", *stepped(config))
+    largest = 4096 * 64 * 4
+    assert count_cpu_allocations() is None
+    for action in (
+        lambda: brought_in(tmp_path / "theirs", tmp_path / "run", config),
+        lambda: export.export_whole(
+            export.choose_checkpoint(tmp_path / "run"), tmp_path / "to", "dcp"
+        ),
+    ):
+        before = AllocationMeter(torch.device("cpu")).peak_bytes()
+        meter = AllocationMeter(torch.device("cpu"))
+        action()
+        peak = meter.peak_bytes()
+        assert before is not None and peak is not None
+        assert largest <= peak - before <= 1.2 * largest
+
+
+# -- the command ------------------------------------------------------------------------------------
+
+
+def test_the_command_makes_what_resume_takes(tmp_path, capsys, monkeypatch):
+    words = (
+        "model=tiny",
+        "model.hf_config.vocab_size=null",
+        "optimizer.fused=false",
+    )
+    config = resolve(deepcopy(composed(*words)))
+    config.model.hf_config["vocab_size"] = 300  # the data decides, and the embedding tells
+    save_quietly(tmp_path / "theirs", *stepped(config))
+    compose_once(monkeypatch)
+
+    def command(folder: Path, *more: str) -> tuple[int, str]:
+        line = ["zeroexp import", str(folder), "--to", str(tmp_path / "run"), *words, *more]
+        monkeypatch.setattr("sys.argv", line)
+        code = main()
+        output, errors = capsys.readouterr()
+        return code, (errors if code else output).splitlines()[-1]
+
+    checkpoint = tmp_path / "run" / "checkpoint" / "step-000001"
+    for folder, more, problem in (
+        (tmp_path, (), "no checkpoint of dcp, deepspeed; give the folder of one step"),
+        (tmp_path / "theirs", ("optimizer.lr=1,2",), "2 runs; give the words of one"),
+        (tmp_path / "theirs", ("model=nano",), "model=nano"),
+    ):
+        code, line = command(folder, *more)
+        assert code == 2 and problem in line and line.startswith("zeroexp: "), line
+    told = f"{checkpoint}: go on from it with resume={tmp_path / 'run'}"
+    assert command(tmp_path / "theirs") == (0, told)
+    code, line = command(tmp_path / "theirs")
+    assert code == 2 and "exists already" in line
+    resumed = replace(deepcopy(composed(*words)), resume=str(tmp_path / "run"))
+    assert resolve_resume(resolve(resumed)) == str(checkpoint)

@@ -1,0 +1,188 @@
+"""torch.distributed.checkpoint, as FSDP2 trainers use it: what get_model_state_dict, get_optimizer_state_dict give.
+
+model.<name>                        weights and buffers; the prefix is the trainer's own, or there is none (torchtitan)
+optimizer.state.<name>.exp_avg      moments; "flatten_optimizer_state_dict" gives the same keys
+optimizer.param_groups.0.lr         of each group, and
+optimizer.param_groups.<name>.lr    of each parameter where it was flattened; both are written, neither is read
+"""
+
+from __future__ import annotations
+
+import re
+import warnings
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed import checkpoint as dcp
+from torch.distributed.checkpoint import (
+    CheckpointException,
+    DefaultSavePlanner,
+    FileSystemReader,
+    FileSystemWriter,
+)
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
+
+from zeroexp.checkpoint.manifest import CheckpointError, Manifest
+from zeroexp.checkpoint.weights import Weights
+from zeroexp.config.keys import Config
+from zeroexp.foreign.found import Found, Place
+from zeroexp.foreign.matching import names_of, param_groups
+from zeroexp.interface.canonical import NO_MOMENTS, WEIGHT
+from zeroexp.models.module import build_empty
+
+METADATA = ".metadata"
+OF_OPTIMIZER = re.compile(r"(?:^|\.)state\.(?P<name>.+)\.(?P<key>[^.]+)$")
+WRAPPERS = re.compile(r"\b(_orig_mod|_checkpoint_wrapped_module|_fsdp_wrapped_module)\.")
+# What stands beside weights that have no prefix, as torchtitan's.
+BESIDE = re.compile(r"^(train_state|lr_scheduler|dataloader)\.|\bparam_groups\.")
+
+
+def is_dcp(folder: Path) -> bool:
+    return (folder / METADATA).is_file()
+
+
+# -- in ---------------------------------------------------------------------------------------------
+
+
+def read_dcp(folder: Path, names: Collection[str]) -> Found:
+    """Raises CheckpointError for a folder that torch can not read, or with two states of one parameter."""
+    try:
+        reader = _Reader(folder)
+    except Exception as error:  # a pickle of torch's, which may be cut short anywhere
+        problem = f"torch can not read it ({type(error).__name__}: {error})"
+        raise CheckpointError(f"{folder / METADATA}: {problem}; give another checkpoint") from error
+    stored = {
+        key: each
+        for key, each in reader.read_metadata().state_dict_metadata.items()
+        if isinstance(each, TensorStorageMetadata)
+    }
+    prefix = _prefix_of_weights(stored, names)
+    keys: dict[Place, str] = {}
+    left_out: list[str] = []
+    for key in stored:
+        place = _place_of(key, prefix, names)
+        if place is None:
+            left_out.append(key)
+            continue
+        if place in keys:
+            problem = f"{keys[place]} and {key} are both {place.key} of {place.name}"
+            raise CheckpointError(f"{folder}: {problem}; give one with one model and one optimizer")
+        keys[place] = key
+    tensors = {
+        place: torch.empty(stored[key].size, dtype=stored[key].properties.dtype, device="meta")
+        for place, key in keys.items()
+    }
+    return Found(folder, tensors, partial(_fill, reader, keys), left_out=left_out)
+
+
+def _prefix_of_weights(keys: Collection[str], names: Collection[str]) -> str:
+    """Return what stands before the model's names in most keys."""
+    prefixes = Counter(
+        plain.removesuffix(name)
+        for plain in map(_without_wrappers, keys)
+        if (name := next((s for s in _suffixes(plain) if s in names), None))
+    )
+    return prefixes.most_common(1)[0][0] if prefixes else ""
+
+
+def _place_of(key: str, prefix: str, names: Collection[str]) -> Place | None:
+    """Return which tensor of the model or optimizer the key names; None for what is of neither."""
+    plain = _without_wrappers(key)
+    is_weight = bool(prefix) and plain.startswith(prefix)
+    if is_weight or plain in names:
+        return Place(plain.removeprefix(prefix), WEIGHT)
+    if found := OF_OPTIMIZER.search(plain):
+        return Place(found["name"], found["key"])
+    return None if prefix or BESIDE.search(plain) else Place(plain, WEIGHT)
+
+
+def _without_wrappers(key: str) -> str:
+    return WRAPPERS.sub("", key)
+
+
+def _suffixes(key: str) -> Iterator[str]:
+    """Yield the key, and what remains of it after each of its dots."""
+    while key:
+        yield key
+        key = key.partition(".")[2]
+
+
+class _Reader(FileSystemReader):
+    """Reads the metadata once, since it is asked for each tensor."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder)
+        self._metadata = super().read_metadata()
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        return self._metadata
+
+
+def _fill(reader: _Reader, keys: Mapping[Place, str], targets: Mapping[Place, Tensor]) -> None:
+    for place, tensor in targets.items():  # torch holds on to the last of what one call loads
+        with _alone(Path(reader.path)):
+            dcp.load({keys[place]: tensor}, storage_reader=reader, no_dist=True)
+
+
+@contextmanager
+def _alone(folder: Path) -> Iterator[None]:
+    """Let torch read or write without ranks, of which it warns, and raise what it wraps."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    except CheckpointException as error:
+        cause = next(iter(error.failures.values()))[0]
+        if isinstance(cause, (CheckpointError, OSError)):
+            raise cause from error
+        problem = f"torch can not read it ({type(cause).__name__}: {cause})"
+        raise CheckpointError(f"{folder}: {problem}; give another checkpoint") from error
+
+
+# -- out --------------------------------------------------------------------------------------------
+
+
+class _OneByOne(DefaultSavePlanner):
+    """Reads each tensor when its turn to be written comes, in place of the one on meta in the state."""
+
+    def __init__(self, reads: Mapping[str, Callable[[], Tensor]]) -> None:
+        super().__init__()
+        self._reads, self._last = reads, torch.empty(0)
+
+    def lookup_object(self, index: MetadataIndex) -> Any:
+        if index.fqn not in self._reads:
+            return super().lookup_object(index)
+        self._last.untyped_storage().resize_(0)  # the writer holds on to what it has written
+        self._last = self._reads[index.fqn]()
+        return self._last
+
+
+def write_dcp(folder: Path, config: Config, manifest: Manifest, weights: Weights) -> None:
+    """Fill the empty `folder`: dtypes and bits are the checkpoint's. Raises Damaged and OSError."""
+    built = build_empty(config.model, weights.shapes)
+    state: dict[str, Any] = {"model": {}, "optimizer": {"state": {}}}
+    reads: dict[str, Callable[[], Tensor]] = {}
+    for name, all_names in names_of(built.module).items():
+        for each in all_names:
+            state["model"][each] = weights.empty(name)
+            reads[f"model.{each}"] = partial(weights.read, name)
+        moments = manifest.state[name].keys() - NO_MOMENTS
+        for key in sorted(moments):
+            state["optimizer"]["state"].setdefault(name, {})[key] = weights.empty(name, key)
+            reads[f"optimizer.state.{name}.{key}"] = partial(weights.read, name, key)
+    groups = param_groups(config, manifest.step, built)
+    state["optimizer"]["param_groups"] = groups
+    for group in groups:
+        for name in group["params"]:
+            values = {f"param_groups.{name}.{key}": group[key] for key in group.keys() - {"params"}}
+            state["optimizer"].update(values)
+    with _alone(folder):
+        dcp.save(
+            state, storage_writer=FileSystemWriter(folder), planner=_OneByOne(reads), no_dist=True
+        )

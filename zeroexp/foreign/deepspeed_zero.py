@@ -1,0 +1,215 @@
+"""DeepSpeed's checkpoints of ZeRO-1, ZeRO-2 and ZeRO-3, read without DeepSpeed.
+
+    zero1, zero2   each rank's file has one flat part of every group, and says where in it which parameter lies; ranks
+                   in order hold a parameter's elements in order
+    zero3          every parameter is cut evenly; a rank's parts lie one behind the other in the order of param_shapes
+
+Masters are in float32 and are what is taken as weights. Files are mapped, so that no part of them is held in memory.
+Their classes are not imported: each stands for itself, and torch unpickles nothing else.
+"""
+
+from __future__ import annotations
+
+import pickle
+import re
+from collections import defaultdict
+from collections.abc import Collection, Iterator, Mapping
+from functools import partial
+from math import prod
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.serialization import get_unsafe_globals_in_checkpoint, safe_globals
+
+from zeroexp.checkpoint.manifest import CheckpointError
+from zeroexp.foreign.found import Found, Place
+from zeroexp.foreign.matching import STEP
+from zeroexp.interface.canonical import WEIGHT
+
+OPTIMIZER_FILES = "*_optim_states.pt"
+RANKS = re.compile(r"zero_pp_rank_(\d+)_mp_rank_(\d+)(?:_\d+)?_optim_states\.pt$")
+OLDER = "give one of the whole model, saved by DeepSpeed 0.10 or newer"
+
+
+class Part(NamedTuple):
+    """Elements of a flattened tensor from `start` on, as a view of a mapped file."""
+
+    start: int
+    values: Tensor
+
+
+Parts = dict[Place, list[Part]]
+Shapes = dict[str, tuple[int, ...]]
+
+
+def is_deepspeed(folder: Path) -> bool:
+    return any(_folder_of_step(folder).glob(OPTIMIZER_FILES))
+
+
+def read_deepspeed(folder: Path, names: Collection[str]) -> Found:
+    """Raises CheckpointError for files that are missing, unreadable, or of a part of a model."""
+    folder = _folder_of_step(folder)
+    ranks = [_load(path) for path in _files_by_rank(folder)]
+    states = [each["optimizer_state_dict"] for each in ranks]
+    is_zero3 = "fp32_flat_groups" in states[0]
+    first = "zero_pp_rank_0_mp_rank_00" if is_zero3 else "mp_rank_00"
+    model = _load(folder / f"{first}_model_states.pt")
+    count = states[0]["partition_count"]
+    if len(ranks) != (max(count) if isinstance(count, list) else count):
+        problem = f"{len(ranks)} files of optimizer states, of {count} ranks"
+        raise CheckpointError(f"{folder}: {problem}; copy what is missing")
+    shapes: Shapes = {n: tuple(s) for group in model["param_shapes"] for n, s in group.items()}
+    parts = _parts_of_zero3(states, shapes) if is_zero3 else _parts_of_groups(states)
+    for name, cut in _untrained(folder, model, shapes, len(ranks) if is_zero3 else 1):
+        parts[Place(name, WEIGHT)] = [*_cut_evenly(cut, prod(shapes[name]))]
+    _require_whole(folder, parts, shapes)
+    tensors = {
+        place: torch.empty(
+            () if place.key == STEP else shapes[place.name],
+            dtype=own[0].values.dtype,
+            device="meta",
+        )
+        for place, own in parts.items()
+    }
+    return Found(folder, tensors, partial(_fill, parts), step=None)
+
+
+def _folder_of_step(folder: Path) -> Path:
+    """Return the folder itself, or that of the step which its file `latest` names."""
+    latest = folder / "latest"
+    return folder / latest.read_text(encoding="utf-8").strip() if latest.is_file() else folder
+
+
+def _files_by_rank(folder: Path) -> list[Path]:
+    files: dict[int, Path] = {}
+    for path in folder.glob(OPTIMIZER_FILES):
+        found = RANKS.search(path.name)
+        if found is None or int(found[2]):
+            raise CheckpointError(f"{path}: of a part of the model alone; {OLDER}")
+        files[int(found[1])] = path
+    return [files[rank] for rank in sorted(files)]
+
+
+def _untrained(
+    folder: Path, model: dict[str, Any], shapes: Shapes, num_ranks: int
+) -> Iterator[tuple[str, list[Tensor]]]:
+    """Yield the parts of each buffer and frozen parameter, and add their shapes.
+
+    zero1 and zero2 have them whole beside the trained ones, which are rounded there. zero3 cuts the frozen ones.
+    """
+    buffers, cut = set(model["buffer_names"]), model.get("frozen_param_shapes") or {}
+    trained_or_tied = shapes.keys() | model["shared_params"].keys()
+    for name, values in model["module"].items():
+        if name in buffers or (num_ranks == 1 and name not in trained_or_tied):
+            shapes[name] = tuple(values.shape)
+            yield name, [values]
+    if num_ranks > 1 and cut:
+        files = [f"zero_pp_rank_{rank}_mp_rank_00_model_states.pt" for rank in range(num_ranks)]
+        fragments = [_load(folder / file)["frozen_param_fragments"] for file in files]
+        for name, shape in cut.items():
+            shapes[name] = tuple(shape)
+            yield name, [of_rank[name] for of_rank in fragments]
+
+
+# -- where what lies --------------------------------------------------------------------------------
+
+
+def _parts_of_groups(states: list[dict[str, Any]]) -> Parts:
+    parts: Parts = defaultdict(list)
+    done: dict[str, int] = defaultdict(int)
+    for state in states:
+        for group, fragments in enumerate(state["param_slice_mappings"]):
+            weights = state["single_partition_of_fp32_groups"][group]
+            flat = {WEIGHT: weights, **_moments(state, group)}
+            for name, fragment in fragments.items():
+                _add(parts, name, done[name], flat, fragment.start, fragment.numel)
+                done[name] += fragment.numel
+    return parts
+
+
+def _parts_of_zero3(states: list[dict[str, Any]], shapes: Shapes) -> Parts:
+    parts: Parts = defaultdict(list)
+    for rank, state in enumerate(states):
+        groups = iter(enumerate(state["fp32_flat_groups"]))
+        offset, flat, room = 0, {}, 0
+        for name, shape in shapes.items():
+            share = -(-prod(shape) // len(states))
+            if offset + share > room:  # no parameter lies in two groups
+                group, weights = next(groups)
+                flat = {WEIGHT: weights, **_moments(state["optimizer_state_dict"], group)}
+                offset, room = 0, weights.numel()
+            numel = max(0, min(share, prod(shape) - rank * share))
+            _add(parts, name, rank * share, flat, offset, numel)
+            offset += share
+    return parts
+
+
+def _add(
+    parts: Parts, name: str, start: int, flat: Mapping[str, Tensor], offset: int, numel: int
+) -> None:
+    """Add elements of one parameter: from `start` on there, from `offset` on in each flat tensor."""
+    for key, values in flat.items():
+        if key == STEP:
+            parts[Place(name, key)] = [Part(0, values)]
+        elif numel:
+            parts[Place(name, key)].append(Part(start, values.narrow(0, offset, numel)))
+
+
+def _moments(state: Mapping[str, Any], group: int) -> dict[str, Tensor]:
+    """Return the flat moments of a group, and its number of steps as one element."""
+    base = state.get("base_optimizer_state", state)
+    own = (base if isinstance(base, list) else base["state"])[group]
+    counted = own.get(STEP, state.get("base_optimizer_state_step"))
+    if counted is None and not isinstance(base, list):
+        counted = base["param_groups"][0].get(STEP)
+    moments = {key: each for key, each in own.items() if isinstance(each, Tensor) and each.ndim}
+    if counted is not None:
+        moments[STEP] = torch.tensor([float(counted)])
+    return moments
+
+
+def _cut_evenly(cut: list[Tensor], numel: int) -> Iterator[Part]:
+    share = -(-numel // len(cut))
+    for rank, values in enumerate(cut):
+        if (stop := min(share, numel - rank * share)) > 0:
+            yield Part(rank * share, values.reshape(-1)[:stop])
+
+
+def _require_whole(folder: Path, parts: Parts, shapes: Shapes) -> None:
+    for place, own in parts.items():
+        there = sum(part.values.numel() for part in own)
+        numel = 1 if place.key == STEP else prod(shapes[place.name])
+        if there != numel:
+            problem = f"{there} of {numel} elements of {place.key} of {place.name}"
+            raise CheckpointError(f"{folder}: holds {problem}; copy what is missing")
+
+
+def _fill(parts: Parts, targets: Mapping[Place, Tensor]) -> None:
+    for place, target in targets.items():
+        for part in parts[place]:
+            target.view(-1)[part.start : part.start + part.values.numel()].copy_(part.values)
+
+
+# -- files ------------------------------------------------------------------------------------------
+
+
+class Opaque:
+    """An object of DeepSpeed's in a file, with the attributes that it was saved with."""
+
+    def __new__(cls, *_: object) -> Opaque:
+        return object.__new__(cls)
+
+
+def _load(path: Path) -> dict[str, Any]:
+    """Return the content with its tensors mapped. Raises CheckpointError."""
+    try:
+        theirs = [n for n in get_unsafe_globals_in_checkpoint(path) if n.startswith("deepspeed.")]
+        # One class for each name: torch looks up which name an object's class was allowed under.
+        stand_ins: list[Any] = [(type("Opaque", (Opaque,), {}), name) for name in theirs]
+        with safe_globals(stand_ins):
+            return torch.load(path, mmap=True, weights_only=True, map_location="cpu")
+    except (OSError, RuntimeError, ValueError, KeyError, pickle.UnpicklingError) as error:
+        problem = f"torch can not read it ({str(error).partition(chr(10))[0]})"
+        raise CheckpointError(f"{path}: {problem}; {OLDER}") from error

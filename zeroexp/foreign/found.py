@@ -1,0 +1,27 @@
+"""What a folder of another trainer holds, before any value of it is read."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import NamedTuple
+
+from torch import Tensor
+
+
+class Place(NamedTuple):
+    """One tensor of a checkpoint: the parameter or buffer, and "weight" or the name of a moment."""
+
+    name: str
+    key: str
+
+
+@dataclass(frozen=True)
+class Found:
+    folder: Path
+    tensors: dict[Place, Tensor]  # on meta: shapes and dtypes
+    # Copies values into tensors of these shapes and dtypes, and holds at most one tensor of the files meanwhile.
+    fill: Callable[[Mapping[Place, Tensor]], None]
+    step: int | None = None  # steps done; None: the moments named "step" tell
+    left_out: list[str] = field(default_factory=list[str])  # what is neither weight nor moment

@@ -1,0 +1,147 @@
+"""Write a checkpoint of ours from what another trainer's holds.
+
+    names, shapes ─▶ matched with the model ─▶ rank0.bin at its full size, mapped ─▶ filled in any order ─▶ hashed
+
+The values go from a file of theirs straight to their place in ours, so that no tensor waits for its other parts.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import time
+from collections.abc import Callable, Collection
+from dataclasses import asdict
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from zeroexp import __version__
+from zeroexp.checkpoint import folders
+from zeroexp.checkpoint.manifest import (
+    ITEM_BYTES,
+    MANIFEST,
+    CheckpointError,
+    Manifest,
+    Stored,
+    StoredPiece,
+    StoredTensor,
+    to_json,
+)
+from zeroexp.checkpoint.staging import aligned
+from zeroexp.config.keys import Config
+from zeroexp.foreign.found import Found, Place
+from zeroexp.foreign.matching import STEP, Matched, match, names_of
+from zeroexp.models.module import build_empty
+from zeroexp.process.content_hash import hash_of
+
+FILE = "rank0.bin"
+Read = Callable[[Path, Collection[str]], Found]
+
+
+def import_checkpoint(
+    read: Read, folder: Path, config: Config, target: Path, step: int | None = None
+) -> tuple[Path, list[str]]:
+    """Write `target`/checkpoint/step-<N> from a folder of theirs; return it and notes for the user.
+
+    step: the number of steps done, where the format does not hold it. Raises CheckpointError where model, optimizer or
+    step are another, ConfigError where `target` can not be written. After an error nothing is left behind.
+    """
+    names = names_of(build_empty(config.model, {}).module)
+    found = read(folder, {name for all_names in names.values() for name in all_names})
+    shapes = {place.name: tensor.shape for place, tensor in found.tensors.items()}
+    built = build_empty(config.model, shapes)
+    matched = match(found, built, config)
+    step = _steps_done(found, matched, step)
+    tensors = {ours: found.tensors[theirs] for ours, theirs in matched.sources.items()}
+    # Formats may count steps once for all; then each parameter with moments gets a counter, as the optimizer keeps it.
+    counted = {Place(place.name, STEP) for place in tensors if place.key == "exp_avg"}
+    tensors.update((place, torch.zeros((), device="meta")) for place in counted - tensors.keys())
+    with folders.asked_for(target) as run:
+        checkpoint = run / folders.FOLDER / f"step-{step:06d}"
+        checkpoint.mkdir(parents=True)
+        places = _map_file(checkpoint / FILE, tensors)
+        for place in places.keys() - matched.sources.keys():
+            places[place].fill_(step)
+        _require_tied(found, matched, places)
+        found.fill({theirs: places[ours] for ours, theirs in matched.sources.items()})
+        state = _stored(places)
+        (checkpoint / MANIFEST).write_bytes(to_json(_manifest(config, state, step)))
+    return target / checkpoint.relative_to(run), matched.notes
+
+
+def _steps_done(found: Found, matched: Matched, asked: int | None) -> int:
+    counters = {
+        theirs: torch.zeros(()) for theirs in matched.sources.values() if theirs.key == STEP
+    }
+    found.fill(counters)
+    counted = found.step or int(max(counters.values(), default=0))
+    if counted and asked not in (None, counted):
+        raise CheckpointError(f"--step={asked}: {found.folder} counts {counted}; leave it out")
+    if not counted and not asked:
+        raise CheckpointError(f"--step=null: {found.folder} holds no number of steps; set --step")
+    return counted or asked or 0
+
+
+def _map_file(path: Path, tensors: dict[Place, Tensor]) -> dict[Place, Tensor]:
+    """Make the file at its full size; return each tensor as a view of it. Raises OSError where there is no room."""
+    for place, tensor in tensors.items():
+        if str(tensor.dtype).removeprefix("torch.") not in ITEM_BYTES:
+            problem = (
+                f"{place.key} of {place.name} is {tensor.dtype}, which no checkpoint of ours has"
+            )
+            raise CheckpointError(f"{problem}; convert it first")
+    sizes = [aligned(tensor.nbytes) for tensor in tensors.values()]
+    with path.open("wb") as file:
+        os.posix_fallocate(
+            file.fileno(), 0, sum(sizes)
+        )  # a full disk would kill who writes into the mapping
+    memory = torch.from_file(str(path), shared=True, size=sum(sizes), dtype=torch.uint8)
+    rooms = zip(tensors.items(), memory.split(sizes), strict=True)
+    return {
+        place: room[: tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+        for (place, tensor), room in rooms
+    }
+
+
+def _require_tied(found: Found, matched: Matched, places: dict[Place, Tensor]) -> None:
+    """Raise CheckpointError where tied weights differ: the model was trained with weights that are not tied."""
+    for theirs, ours in matched.tied.items():
+        hashes: set[str] = set()
+        for name in (theirs, matched.sources[ours]):
+            found.fill({name: places[ours]})
+            hashes.add(_hash(places[ours]))
+        if len(hashes) > 1:
+            both = f"{theirs.name} and {matched.sources[ours].name}"
+            problem = f"{both} differ in it, and this model ties them"
+            raise CheckpointError(f"{found.folder}: {problem}; set the model's tie_word_embeddings")
+
+
+def _stored(places: dict[Place, Tensor]) -> Stored:
+    state: Stored = {}
+    for place, tensor in places.items():
+        offset = int(tensor.storage_offset()) * tensor.itemsize
+        piece = StoredPiece(FILE, offset, 0, tensor.numel(), _hash(tensor))
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        stored = StoredTensor(tuple(tensor.shape), dtype, (piece,) if tensor.numel() else ())
+        state.setdefault(place.name, {})[place.key] = stored
+    return state
+
+
+def _hash(tensor: Tensor) -> str:
+    return hash_of([tensor.reshape(-1).view(torch.uint8).numpy().data])
+
+
+def _manifest(config: Config, state: Stored, step: int) -> Manifest:
+    versions = {"zeroexp": __version__, "torch": torch.__version__}
+    return Manifest(
+        versions={**versions, "python": platform.python_version()},
+        saved_at=time.time(),
+        config=asdict(config),
+        step=step,
+        samples_seen=step * config.data.global_batch_size,
+        world_size=1,
+        state=state,
+        rng={},
+    )

@@ -1,0 +1,174 @@
+"""Which tensor of another trainer's checkpoint is which of the configured model: all of them, or the first that is not.
+
+A name that is missing or too many, a shape that differs and moments of another optimizer are refused: to load what
+happens to fit would train on with half of the model drawn anew.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from zeroexp.checkpoint.manifest import CheckpointError
+from zeroexp.config.keys import Config
+from zeroexp.config.optimizer import learning_rate, optimizer_factory, parameter_groups
+from zeroexp.foreign.found import Found, Place
+from zeroexp.interface.buffers import persistent_buffers
+from zeroexp.interface.canonical import BUFFER, WEIGHT, moments_of
+from zeroexp.models.module import BuiltModel
+
+STEP = "step"
+OURS = ("kind", "lr_scale")  # keys of parameter groups that no other trainer has
+
+
+class Matched(NamedTuple):
+    sources: dict[Place, Place]  # ours -> theirs
+    tied: dict[Place, Place]  # theirs under another name -> ours, which it must equal
+    notes: list[str]
+
+
+def names_of(module: nn.Module) -> dict[str, list[str]]:
+    """Return the names of each parameter, of which a tied one has several, and of each persistent buffer, by ours."""
+    names: dict[nn.Parameter, list[str]] = defaultdict(list)
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        names[parameter].append(name)
+    ours = {name: names[parameter] for name, parameter in module.named_parameters()}
+    return {**ours, **{name: [name] for name in persistent_buffers(module)}}
+
+
+def match(found: Found, built: BuiltModel, config: Config) -> Matched:
+    """Raises CheckpointError where the model or the optimizer is another."""
+    names, buffers = names_of(built.module), persistent_buffers(built.module)
+    sources, tied = _match_weights(found, built.module, names)
+    moments = _match_moments(found, built, config, names)
+    ours = {
+        Place(name, BUFFER if name in buffers else WEIGHT): Place(theirs, WEIGHT)
+        for name, theirs in sources.items()
+    }
+    notes = [*_dtype_notes(found, ours, "weights"), *_dtype_notes(found, moments, "moments")]
+    trained = [name for name, p in built.module.named_parameters() if p.requires_grad]
+    if without := [name for name in trained if not any(place.name == name for place in moments)]:
+        notes.append(f"no moments of {_first(without)}: the optimizer begins anew there")
+    if found.left_out:
+        notes.append(f"left out, as neither weights nor moments: {_first(found.left_out)}")
+    return Matched({**ours, **moments}, tied, notes)
+
+
+def _match_weights(
+    found: Found, module: nn.Module, names: dict[str, list[str]]
+) -> tuple[dict[str, str], dict[Place, Place]]:
+    """Return their name of each weight and buffer, and their further names of tied ones."""
+    there = {
+        name: [each for each in all_names if Place(each, WEIGHT) in found.tensors]
+        for name, all_names in names.items()
+    }
+    shapes = {**dict(module.named_parameters()), **persistent_buffers(module)}
+    theirs = {name: found.tensors[Place(own[0], WEIGHT)] for name, own in there.items() if own}
+    all_ours = {each for all_names in names.values() for each in all_names}
+    too_many = [
+        name for name in dict.fromkeys(p.name for p in found.tensors) if name not in all_ours
+    ]
+    differ = [name for name, tensor in theirs.items() if tensor.shape != shapes[name].shape]
+    problems: list[str] = []
+    if missing := [name for name in there if name not in theirs]:
+        problems.append(f"{_first(missing)} of this model not in it")
+    if too_many:
+        problems.append(f"{_first(too_many)} of it not in this model")
+    if differ:
+        both = f"{list(theirs[differ[0]].shape)} in it and {list(shapes[differ[0]].shape)} here"
+        problems.append(f"{_first(differ)} of another shape, {both}")
+    if problems:
+        problem = f"{found.folder}: of another model: {', '.join(problems)}"
+        raise CheckpointError(f"{problem}; name the model that was trained, by model=...")
+    tied = {
+        Place(other, WEIGHT): Place(name, WEIGHT)
+        for name, own in there.items()
+        for other in own[1:]
+    }
+    return {name: own[0] for name, own in there.items()}, tied
+
+
+def _match_moments(
+    found: Found, built: BuiltModel, config: Config, names: dict[str, list[str]]
+) -> dict[Place, Place]:
+    shapes = {name: p.shape for name, p in built.module.named_parameters()}
+    by_name: dict[str, list[Place]] = defaultdict(list)
+    for place in found.tensors:
+        by_name[place.name].append(place)
+    matched: dict[Place, Place] = {}
+    for name, keeps in moments_kept(config, built).items():
+        places = [place for each in names[name] for place in by_name.get(each, ())]
+        there = {place.key: place for place in places if place.key != WEIGHT}
+        if not there:
+            continue
+        if there.keys() | {STEP} != keeps | {STEP}:
+            ours, theirs = ", ".join(sorted(keeps)), ", ".join(sorted(there))
+            problem = f"it keeps {ours}, and {found.folder} holds {theirs} of {name}"
+            word = f"optimizer.name={config.optimizer.name}"
+            raise CheckpointError(f"{word}: {problem}; name the optimizer that wrote it")
+        for key, place in there.items():
+            shape = found.tensors[place].shape
+            if shape != (() if key == STEP else shapes[name]):
+                problem = f"{key} of {name} is {list(shape)}, the parameter {list(shapes[name])}"
+                raise CheckpointError(f"{found.folder}: {problem}; give another checkpoint")
+            matched[Place(name, key)] = place
+    return matched
+
+
+def _dtype_notes(found: Found, matched: dict[Place, Place], what: str) -> list[str]:
+    """Say what is narrower than the float32 that a run without `precision` computes in."""
+    dtypes = {found.tensors[theirs].dtype for ours, theirs in matched.items() if ours.key != BUFFER}
+    narrow = [str(each).removeprefix("torch.") for each in dtypes if each.itemsize < 4]
+    return [f"its {what} are {', '.join(sorted(narrow))}, and taken as they are"] if narrow else []
+
+
+def _first(names: Sequence[str]) -> str:
+    return names[0] + (f" and {len(names) - 1} more" * (len(names) > 1))
+
+
+# -- what the optimizer keeps -----------------------------------------------------------------------
+
+
+def _small_optimizer(config: Config, built: BuiltModel) -> tuple[Optimizer, list[list[str]]]:
+    """Return the configured optimizer over two elements a dimension of each parameter, and the names in its groups."""
+    names = {parameter: name for name, parameter in built.module.named_parameters()}
+    groups = parameter_groups(built.module, config.optimizer, built.blocks)
+    small = [{**group, "params": [_small(p) for p in group["params"]]} for group in groups]
+    optimizer = optimizer_factory(config.optimizer)(small)
+    return optimizer, [[names[p] for p in group["params"]] for group in groups]
+
+
+def moments_kept(config: Config, built: BuiltModel) -> dict[str, set[str]]:
+    """Return the keys of what the optimizer keeps for each trained parameter, read off one step of it."""
+    optimizer, names = _small_optimizer(config, built)
+    optimizer.step()
+    return {
+        name: set(moments_of(optimizer.state[parameter]))
+        for group, own in zip(optimizer.param_groups, names, strict=True)
+        for name, parameter in zip(own, group["params"], strict=True)
+    }
+
+
+def param_groups(config: Config, step: int, built: BuiltModel) -> list[dict[str, Any]]:
+    """Return the optimizer's groups as others save them: names for parameters, and the next step's learning rate."""
+    lr = learning_rate(config.optimizer, step, config.train.warmup_steps + config.train.steps)
+    optimizer, names = _small_optimizer(config, built)
+    return [
+        {
+            **{key: value for key, value in group.items() if key not in OURS},
+            "lr": lr * group.get("lr_scale", 1.0),
+            "params": own,
+        }
+        for group, own in zip(optimizer.param_groups, names, strict=True)
+    ]
+
+
+def _small(parameter: nn.Parameter) -> nn.Parameter:
+    small = nn.Parameter(torch.zeros([2] * parameter.ndim))
+    small.grad = torch.zeros_like(small)
+    return small
