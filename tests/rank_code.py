@@ -6,6 +6,7 @@ The server imports the function's module with the first job that names it.
 from __future__ import annotations
 
 import importlib
+import time
 from pathlib import Path
 from types import ModuleType
 
@@ -36,6 +37,11 @@ def main(folder: Path, *, device: str) -> None:
     """In every rank."""
     module, name = _module(folder)
     getattr(module, name)(folder, device=device)
+
+
+def rehearse(folder: Path, *, device: str) -> None:
+    """In a fork of the server, when the ranks have ended: longer than any test waits."""
+    time.sleep(1000)
 
 
 def _module(folder: Path) -> tuple[ModuleType, str]:

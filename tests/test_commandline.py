@@ -27,7 +27,7 @@ from zeroexp.commandline.commands import VERBS
 from zeroexp.config.keys import KEYS
 
 HERE = {**os.environ, "PYTHONPATH": str(CONF.parent)}
-TINY = ["model=tiny", "data=synthetic", "tracking=files", "world_size=1"]
+TINY = ["model=tiny", "data=synthetic", "tracking=files", "cluster.rehearse_s=0", "world_size=1"]
 
 
 def say(monkeypatch: pytest.MonkeyPatch, *words: str) -> int:

@@ -94,7 +94,7 @@ SOURCES = sorted(
 ON_PAGES = {
     *("set_requires_gradient_sync", "odeint_adjoint"),
     *("MLFLOW_TRACKING_TOKEN", "ReqNodeNotAvail", "PartitionConfig"),
-    *("plan_total_mib", "plan_error_total_mib"),
+    *("plan_total_mib", "plan_error_total_mib", "plan_step_ms"),
 }
 
 

@@ -21,6 +21,7 @@ COMMANDS = re.findall(r"^    (zeroexp .*)$", re.sub(r"\\\n +", "", PAGE), re.MUL
 RUNS = [command for command in COMMANDS if not command.startswith("zeroexp plan ")]
 SMALL = [
     *("train.steps=4", "train.warmup_steps=1", "cluster.device=cpu", "tracking=files"),
+    "cluster.rehearse_s=0",
     *("data.seq_len=32", "data.global_batch_size=8", "data.micro_batch_size=2"),
 ]
 # Sums are taken in another order where gradients meet in another order; Lion's signs turn with the last bit.

@@ -92,6 +92,11 @@ def test_points_are_tried_in_a_fork_and_their_errors_raised_here(local, tmp_path
     assert run(local, make_job(tmp_path / "say_who")).status == "done"
 
 
+def test_a_rehearsal_that_takes_too_long_is_ended_and_the_server_goes_on(local, tmp_path):
+    assert not local.rehearse(make_job(tmp_path / "run"), 0.01)  # tests/rank_code.py
+    assert run(local, make_job(tmp_path / "say_who")).status == "done"
+
+
 def test_a_server_that_is_lost_while_points_are_tried_is_told_and_replaced(tmp_path, monkeypatch):
     (tmp_path / "dies_when_imported.py").write_text("import os; os._exit(3)")
     monkeypatch.syspath_prepend(tmp_path)

@@ -36,7 +36,7 @@ LIGHT = [
     *("model=mlp_tiny", "data=vectors", "data.global_batch_size=2", "tracking=files"),
     *("train.warmup_steps=1", "train.steps=2", "cluster.device=cpu"),
 ]
-ONE = ["world_size=1", *LIGHT]
+ONE = ["world_size=1", "cluster.rehearse_s=0", *LIGHT]
 
 
 # ---- which points there are
@@ -193,6 +193,16 @@ def test_a_sweep_ends_with_a_table_a_verdict_and_a_page(matrix):
     assert "zero3-buffer-n2" in page and "zero3-torch-n1" in page
 
 
+def test_a_rehearsal_stands_beside_what_each_point_has_measured(matrix):
+    folder, done = matrix
+    table = done.stdout.splitlines()
+    assert "planned" in table[0]
+    found = {name: read_summary(job.folder) for name, job in jobs(folder).items()}
+    for name, summary in ((name, each) for name, each in found.items() if each):
+        assert summary.memory.peak and summary.not_rehearsed is None, name
+        assert abs(summary.memory.peak.fullest - summary.rehearsed["peak"]) < 100_000, name
+
+
 def test_points_of_a_sweep_train_alike_at_every_world_size(matrix):
     folder, _ = matrix
     curves = {
@@ -228,7 +238,8 @@ def test_repeats_run_in_rounds_and_give_verdicts_and_a_broken_claim_fails_the_st
     """
     study = write_study(tmp_path, "must_equal: [strategy, versions]")
     with busy_cores:
-        done = zeroexp(tmp_path, *study, "-m", "strategy=ddp,zero3", "repeats=2", *ONE)
+        words = ["strategy=ddp,zero3", "repeats=2", "world_size=1", *LIGHT]
+        done = zeroexp(tmp_path, *study, "-m", *words)
     assert done.returncode == 1, done.stderr
     assert set(statuses(tmp_path).values()) == {"done"}, "it is the claim that fails"
     assert re.search(r"study\.must_equal: strategy\S* differs: ", done.stdout)
@@ -240,6 +251,8 @@ def test_repeats_run_in_rounds_and_give_verdicts_and_a_broken_claim_fails_the_st
         assert [each.name for each in (job.folder / "earlier").iterdir()] == ["1"]
         assert job.state["running_at"] > last
         assert len(read_records(job.folder / "earlier/1")) == len(read_records(job.folder)) == 3
+        summary = read_summary(job.folder)
+        assert summary and summary.rehearsed, "once for all runs of a point"
     told = "in doubt, are runs of ddp-buffer-n1 (2), zero3-buffer-n1 (2)."
     assert told in " ".join(done.stdout.split())
     rows = re.findall(r"^(?:ddp|zero3) .*$", done.stdout, flags=re.MULTILINE)

@@ -15,6 +15,7 @@ from tests.composing import composed
 from tests.report.made import change, points, repeats, spread
 from tests.run_folders import PARAMETER_BYTES, write_run
 from zeroexp.config.keys import Config, ConfigError, save
+from zeroexp.measure.record import STEP_SECONDS
 from zeroexp.report import exports
 from zeroexp.report.columns import (
     LONGEST,
@@ -94,7 +95,9 @@ def test_a_column_is_there_where_it_says_something(tmp_path: Path) -> None:
         summary,
         {
             "validation_loss": 1.25,
-            "plan": {"total": 7 * 2**20},
+            "rehearsed": {"peak": 7.0 * 2**20}
+            | dict(zip(STEP_SECONDS, (0.3, 0.4, 0.5), strict=True)),
+            "not_rehearsed": "it is to be seen",
             "memory.build_peak": spread(3, 2),
             "memory.by_kind.optimizer": spread(3, 1),
             "memory.by_kind.master": spread(3, 1),
@@ -104,7 +107,13 @@ def test_a_column_is_there_where_it_says_something(tmp_path: Path) -> None:
     )
     text = render(points(tmp_path))
     (row,) = rows(text)
-    more = {"validation": "1.2500", "planned": "7.0", "build": "3.0", "master": "3.0"}
+    more = {
+        "validation": "1.2500",
+        "planned": "7.0",
+        "predicted": "300–500",
+        "build": "3.0",
+        "master": "3.0",
+    }
     assert not more.keys() & plain.keys()
     assert {**more, "optimizer": "3.0", "by TCP": "1.0", "peak": "–"}.items() <= row.items()
     names = text.splitlines()[0].split()
@@ -113,6 +122,7 @@ def test_a_column_is_there_where_it_says_something(tmp_path: Path) -> None:
     ]
     foot = " ".join(text.split())
     assert "may read each other's memory" in foot and "build: the most allocated at once" in foot
+    assert "range of its step" in foot and "No peak is planned of a: it is to be seen." in foot
 
 
 def test_utilisation_is_of_the_largest_peak_that_a_run_measured(folder: Path) -> None:

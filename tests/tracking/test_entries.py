@@ -74,6 +74,10 @@ def test_the_plan_and_its_errors_become_metrics(summary: RunSummary) -> None:
     assert made["plan_grads_mib"] == held / MIB
     assert made["plan_error_grads_mib"] == 0.0
     assert made["plan_error_sent_per_step_mib"] == 3.0
+    assert summary.memory.peak
+    found = {"peak": summary.memory.peak.fullest - MIB, "step_seconds_least": 0.25}
+    made = metrics(replace(summary, rehearsed=found))
+    assert made["plan_error_peak_mib"] == 1.0 and made["plan_step_ms_least"] == 250.0
 
 
 def test_the_summary_becomes_metrics_of_the_fullest_rank_and_the_mean(summary: RunSummary) -> None:

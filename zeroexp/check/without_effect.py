@@ -24,7 +24,7 @@ from zeroexp.cut.layout import LAYOUTS
 
 OF_TABLES = ("subset", "split", "text_column", "label_column", "labels", "limit")
 OF_SLURM = (
-    *("dry_run", "wait", "heartbeat_s", "rehearse_s", "force"),
+    *("dry_run", "wait", "heartbeat_s", "force"),
     *(f"slurm.{field.name}" for field in fields(SlurmConfig)),
 )
 

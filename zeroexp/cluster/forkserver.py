@@ -2,12 +2,14 @@
 
     sweep  ── a file of configs ───────────────────────▶  server  ── fork ──▶  try_points.py
            ◀───────────── {"tried"} ─────────────────────
-           ── a run's folder ──────────────────────────▶          ── fork ──▶  rank 0 .. N-1
+           ── {"run": folder} ─────────────────────────▶          ── fork ──▶  rank 0 .. N-1
            ◀───────────── {"ended"} ─────────────────────          ◀─ pidfds ──
+           ── {"rehearse": folder, "seconds"} ─────────▶          ── fork ──▶  its rehearsal
+           ◀───────────── {"rehearsed"} ─────────────────
 
 The server never makes a thread, a process group or a CUDA context, because these do not survive a fork: a rank starts
 as if it had just imported everything. So points are tried in a fork too, where libraries start threads. A request and
-an answer, which is JSON, are one packet each. When the sweep's end of the socket closes, the server ends its ranks and
+an answer, both JSON, are one packet each. When the sweep's end of the socket closes, the server ends its ranks and
 itself; when the server dies, the kernel kills its children. So neither case leaves an orphan.
 """
 
@@ -20,11 +22,12 @@ import importlib
 import json
 import os
 import pickle
+import select
 import signal
 import socket
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO, NoReturn
 
@@ -52,7 +55,7 @@ Main = Callable[..., None]  # called with (folder, *, device) in every rank: zer
 
 def serve(control: socket.socket, module: Any, main: Main) -> None:
     """Answer requests until the other side closes the socket. The module's `prepare` imports what `main` will import,
-    and its `import_for` what ranks of a config will.
+    its `import_for` what ranks of a config will, and its `rehearse` rehearses a run that has ended.
     """
     while True:
         packet, files, *_ = socket.recv_fds(control, PACKET_BYTES, 1)
@@ -63,14 +66,21 @@ def serve(control: socket.socket, module: Any, main: Main) -> None:
                 whole = _try_points(files[0], control, module.import_for)
                 answer = {"tried": True} if whole else {"ServerLost": "what tries points has died"}
             else:
-                ending = _run(Path(packet.decode()), control, module.prepare, main)
-                answer = {"ended": ending}
+                answer = _answer_about_run(json.loads(packet), control, module, main)
         except OSError as error:  # a disk may have no room for the reason of an end
             what = "no process can be started" if files else "its end can not be written down"
             answer = {"ended": "failed", "ServerLost": f"{what}: {error}"}
         # A cancelled sweep waits for no answer.
         with contextlib.suppress(BrokenPipeError):
             control.send(json.dumps(answer).encode())
+
+
+def _answer_about_run(
+    request: dict[str, Any], control: socket.socket, module: Any, main: Main
+) -> dict[str, Any]:
+    if "run" in request:
+        return {"ended": _run(Path(request["run"]), control, module.prepare, main)}
+    return {"rehearsed": _rehearse(**request, control=control, module=module)}
 
 
 def _try_points(file: int, control: socket.socket, import_for: Callable[[Config], None]) -> bool:
@@ -132,14 +142,36 @@ def _run(
         return _run_ranks(config, nodes, folder, control, main)
 
 
+def _rehearse(rehearse: str, seconds: float, control: socket.socket, module: Any) -> bool:
+    """Have a fork rehearse the run in the folder `rehearse`; tell whether it did within so many seconds."""
+    folder = Path(rehearse)
+    device = _device(load(folder / "config.yaml"), ())
+    server, pid = os.getpid(), os.fork()
+    if pid == 0:
+        control.close()
+        _die_with(server)
+        run_and_leave(lambda: module.rehearse(folder, device=device))
+    pidfd = os.pidfd_open(pid)
+    select.select([pidfd, control], [], [], seconds)
+    os.kill(pid, signal.SIGKILL)
+    os.close(pidfd)
+    return os.waitpid(pid, 0)[1] == 0
+
+
+def _device(config: Config, nodes: Sequence[int]) -> str:
+    device = config.cluster.device
+    if device == "auto":  # counting GPUs makes no CUDA context
+        has_all = not nodes and torch.cuda.device_count() >= config.world_size
+        device = "cuda" if has_all else "cpu"
+    return device
+
+
 def _run_ranks(
     config: Config, nodes: list[int], folder: Path, control: socket.socket, main: Main
 ) -> Ending:
     """Run the ranks on these nodes, whose namespaces they enter; none where all are on this machine as it is."""
     gc.freeze()  # otherwise a child's first collection copies the pages of all imported objects
-    device, size = config.cluster.device, config.world_size
-    if device == "auto":  # counting GPUs makes no CUDA context
-        device = "cuda" if not nodes and torch.cuda.device_count() >= size else "cpu"
+    device, size = _device(config, nodes), config.world_size
     per_node = size // config.cluster.num_nodes
     ranks: list[Rank] = []
     # Its folder goes last, when the ranks have ended.

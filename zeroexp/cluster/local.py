@@ -89,7 +89,7 @@ class LocalCluster:
         )
         if self._is_replaced():
             on_event("the process that starts ranks has died; starting another")
-        self._socket.send(str(job.folder.resolve()).encode())
+        self._ask(run=str(job.folder.resolve()))
         self._runs = True
 
         def show() -> None:
@@ -103,6 +103,15 @@ class LocalCluster:
         if "ServerLost" in answer:
             failure.write(job.folder, "ServerLost", answer["ServerLost"])
         return Outcome(ending_of(answer["ended"], job.failure), job.failure)
+
+    def rehearse(self, job: Job, seconds: float) -> bool:
+        """Have a run that has ended rehearsed beside its summary; tell whether that was over in so many seconds."""
+        self._is_replaced()
+        self._ask(rehearse=str(job.folder.resolve()), seconds=seconds)
+        return self._await_answer(timeout_seconds=seconds + END_SECONDS).get("rehearsed", False)
+
+    def _ask(self, **request: Any) -> None:
+        self._socket.send(json.dumps(request).encode())
 
     def _is_replaced(self) -> bool:
         """Start another server where this one has died, and tell so."""

@@ -41,6 +41,7 @@ from zeroexp.config.keys import (
     DamagedFile,
     save,
 )
+from zeroexp.measure.record import RunSummary
 from zeroexp.process.writable import require_writable
 from zeroexp.report.exports import runs_as_json
 from zeroexp.report.measured_points import Point as RunPoint
@@ -52,9 +53,11 @@ from zeroexp.tracking import owner
 from zeroexp.tracking.files import (
     read_json,
     read_records,
+    read_summary,
     step_record,
     working_folder_of,
     write_json,
+    write_summary,
 )
 from zeroexp.tracking.json_files import reserve
 from zeroexp.tracking.mlflow import LINK
@@ -77,6 +80,9 @@ class Sweep:
         self._num_damaged = 0  # runs of a rerun whose files do not let them go on
         self._uploads: Uploads | None = None
         self._clusters: dict[str, LocalCluster] = {}
+        # Config -> what a rehearsal says of its runs, or why there is none.
+        self._rehearsed: dict[str, tuple[dict[str, float], str | None]] = {}
+        self._rehearsal_seconds = 0.0  # spent on that so far
         self._exits = ExitStack()
 
     def __enter__(self) -> Sweep:
@@ -305,7 +311,32 @@ class Sweep:
             outcome = cluster.run(job, on_record=on_record, on_event=progress.note)
         job.enter(outcome.status, reason_of(outcome.status, job))
         progress.end(number, outcome.status, job.state["reason"])
+        if outcome.status == "done" and (summary := read_summary(job.folder)):
+            self._rehearse(job, config, summary, cluster)
         self._send(job)
+
+    def _rehearse(
+        self, job: Job, config: Config, summary: RunSummary, cluster: LocalCluster
+    ) -> None:
+        """Have a rehearsal of the run put beside what it measured, as long as cluster.rehearse_s lasts for the sweep.
+
+        It is the same for every repeat.
+        """
+        limit, begun = config.cluster.rehearse_s, time.monotonic()
+        left = limit - self._rehearsal_seconds
+        if config.study.plan_must_hold:
+            left = config.cluster.timeout_s
+        key = repr(config)
+        if limit and key not in self._rehearsed:
+            if left > 0 and cluster.rehearse(job, left):
+                summary = read_summary(job.folder) or summary
+            else:
+                summary = replace(summary, not_rehearsed=f"cluster.rehearse_s={limit} was over")
+            self._rehearsed[key] = (summary.rehearsed, summary.not_rehearsed)
+        if limit:
+            rehearsed, reason = self._rehearsed[key]
+            write_summary(job.folder, replace(summary, rehearsed=rehearsed, not_rehearsed=reason))
+        self._rehearsal_seconds += time.monotonic() - begun
 
     def _cluster(self, config: ClusterConfig) -> LocalCluster:
         """Return the config's cluster, which is opened at its first point and kept: a fork-server imports only once."""

@@ -277,7 +277,8 @@ class ClusterConfig:
     # GiB of device_memory_gib that no tensor gets: driver, NCCL, Python; None: nothing is set aside
     reserved_gib: float | None = number(None, above=0, most=MANY)
     force: bool = False  # slurm: submit points that can not fit device_memory_gib all the same
-    # slurm: for the rehearsals of a sweep before its points are submitted; 0: nothing is rehearsed
+    # for all rehearsals of a sweep: on Slurm before its points are submitted, here when a point's ranks have ended;
+    # 0: nothing is rehearsed
     rehearse_s: int = number(60, least=0, most=YEAR_S)
     # a point that runs longer is stopped and recorded as timed out
     timeout_s: int = number(3600, least=1, most=YEAR_S)

@@ -25,6 +25,8 @@ CAUSES = (
     "backend",  # what a collective of the backend allocates
     "other",  # what was there before the step and is no model state: data, tables of positions
 )
+# Of a rehearsal: the range of a step's seconds, and what is expected.
+STEP_SECONDS = ("step_seconds_least", "step_seconds", "step_seconds_most")
 ALL_RANKS = "all"  # in place of a rank: a collective was waited for, which tells nobody's name
 
 
@@ -220,9 +222,10 @@ class RunSummary:
     # `total`, `after_backward` (all kinds at that moment), and where the engine counts what it sends `sent`, and `link`
     # of the mean node; `host` and `bus` where states rest on the host.
     plan: dict[str, float] = field(default_factory=dict[str, float])
-    # What a rehearsal says of the same run: `peak` bytes, and `calls`, collectives of a step where the engine counts
-    # them; empty but for a study with plan_must_hold.
+    # What a rehearsal says of the same run: `peak` bytes, `calls`, collectives of a step where the engine counts them,
+    # and STEP_SECONDS where the machine is calibrated; empty where there was none, and why.
     rehearsed: dict[str, float] = field(default_factory=dict[str, float])
+    not_rehearsed: str | None = None
     # By rank; empty in older summaries.
     times: list[RankTimes] = field(default_factory=list[RankTimes])
     # Of all ranks: what the model needs, nothing recomputed.

@@ -18,10 +18,11 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from zeroexp.config.keys import Config, ConfigError
+from zeroexp.measure.record import STEP_SECONDS
 from zeroexp.plan.changes import with_settings
 from zeroexp.plan.closed_forms import ClosedForm, ShardedForm
 from zeroexp.plan.outcome import PlannedPoint, RankPeak, RehearsedPeaks, plan_point
-from zeroexp.plan.speed import Speed, speed_of
+from zeroexp.plan.speed import NOT_CALIBRATED, Speed, prior_speed, speed_of
 from zeroexp.plan.torch_closed_forms import DdpForm
 
 if TYPE_CHECKING:
@@ -83,10 +84,20 @@ def rehearse_point(
 def rehearsed_beside(config: Config, device: str) -> dict[str, float]:
     """Return the peak of a run that has just been measured, and how many collectives a step of it launches.
 
-    The process must have no process group.
+    Where this machine is calibrated the seconds of a step too, see STEP_SECONDS. Of ranks the one is rehearsed that
+    holds most model states; the others that may hold more only where the plan must hold, since each takes a second.
+    Raises ConfigError for what can not be rehearsed. The process must have no process group.
     """
     planned = plan_point(config, None, device)
-    rehearsed = {"peak": float(rehearse_point(planned).fullest.num_bytes)}
+    try:
+        speed = speed_of(config, planned.machines)
+    except ConfigError:  # the calibration is of another machine
+        speed = prior_speed(planned.machines)
+    ranks = () if config.study.plan_must_hold else [planned.outcome.fullest_rank]
+    peaks = rehearse_point(planned, ranks=ranks, speed=speed)
+    rehearsed = {"peak": float(peaks.fullest.num_bytes)}
+    if NOT_CALIBRATED not in peaks.speed:
+        rehearsed |= zip(STEP_SECONDS, peaks.step_seconds, strict=True)
     if isinstance(planned.form, ShardedForm):
         calls = [planned.form.traffic(rank).calls_by_kind for rank in range(config.world_size)]
         rehearsed["calls"] = float(max(sum(each.values()) for each in calls))

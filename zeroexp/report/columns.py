@@ -10,7 +10,7 @@ from operator import attrgetter
 from typing import Any
 
 from zeroexp.config.keys import ConfigError
-from zeroexp.measure.record import RunSummary, Spread
+from zeroexp.measure.record import STEP_SECONDS, RunSummary, Spread
 from zeroexp.report.compare import Conclusions
 from zeroexp.report.measured_points import Point, distinguishing_keys
 from zeroexp.report.statistics import step_time_interval, why_doubtful
@@ -24,7 +24,7 @@ RARE = (
     *("master", "buffers", "build", "by link"),
     *("host", "host peak", "over bus"),
 )  # bytes that most runs do not have, or know
-FOR_READERS = ("interval", "outcome")  # programs have their parts
+FOR_READERS = ("interval", "predicted", "outcome")  # programs have their parts
 
 
 @dataclass(frozen=True)
@@ -103,12 +103,13 @@ def all_columns(points: Sequence[Point], conclusions: Conclusions | None = None)
         _number(k, attrgetter(path), *looks) for k, path, *looks in NUMBERS
     )
     mfu = _number("mfu", lambda s: utilisation(s, peaks), "MFU", "%", ".1f", 100, "times")
-    plan = _number("planned_bytes", lambda s: s.plan.get("total"), "planned", *MEBIBYTES, "plan")
+    peak, predicted, *plan = _plan_columns()
     *memory, sent, wire, link, bus = map(_spread, SPREADS)
     return [
         *[POINT, *point_columns(points), loss, _if_any(validation), _if_any(accuracy)],
         *[replace(step, doubt=why_doubtful), *times, _if_any(mfu)],
-        *[*chain(*memory), _if_any(plan), *sent, *wire, *link, *bus],
+        *[*chain(*memory), _if_any(peak), _if_any(predicted), *plan],
+        *[*sent, *wire, *link, *bus],
         *(_conclusion_columns(conclusions) if conclusions else []),
         *_columns_for_programs(points, peaks),
         STATUS,
@@ -208,6 +209,46 @@ def _spread(key: str) -> list[Column]:
     shown = {"by TCP": shares_memory, **dict.fromkeys(RARE, _any(fullest))}.get(name, bool)
     shows_mean = bool if name == "total" else lambda points: shown(points) and differs(points)
     return [replace(fullest, is_shown=shown), replace(mean, is_mean=True, is_shown=shows_mean)]
+
+
+def _plan_columns() -> list[Column]:
+    """Return the rehearsed peak and the range of the step, then what is for programs alone."""
+
+    def rehearsed(key: str, name: str, *looks: Any) -> Column:
+        return _number(key, lambda s: s.rehearsed.get(name), *looks)
+
+    def range_text(point: Point) -> str | None:
+        seconds = (
+            [point.summary.rehearsed.get(key) for key in STEP_SECONDS] if point.summary else []
+        )
+        ends = [f"{1e3 * each:,.3g}" for each in seconds[::2] if each is not None]
+        return "–".join(ends) or None
+
+    return [
+        rehearsed("planned_peak_bytes", "peak", "planned", "peak", *MEBIBYTES[1:], "plan"),
+        Column("predicted", range_text, "predicted", "step, ms", part="plan"),
+        *(rehearsed(f"planned_{name}", name) for name in STEP_SECONDS),
+        _number("planned_bytes", lambda s: s.plan.get("total")),
+        Column("not_rehearsed", lambda p: p.summary and p.summary.not_rehearsed),
+    ]
+
+
+def describe_rehearsals(points: Sequence[Point]) -> list[str]:
+    """Say what `planned` and `predicted` are, and why some points have none, once for all of a reason."""
+    summaries = {point.name: point.summary for point in points if point.summary}
+    found = {name for summary in summaries.values() for name in summary.rehearsed}
+    said = {
+        "peak": "planned: the peak that a rehearsal of the same run has (zeroexp plan --rehearse).",
+        STEP_SECONDS[
+            0
+        ]: "predicted: the range of its step, by what zeroexp calibrate has measured of this machine.",
+    }
+    reasons: dict[str, list[str]] = {}
+    for name, summary in summaries.items():
+        if summary.not_rehearsed:
+            reasons.setdefault(summary.not_rehearsed, []).append(name)
+    without = [f"No peak is planned of {', '.join(who)}: {why}." for why, who in reasons.items()]
+    return [*(text for name, text in said.items() if name in found), *without]
 
 
 def _any(column: Column) -> Callable[[Sequence[Point]], bool]:

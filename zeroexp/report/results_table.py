@@ -12,15 +12,21 @@ from collections.abc import Callable, Sequence
 from textwrap import wrap
 
 from zeroexp.config.engines import label_of
-from zeroexp.report.columns import Column, columns_of, describe_peak_flops, shares_memory
+from zeroexp.report.columns import (
+    Column,
+    columns_of,
+    describe_peak_flops,
+    describe_rehearsals,
+    shares_memory,
+)
 from zeroexp.report.measured_points import Point
 from zeroexp.report.statistics import DOUBT, why_doubtful
 from zeroexp.report.tables import Table
 
 # What a narrow terminal shows, the most important first; rows keep the order of the wide table.
 BRIEF = (
-    *("status", "step", "total", "peak", "loss", "sent/step", "tokens/s", "MFU", "planned"),
-    "params",
+    *("status", "step", "total", "peak", "loss", "sent/step", "planned", "tokens/s", "MFU"),
+    *("predicted", "params"),
 )
 WIDTH = 110  # characters in the text below the table
 NOT_AS_ASKED = "dtypes_not_as_asked"  # of measure/dtypes_found.py
@@ -97,9 +103,7 @@ def _meanings(points: Sequence[Point]) -> list[str]:
         "step, on the fullest rank (mean: over ranks, where they differ by more than 2 %).",
         "total: the most of all kinds held at one moment, so it may be less than their sum.",
         "peak: the most allocated at once during any step, activations included; – where it cannot be known.",
-        "planned: the total that closed forms say of the same run (zeroexp plan)."
-        if any("total" in s.plan for s in summaries)
-        else "",
+        *describe_rehearsals(points),
         "build: the most allocated at once before the first step."
         if any(s.memory.build_peak for s in summaries)
         else "",
@@ -126,7 +130,8 @@ def _meanings(points: Sequence[Point]) -> list[str]:
 def _brief_meanings(points: Sequence[Point]) -> list[str]:
     return [
         "step: the median of rank 0. total, peak: the most that the fullest rank held at one moment, and had allocated "
-        "at once. More columns: a wider terminal, zeroexp report FOLDER --csv -, the page.",
+        "at once; planned: its peak in a rehearsal. More columns: a wider terminal, zeroexp report FOLDER --csv -, the "
+        "page.",
         *_stage_meanings(points),
     ]
 

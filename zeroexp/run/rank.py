@@ -26,7 +26,7 @@ from zeroexp.checkpoint.save import Saver
 from zeroexp.comm.collectives import held_shared_bytes
 from zeroexp.config import keys as configs
 from zeroexp.config import plugins
-from zeroexp.config.keys import Config, UndefinedCombination
+from zeroexp.config.keys import Config, ConfigError, UndefinedCombination
 from zeroexp.config.optimizer import (
     describe_groups,
     optimizer_factory,
@@ -134,9 +134,17 @@ def _run(folder: Path, device: str | None) -> int:
         ) as world,
     ):
         over = _train(config, world, folder, stop)
-    if over and config.study.plan_must_hold and world.rank == 0:
+    # Runs of this machine are rehearsed when their ranks have ended (cluster/sweep.py).
+    if over and config.study.plan_must_hold and config.cluster.kind == "slurm" and world.rank == 0:
         _rehearse(config, folder, device)
     return 0 if over else SAVED
+
+
+def rehearse(folder: Path, *, device: str) -> None:
+    """Put what a rehearsal says beside what the run in `folder` has measured, in a process without a process group."""
+    _send_output_to(failure.log_path(folder, 0))
+    torch.set_num_threads(1)
+    _rehearse(_config(folder), folder, device)
 
 
 def _config(folder: Path) -> Config:
@@ -276,15 +284,18 @@ def _plan(config: Config, strategy: Strategy, vocab_size: int | None) -> dict[st
 
 
 def _rehearse(config: Config, folder: Path, device: str) -> None:
-    """Put what a rehearsal says beside what this run has measured; its process group must have been left."""
+    """Put what a rehearsal says beside what this run has measured, or why there is none."""
+    rehearsed, reason = {}, None
     try:
         rehearsed = rehearsed_beside(config, device)
-    except Exception:
+    except ConfigError as error:
+        reason = str(error)
+    except Exception as error:
         print("this run has no rehearsal beside its measurement, since that failed:")
         traceback.print_exc()
-        return
+        reason = " ".join(f"{type(error).__name__}: {error}".split())[:200]
     if summary := read_summary(folder):
-        write_summary(folder, replace(summary, rehearsed=rehearsed))
+        write_summary(folder, replace(summary, rehearsed=rehearsed, not_rehearsed=reason))
 
 
 def _resume(

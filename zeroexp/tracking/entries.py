@@ -10,7 +10,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import NamedTuple
 
-from zeroexp.measure.record import KINDS, RunSummary, StepRecord
+from zeroexp.measure.record import KINDS, STEP_SECONDS, RunSummary, StepRecord
 from zeroexp.tracking.json_files import loads
 
 MIB = 2**20
@@ -173,7 +173,13 @@ def _plan_entries(summary: RunSummary) -> dict[str, float]:
     names = {**KIND_NAMES, **whole}
     planned = {f"plan_{names[name]}_mib": v / MIB for name, v in summary.plan.items()}
     errors = {f"plan_error_{names[name]}_mib": v / MIB for name, v in summary.plan_errors.items()}
-    return planned | errors
+    if (peak := summary.rehearsed.get("peak")) is not None:
+        planned["plan_peak_mib"] = peak / MIB
+        if summary.memory.peak:
+            errors["plan_error_peak_mib"] = (summary.memory.peak.fullest - peak) / MIB
+    seconds = {name: summary.rehearsed[name] for name in STEP_SECONDS if name in summary.rehearsed}
+    times = {f"plan_{n.replace('seconds', 'ms')}": _milliseconds(s) for n, s in seconds.items()}
+    return planned | errors | times
 
 
 def _milliseconds(seconds: float) -> float:

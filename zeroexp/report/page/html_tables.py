@@ -7,7 +7,15 @@ from datetime import UTC, datetime
 from html import escape
 from shlex import quote
 
-from zeroexp.report.columns import POINT, STATUS, Column, columns_of, describe_peak_flops, of_parts
+from zeroexp.report.columns import (
+    POINT,
+    STATUS,
+    Column,
+    columns_of,
+    describe_peak_flops,
+    describe_rehearsals,
+    of_parts,
+)
 from zeroexp.report.compare import describe_values, differences
 from zeroexp.report.measured_points import Point
 from zeroexp.report.statistics import step_time_interval
@@ -31,7 +39,7 @@ def results_table(points: Sequence[Point]) -> str:
     """Return one row per point: the median of its repeats, the interval of its step time, bytes of the fullest rank."""
     columns = columns_of(points)
     times, losses = (of_parts(columns, part) for part in ("times", "losses"))
-    results = of_parts(columns, "memory", "traffic")
+    results = of_parts(columns, "memory", "plan", "traffic")
     status = [STATUS] if any(p.pooled.status != "done" or p.pooled.reason for p in points) else []
     table = Table.of(points, [POINT, INTERVAL, *times, *losses, *results, *status])
     meanings = {
@@ -44,7 +52,7 @@ def results_table(points: Sequence[Point]) -> str:
         "Bytes are MiB of the fullest rank; mean: over ranks, where they differ.",
         "Step times are medians of rank 0 over the measured steps.",
         f"The interval of the step is {' or '.join(over)}." if over else "",
-        escape(describe_peak_flops(points)),
+        *map(escape, [describe_peak_flops(points), *describe_rehearsals(points)]),
     ]
     return f"{table.as_html()}<p>{' '.join(filter(None, notes))}</p>"
 
