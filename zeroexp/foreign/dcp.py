@@ -126,23 +126,24 @@ class _Reader(FileSystemReader):
 
 def _fill(reader: _Reader, keys: Mapping[Place, str], targets: Mapping[Place, Tensor]) -> None:
     for place, tensor in targets.items():  # torch holds on to the last of what one call loads
-        with _alone(Path(reader.path)):
-            dcp.load({keys[place]: tensor}, storage_reader=reader, no_dist=True)
+        try:
+            with _alone():
+                dcp.load({keys[place]: tensor}, storage_reader=reader, no_dist=True)
+        except Exception as error:  # of a file that is missing, cut short or no pickle of torch's
+            reason = f"{type(error).__name__}: {error}".partition(". ")[0]
+            problem = f"torch can not read {keys[place]} ({reason})"
+            raise CheckpointError(f"{reader.path}: {problem}; give another checkpoint") from error
 
 
 @contextmanager
-def _alone(folder: Path) -> Iterator[None]:
-    """Let torch read or write without ranks, of which it warns, and raise what it wraps."""
+def _alone() -> Iterator[None]:
+    """Let torch read or write without ranks, of which it warns, and raise what it wraps in an error of its own."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             yield
     except CheckpointException as error:
-        cause = next(iter(error.failures.values()))[0]
-        if isinstance(cause, (CheckpointError, OSError)):
-            raise cause from error
-        problem = f"torch can not read it ({type(cause).__name__}: {cause})"
-        raise CheckpointError(f"{folder}: {problem}; give another checkpoint") from error
+        raise next(iter(error.failures.values()))[0] from error
 
 
 # -- out --------------------------------------------------------------------------------------------
@@ -182,7 +183,7 @@ def write_dcp(folder: Path, config: Config, manifest: Manifest, weights: Weights
         for name in group["params"]:
             values = {f"param_groups.{name}.{key}": group[key] for key in group.keys() - {"params"}}
             state["optimizer"].update(values)
-    with _alone(folder):
+    with _alone():
         dcp.save(
             state, storage_writer=FileSystemWriter(folder), planner=_OneByOne(reads), no_dist=True
         )

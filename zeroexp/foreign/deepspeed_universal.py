@@ -43,7 +43,7 @@ def write_universal(folder: Path, config: Config, manifest: Manifest, weights: W
         for key, file in FILES.items():
             values = weights.read(name, key)
             content: Any = values if key == STEP else {"param": values, "cat_dim": 0}
-            torch.save(content, of_parameter / f"{file}.pt")
+            _save(content, of_parameter / f"{file}.pt")
     _save_counters(step_folder, param_groups(config, manifest.step, built), manifest)
 
 
@@ -53,7 +53,7 @@ def _save_counters(folder: Path, groups: list[dict[str, Any]], manifest: Manifes
     shared = {k: v for k, v in groups[0].items() if all(group[k] == v for group in groups)}
     of_zero3 = {"state": {0: {STEP: step}}, "param_groups": [{**shared, "params": []}]}
     optimizer = {"ds_version": VERSION, "param_groups": groups, "optimizer_state_dict": of_zero3}
-    torch.save(optimizer, folder / "zero" / "optimizer_state.pt")
+    _save(optimizer, folder / "zero" / "optimizer_state.pt")
     counters = {
         "module": {},
         "lr_scheduler": None,
@@ -65,4 +65,10 @@ def _save_counters(folder: Path, groups: list[dict[str, Any]], manifest: Manifes
         "ds_version": VERSION,
     }
     for name in ("mp_rank_00", "zero_pp_rank_0_mp_rank_00"):
-        torch.save(counters, folder / f"{name}_model_states.pt")
+        _save(counters, folder / f"{name}_model_states.pt")
+
+
+def _save(content: Any, path: Path) -> None:
+    """Raises OSError, which torch does not where it opens the file itself."""
+    with path.open("wb") as file:
+        torch.save(content, file)
