@@ -332,6 +332,7 @@ def quiet(
         "assert 'mlflow' not in sys.modules, 'imported too early'\n"
         "tracker = door.MlflowTracker(None, 'thrown-away', Path(sys.argv[1]))\n"
         "tracker.log_run(Path(sys.argv[1], 'sweep', 'done'))\n"
+        "assert 'pandas' not in sys.modules, 'half a second for nothing'\n"
     )
     words = [sys.executable, "-c", code, str(folder)]
     return folder, subprocess.run(words, capture_output=True, text=True, timeout=600)

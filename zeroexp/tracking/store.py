@@ -13,7 +13,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, nullcontext
 from dataclasses import replace
-from functools import cached_property, partial
+from functools import cache, cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 from urllib.parse import quote
@@ -250,11 +250,13 @@ def _open_file(database: Path) -> MlflowClient:
     return _client_class()(f"{SQLITE}{database}")
 
 
+@cache
 def _client_class() -> type[MlflowClient]:
     """Import MLflow's client, which takes seconds the first time, and keep it quiet."""
     for name, value in CLIENT_DEFAULTS.items():
         os.environ.setdefault(name, value)
-    from mlflow import MlflowClient
+    with _hidden("pandas"):  # half a second, for MLflow's own data sets, of which we send none
+        from mlflow import MlflowClient
 
     logging.getLogger("alembic").setLevel(logging.WARNING)
     # It prints a traceback of an error that it also raises.
@@ -262,6 +264,18 @@ def _client_class() -> type[MlflowClient]:
     # This hides a warning for each retry.
     logging.getLogger("urllib3.connectionpool").setLevel(logging.ERROR)
     return MlflowClient
+
+
+@contextmanager
+def _hidden(module: str) -> Iterator[None]:
+    """Within, who imports the module finds it not installed, unless somebody has imported it before."""
+    modules: dict[str, Any] = sys.modules
+    is_hidden = modules.setdefault(module, None) is None
+    try:
+        yield
+    finally:
+        if is_hidden:
+            del modules[module]
 
 
 def _has_tables(database: Path) -> bool:
