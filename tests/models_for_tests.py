@@ -6,6 +6,7 @@ words      toy with more words than a microbatch has tokens
 rows_apart words with the embedding's rows kept apart from the head's gradient (zeroexp/models/tied_rows.py)
 reused     toy with one block that runs twice in every forward
 dropout    toy that computes by its random state
+large      toy with matrices of 4,400 and 5,200 elements: of many blocks of 8-bit moments, the last not full
 frozen_norm toy with a BatchNorm that stays in evaluation while the rest trains
 llama, gpt2, mixtral    of transformers
 moe_*      module-list experts, skipped on one rank, on all ranks, or by turns
@@ -16,6 +17,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -33,13 +35,13 @@ SAMPLES, SEQ_LEN = 2, 6  # of one microbatch
 
 
 class ToyBlock(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, width: int, inner: int) -> None:
         super().__init__()
-        self.norm = nn.LayerNorm(WIDTH)
-        self.up = nn.Linear(WIDTH, 7)
-        self.down = nn.Linear(7, WIDTH, bias=False)
+        self.norm = nn.LayerNorm(width)
+        self.up = nn.Linear(width, inner)
+        self.down = nn.Linear(inner, width, bias=False)
         self.gain = nn.Parameter(torch.full((1,), 0.5))  # smaller than any world
-        self.shift = nn.Parameter(torch.linspace(-1, 1, WIDTH), requires_grad=False)
+        self.shift = nn.Parameter(torch.linspace(-1, 1, width), requires_grad=False)
 
     def forward(self, x: Tensor) -> Tensor:
         return x + self.gain * self.down(torch.tanh(self.up(self.norm(x) + self.shift)))
@@ -53,13 +55,15 @@ class Toy(nn.Module):
         order: tuple[int, ...] = (0, 1, 2),
         dropout: float = 0.0,
         vocabulary: int = VOCABULARY,
+        width: int = WIDTH,
+        inner: int = 7,
     ) -> None:
         super().__init__()
-        self.embedding = nn.Embedding(vocabulary, WIDTH)
-        self.blocks = nn.ModuleList(ToyBlock() for _ in range(depth))
+        self.embedding = nn.Embedding(vocabulary, width)
+        self.blocks = nn.ModuleList(ToyBlock(width, inner) for _ in range(depth))
         self.unused = nn.Parameter(torch.ones(3))
-        self.norm = nn.LayerNorm(WIDTH)
-        self.head = nn.Linear(WIDTH, vocabulary, bias=False)
+        self.norm = nn.LayerNorm(width)
+        self.head = nn.Linear(width, vocabulary, bias=False)
         self.head.weight = self.embedding.weight
         self.order = order
         self.dropout = nn.Dropout(dropout)
@@ -89,10 +93,10 @@ class TestModel:
     skips: bool = False  # trainable parameters may get no gradient
 
 
-def _toy(order: tuple[int, ...], dropout: float = 0.0, vocabulary: int = VOCABULARY) -> BuiltModel:
+def _toy(order: tuple[int, ...], **settings: Any) -> BuiltModel:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(1)
-        module = Toy(order=order, dropout=dropout, vocabulary=vocabulary)
+        module = Toy(order=order, **settings)
         return BuiltModel(module, ["blocks.0", "blocks.1", "blocks.2"])
 
 
@@ -196,6 +200,7 @@ def _skip_by_turns(model: nn.Module, step: int, microbatch: int, rank: int) -> N
 MODELS: dict[str, TestModel] = {
     "toy": TestModel(partial(_toy, (0, 1, 2)), skips=True),
     "words": TestModel(partial(_toy, (0, 1, 2), vocabulary=MANY_WORDS), skips=True),
+    "large": TestModel(partial(_toy, (0, 1, 2), width=400, inner=13), skips=True),
     "rows_apart": TestModel(_rows_apart, skips=True),
     "reused": TestModel(partial(_toy, (0, 1, 0, 2)), skips=True),
     "dropout": TestModel(partial(_toy, (0, 1, 2), dropout=0.5), skips=True),

@@ -237,7 +237,7 @@ def test_a_run_says_what_went_where() -> None:
         ("vectors={name: sgd, eps: 1e-4}", "a row of optimizer.name=sgd reads no such key"),
         ("vectors={lr: 0}", "use more than 0"),
         ("vectors={lr: high}", "no number"),
-        ("vectors={moments: int4}", "use null or bfloat16"),
+        ("vectors={moments: int4}", "use null or bfloat16, int8"),
         ("vectors={name: sgd, moments: bfloat16}", "sgd keeps none"),
         ("vectors={betas: [0.9]}", "not two numbers"),
         ("vectors={betas: [0.9, 0.999], moments: bfloat16}", "rounding takes back"),

@@ -1,4 +1,4 @@
-"""Moments in bfloat16: torch's step between two roundings, planned to the byte, and changed by a load.
+"""Moments in bfloat16 and in 8 bits: torch's step between two roundings, planned to the byte, and changed by a load.
 
 That any cut rounds what one process rounds is shown by pairs of settings in test_parity.py.
 """
@@ -6,6 +6,7 @@ That any cut rounds what one process rounds is shown by pairs of settings in tes
 from __future__ import annotations
 
 from dataclasses import replace
+from math import prod
 from typing import Any
 
 import pytest
@@ -15,7 +16,9 @@ from torch import nn
 from tests.composing import composed
 from tests.engines import NATIVE
 from tests.oracle import (
+    Outcome,
     Recipe,
+    assembled,
     assert_same,
     build_on_rank,
     configured,
@@ -27,8 +30,10 @@ from tests.oracle import (
     train_two_steps,
 )
 from zeroexp.config.optimizer import optimizer_factory
+from zeroexp.cut.moment_blocks import BLOCK, ROW_BYTES
 from zeroexp.engines.build import build_strategy
 from zeroexp.interface.canonical import merge
+from zeroexp.interface.moment_codes import decode, encode
 from zeroexp.interface.strategy import CanonicalState
 from zeroexp.measure.memory import bytes_by_kind
 from zeroexp.models.module import build_model
@@ -38,6 +43,7 @@ from zeroexp.training import rounded_moments
 
 # Fused is what a run asks for; rounded moments do without.
 RECIPE = Recipe(moments="bfloat16", fused=True)
+IN_BLOCKS = Recipe(moments="int8", fused=True, model="large")
 KEPT = ("exp_avg", "exp_avg_sq")
 
 
@@ -82,6 +88,58 @@ def test_engines_of_torch(ranks, name) -> None:
     assert_same(outcome_of(answers), train_oracle(RECIPE, NATIVE[name].rules))
 
 
+# ---- 8 bits
+
+
+def blocks_of(values: torch.Tensor) -> torch.Tensor:
+    return decode(encode(values))[: values.numel()]
+
+
+@pytest.mark.parametrize("scale", [1e-41, 1e-20, 1.0, 1e20])
+@pytest.mark.parametrize("power", [1, 2])
+def test_a_code_is_near_and_coding_again_changes_nothing(scale, power) -> None:
+    """A step is 2 ** (1 / 8), so that half of it is 4.4 % of the value. 3,000 elements: the last block is not full."""
+    flat = torch.randn(3000, generator=torch.Generator().manual_seed(0))
+    flat = (flat * torch.logspace(-3, 0, 3000)) ** power * scale
+    flat[512:800] = 0
+    once = blocks_of(flat)
+    assert torch.equal(blocks_of(once), once)
+    assert torch.equal(once == 0, flat == 0)
+    if scale > 1e-30:  # a denormal has few digits itself
+        assert bool(((once - flat).abs() <= 0.0434 * flat.abs()).all())
+    largest = flat.abs().split(BLOCK)
+    assert [part.abs().max() for part in once.split(BLOCK)] == [part.max() for part in largest]
+
+
+def test_what_is_too_small_for_a_code_divides_nothing() -> None:
+    """Of squares it stays above 0, since a step divides by it; of a momentum it is 0, or it would never end."""
+    squares = torch.tensor([1.0, 1e-12, 0.0])
+    assert blocks_of(squares).tolist() == [1.0, pytest.approx(2 ** (-254 / 8)), 0.0]
+    momentum = torch.tensor([-1.0, 1e-6, 2 ** (-126 / 8)])
+    assert blocks_of(momentum).tolist() == [-1.0, 0.0, momentum[2]]
+    falling = momentum
+    for _ in range(200):
+        falling = blocks_of(torch.cat([momentum[:1], 0.9 * falling[1:]]))
+    assert falling.tolist() == [-1.0, 0.0, 0.0]
+
+
+@pytest.mark.parametrize("name", ["ddp", "ddp_zero_redundancy"])
+def test_engines_of_torch_that_keep_parameters_whole(ranks, name) -> None:
+    answers = ranks(train_on_ranks, IN_BLOCKS, NATIVE[name].make)
+    assert_same(outcome_of(answers), train_oracle(IN_BLOCKS, NATIVE[name].rules))
+
+
+def test_muon_keeps_its_momentum_in_blocks(ranks) -> None:
+    """As one process does, bit for bit; where a matrix lies in memory decides the last digits of a product with it."""
+    recipe = replace(IN_BLOCKS, optimizer="muon", world_size=3, steps=1)
+    answers = ranks(train_on_ranks, recipe, configured("zero1", "buffer"), world_size=3)
+    ours, oracle = outcome_of(answers).state, train_oracle(recipe).state
+    assert ours["blocks.1.up.weight"]["momentum_buffer"].dtype == torch.int8
+    for name, expected in oracle.items():
+        torch.testing.assert_close(ours[name].pop("weight"), expected["weight"], atol=2e-4, rtol=0)
+        assert all(torch.equal(moment, expected[key]) for key, moment in ours[name].items())
+
+
 # ---- checkpoints
 
 
@@ -117,6 +175,49 @@ def test_a_load_gives_moments_the_dtype_of_who_goes_on(ranks, moments, first, la
             assert torch.equal(whole(loaded[name][key]), expected), f"{name}.{key}"
 
 
+@pytest.mark.parametrize(
+    ("first", "size", "last"),
+    [
+        (("zero3", "tensor"), 4, ("zero1", "torch")),
+        (("ddp", "buffer"), 1, ("zero3", "buffer")),
+        (("zero1", "torch"), 2, ("zero1", "tensor")),
+    ],
+)
+def test_blocks_go_on_on_other_ranks(ranks, first, size, last) -> None:
+    """They are those that were saved, and where the batches are too, the third step is that of one process."""
+    recipe = replace(IN_BLOCKS, world_size=size)
+    states = ranks(train_two_steps, recipe, configured(*first), world_size=size)
+    saved = merge(states)
+    answers = ranks(go_on, IN_BLOCKS, configured(*last), saved)
+    loaded, stepped = (merge(of_rank) for of_rank in zip(*answers, strict=True))
+    for name in saved:
+        dtype = torch.int8 if prod(saved[name]["weight"].shape) >= 4096 else torch.float32
+        for key in [key for key in KEPT if key in saved[name]]:
+            assert torch.equal(whole(loaded[name][key]), whole(saved[name][key])), f"{name}.{key}"
+            assert loaded[name][key].dtype == saved[name][key].dtype == dtype
+    if size == IN_BLOCKS.world_size:
+        oracle = train_oracle(IN_BLOCKS).state
+        assert_same(Outcome(state=assembled([stepped])), Outcome(state=oracle))
+
+
+@pytest.mark.parametrize("other", [None, "bfloat16"])
+@pytest.mark.parametrize("is_saved_so", [True, False])
+def test_a_load_leaves_and_enters_blocks(ranks, other, is_saved_so) -> None:
+    recipes = IN_BLOCKS, replace(IN_BLOCKS, moments=other)
+    first, last = recipes if is_saved_so else recipes[::-1]
+    saved = merge(ranks(train_two_steps, first, configured("zero2", "tensor")))
+    answers = ranks(go_on, last, configured("zero3", "buffer"), saved)
+    loaded = merge([state for state, _ in answers])
+    dtype = getattr(torch, other or "float32")
+    for key in KEPT:
+        before, after = (whole(state["embedding.weight"][key]) for state in (saved, loaded))
+        rows = (before if is_saved_so else after).view(-1, ROW_BYTES)
+        if is_saved_so:
+            assert torch.equal(after, decode(rows)[: after.numel()].to(dtype))
+        else:
+            assert torch.equal(rows, encode(before))
+
+
 def whole(canonical: Any) -> torch.Tensor:
     pieces = sorted(canonical.pieces, key=lambda piece: piece.start)
     return torch.cat([piece.tensor for piece in pieces])
@@ -125,11 +226,23 @@ def whole(canonical: Any) -> torch.Tensor:
 # ---- plans
 
 
+# Of the bytes in float32; 8,512 of the 223,552 parameters of model=tiny are of small tensors, as of 32 x 64.
+SHARE = {"bfloat16": 0.51, "int8": 0.35}
+
+
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
-@pytest.mark.parametrize("stage", ["ddp", "zero2", "zero3"])
-def test_a_plan_is_what_the_engine_holds(stage, optimizer) -> None:
-    words = (f"strategy={stage}", f"optimizer={optimizer}", "strategy.implementation=parameter")
-    more = ("world_size=3", "data.global_batch_size=3", "optimizer.moments=bfloat16")
+@pytest.mark.parametrize(
+    ("stage", "layout", "moments"),
+    [
+        *(("ddp", "parameter", word) for word in SHARE),
+        *(("zero2", "parameter", word) for word in SHARE),
+        *(("zero3", layout, "int8") for layout in ("tensor", "buffer")),
+        ("zero3", "parameter", "bfloat16"),
+    ],
+)
+def test_a_plan_is_what_the_engine_holds(stage, layout, moments, optimizer) -> None:
+    words = (f"strategy={stage}", f"optimizer={optimizer}", f"strategy.implementation={layout}")
+    more = ("world_size=3", "data.global_batch_size=3", f"optimizer.moments={moments}")
     config = composed("model=tiny", *words, *more)
     form = form_of(config, build_on_meta(config), "native")
     plain = form_of(
@@ -147,5 +260,6 @@ def test_a_plan_is_what_the_engine_holds(stage, optimizer) -> None:
             held = form.held_bytes("after_step", rank)
             assert bytes_by_kind(strategy.model_states()) == held
         wide = plain.held_bytes("after_step", rank)
-        assert held["optimizer"] < 0.51 * wide["optimizer"]
-        assert {**held, "optimizer": 0} == {**wide, "optimizer": 0}
+        assert held["optimizer"] < SHARE[moments] * wide["optimizer"]
+        if layout == "parameter":  # others cut elsewhere, between blocks
+            assert {**held, "optimizer": 0} == {**wide, "optimizer": 0}

@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from zeroexp.comm.sizes import ALIGNMENT_BYTES, aligned
+from zeroexp.cut.check_chunks import refuse_chunks
 from zeroexp.cut.chunk import Chunk, ParameterSpec
 from zeroexp.cut.layout import by_parameter, lay_out
+from zeroexp.cut.moment_blocks import BLOCK
 from zeroexp.cut.owners import fullest_bytes, own_contiguously, own_greedily
 
 FAMILIES = ["parameter", "tensor", "buffer"]
 MIB = 1 << 20
 
 numels = st.one_of(st.integers(1, 5), st.integers(1, 10_000))
-kinds = st.sampled_from(["trainable", "frozen"])
+kinds = st.sampled_from(["trainable", "frozen", "int8"])  # of int8, moments are in blocks
 
 
 @st.composite
@@ -64,7 +68,7 @@ def test_sections_follow_one_another_and_padding_is_less_than_one_element_a_rank
             assert len(chunk.cuts) == world_size + 1
             assert list(chunk.cuts) == sorted(chunk.cuts)
             assert 0 <= chunk.padded_numel - chunk.unpadded_numel < world_size
-            assert chunk.even or family == "parameter"
+            assert chunk.even or family == "parameter" or chunk.kind == "int8"
             if family == "parameter":
                 assert chunk.padded_numel == chunk.unpadded_numel, (
                     "whole parameters need no padding"
@@ -101,6 +105,38 @@ def test_members_lie_side_by_side_and_share_a_kind(family, units, world_size, ow
                 assert member.stop - member.start == spec_of[member.name].numel == whole.numel
                 assert spec_of[member.name].kind == chunk.kind
             assert end == chunk.unpadded_numel
+
+
+@settings(max_examples=60, deadline=None)
+@given(**layouts)
+def test_no_block_of_moments_is_cut_and_none_changes_its_owner_for_nothing(
+    family, units, world_size, owners
+):
+    """As the even cut where that lies between blocks, else less than a block before it."""
+    for chunks in lay_out(family, units, world_size, owners=owners):
+        for chunk in (chunk for chunk in chunks if chunk.kind == "int8"):
+            starts = {span.start for rank in range(world_size) for span in chunk.spans(rank)}
+            assert not any(start % BLOCK for start in starts)
+            if family != "parameter":
+                per_rank = -(-chunk.unpadded_numel // world_size)
+                moved = [per_rank * rank - cut for rank, cut in enumerate(chunk.cuts)]
+                assert min(moved) >= 0 and max(moved) < BLOCK and moved[-1] == 0
+
+
+def test_a_layout_of_others_that_cuts_a_block_is_refused():
+    unit = [ParameterSpec("a", 6, 4, "int8"), ParameterSpec("b", 600, 4, "int8")]
+    (chunk,) = lay_out("buffer", [unit], 2)[0]
+    assert chunk.cuts == (0, 262, 606)  # behind the first block of b
+    refuse_chunks("mine", (chunk,), unit, 2)
+    with pytest.raises(ValueError, match="mine: cuts b before element 297; cut kind 'int8' at"):
+        refuse_chunks("mine", (replace(chunk, cuts=(0, 303, 606)),), unit, 2)
+
+
+def test_sections_of_whole_blocks_stay_even():
+    """As those of real models, whose sides are multiples of 256: 6 blocks and 2 of 256 elements on 4 ranks."""
+    unit = [ParameterSpec(name, BLOCK * num, 4, "int8") for name, num in (("a", 6), ("b", 2))]
+    for chunk in lay_out("buffer", [unit], 4)[0]:
+        assert chunk.even and chunk.padded_numel == 8 * BLOCK
 
 
 def test_parameter_level_gives_each_parameter_to_its_owner():

@@ -9,7 +9,13 @@ from zeroexp.config.engines import ENGINES
 from zeroexp.config.families import MODELS
 from zeroexp.config.keys import TORCH_DDP, Config, StrategyConfig
 from zeroexp.config.optimizer import OPTIMIZERS, rows_of
+from zeroexp.cut.moment_blocks import CODES_PER_OCTAVE, INT8
 from zeroexp.cut.stage import STAGES, Stage, why_no_replicas
+
+# What a moment of this dtype may be multiplied by in a step at most, and get smaller.
+MOST_DECAY = {"bfloat16": 1 - 2**-8, INT8: (1 + 2 ** (-1 / CODES_PER_OCTAVE)) / 2}
+# Engines of others whose optimizers step whole parameters.
+WHOLE_ON_A_RANK = {("torch", stage) for stage in TORCH_DDP}
 
 
 def check_stage_of_rows(config: Config) -> Iterator[Refusal]:
@@ -109,9 +115,10 @@ def check_whole_matrices(config: Config) -> Iterator[Refusal]:
 
 
 def check_moments(config: Config) -> Iterator[Refusal]:
-    """Refuse moments in bfloat16 where they would be as before, or would never get smaller.
+    """Refuse narrow moments where they would be as before, would never get smaller, or lie in blocks that are cut.
 
-    A number of 8 bits that is multiplied by 1 - 2**-8 or more may be rounded to itself.
+    A number of 8 bits that is multiplied by 1 - 2**-8 or more may be rounded to itself, and so is a code of 8 bits that
+    does not come half-way to the next.
     """
     for row, chosen in rows_of(config.optimizer).items():
         group = f"optimizer.kinds.{row}" if row else "optimizer"
@@ -124,9 +131,14 @@ def check_moments(config: Config) -> Iterator[Refusal]:
             yield key, f"no effect, {chosen.name} keeps none", "leave it null"
         read = OPTIMIZERS[chosen.name].keys
         decays = {"betas": max(chosen.betas), "momentum": chosen.momentum}
-        for name in (name for name in decays if name in read and decays[name] >= 1 - 2**-8):
+        most = MOST_DECAY[chosen.moments]
+        for name in (name for name in decays if name in read and decays[name] >= most):
             problem = f"rounding takes back what {group}.{name} lets a moment fall in a step"
-            yield key, problem, f"use less than 0.996 in {group}.{name}, or leave it null"
+            yield key, problem, f"use less than {most:.3f} in {group}.{name}, or leave it null"
+        name, stage = config.strategy.implementation, config.strategy.name
+        if chosen.moments == INT8 and name in ENGINES and (name, stage) not in WHOLE_ON_A_RANK:
+            problem = f"{name} cuts parameters anywhere, also in blocks that share a scale"
+            yield key, problem, "use bfloat16, or strategy.implementation=buffer"
 
 
 def check_replicas(config: Config) -> Iterator[Refusal]:

@@ -184,9 +184,8 @@ class OptimizerConfig:
     betas: list[float] = field(default_factory=lambda: [0.9, 0.95])  # adamw, muon
     eps: float = number(1e-8, above=0)  # adamw, muon
     momentum: float = number(0.0, least=0, most=1)  # sgd, muon
-    moments: str | None = choice_or_null(
-        "bfloat16"
-    )  # dtype in which moments rest; None: the master's
+    # dtype in which moments rest; None: the master's. Of int8 large parameters are in blocks of 256 with a scale.
+    moments: str | None = choice_or_null("bfloat16", "int8")
     weight_decay: float = number(0.1, least=0)  # per unit of the learning rate
     decay_norms_and_biases: bool = False  # False: they form a second parameter group without decay
     fused: bool = True

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from zeroexp.config.keys import ConfigError, OptimizerConfig
 from zeroexp.config.parameter_kinds import kinds_of_parameters, rows_of_parameters
 from zeroexp.cut.chunk import MATRIX
+from zeroexp.cut.moment_blocks import INT8, LEAST_NUMEL, kind_in_blocks, kind_in_full
 from zeroexp.registry import Later, Registry
 
 if TYPE_CHECKING:
@@ -36,8 +37,8 @@ class OptimizerKind:
     bytes_per_tensor: what it keeps beside them for each tensor.
     keys: the keys of `optimizer` that it reads beyond those that all read; other ones are refused.
     settings: its own keys below `optimizer.settings`, with their defaults.
-    whole_matrices: it steps the matrices of blocks alone, and AdamW all else of its row. It rounds
-    moments to `config.moments` itself, and asks for whole matrices as interface/whole_matrices.py says.
+    whole_matrices: it steps the matrices of blocks alone, and AdamW all else of its row. It rounds moments to
+    `config.moments` itself (interface/moment_codes.py), and asks for whole matrices (interface/whole_matrices.py).
     """
 
     make: Callable[[Iterable[Any], OptimizerConfig], torch.optim.Optimizer]
@@ -62,14 +63,21 @@ def rows_of(config: OptimizerConfig) -> dict[str, OptimizerConfig]:
 def optimizers_of(config: OptimizerConfig) -> dict[str, OptimizerConfig]:
     """Return what steps the parameters of each kind of group: of its row, see `rows_of`.
 
-    Of an optimizer that steps whole matrices alone, what is none of a block goes to AdamW.
+    Of an optimizer that steps whole matrices alone, what is none of a block goes to AdamW. Of moments in 8 bits, large
+    parameters alone have such, and are a kind of their own.
     """
-    by_kind: dict[str, OptimizerConfig] = {}
+    in_full: dict[str, OptimizerConfig] = {}
     for row, own in rows_of(config).items():
         if OPTIMIZERS[own.name].whole_matrices:
-            by_kind[kind_of_matrices(row)] = own
+            in_full[kind_of_matrices(row)] = own
             own = replace(own, name="adamw", settings={})
-        by_kind[row] = own
+        in_full[row] = own
+    by_kind: dict[str, OptimizerConfig] = {}
+    for kind, own in in_full.items():
+        if own.moments == INT8:
+            by_kind[kind_in_blocks(kind)] = own
+            own = replace(own, moments=None, fused=False)
+        by_kind[kind] = own
     return by_kind
 
 
@@ -91,6 +99,9 @@ def parameter_groups(
         mine = [p for p, of in row_of.items() if of == row]
         if kind_of_matrices(row) in by_kind:
             mine = [p for p in mine if (p in matrices) == OPTIMIZERS[own.name].whole_matrices]
+        if kind_in_blocks(kind_in_full(kind)) in by_kind:
+            is_large = kind != kind_in_full(kind)
+            mine = [p for p in mine if (p.numel() >= LEAST_NUMEL) == is_large]
         all_decay = own.decay_norms_and_biases or "weight_decay" in config.kinds.get(row, {})
         all_decay = all_decay or own.weight_decay == 0
         plain = [] if all_decay else [p for p in mine if p.ndim < 2]
@@ -101,7 +112,7 @@ def parameter_groups(
         groups.append({"params": decayed, "weight_decay": own.weight_decay, **named})
         groups.append({"params": plain, "weight_decay": 0.0, **named})
     groups = [group for group in groups if group["params"]]
-    _require_matrices(config, {group.get("kind", "") for group in groups})
+    _require_matrices(config, {kind_in_full(group.get("kind", "")) for group in groups})
     return groups
 
 
@@ -115,7 +126,7 @@ def describe_groups(groups: Sequence[dict[str, Any]], config: OptimizerConfig) -
         moments = f" moments {own.moments}" if own.moments else ""
         if mine:
             how = f"{own.name} lr {own.lr:g} decay {decays}{moments}"
-            what = row_of_kind(kind) or ("matrices" if kind else "all else")
+            what = row_of_kind(kind) or ("matrices" if kind_in_full(kind) else "all else")
             lines.append(f"{what}: {numel:,} by {how}")
     return "; ".join(lines)
 
@@ -126,6 +137,8 @@ def kind_of_matrices(row: str) -> str:
 
 
 def row_of_kind(kind: str) -> str:
+    """Return the row of `optimizer.kinds` whose parameters a kind of groups has."""
+    kind = kind_in_full(kind)
     return "" if kind == MATRIX else kind.removesuffix(f" {MATRIX}")
 
 

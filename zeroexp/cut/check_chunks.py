@@ -7,6 +7,7 @@ from itertools import pairwise
 from typing import Any
 
 from zeroexp.cut.chunk import Chunk, ParameterSpec
+from zeroexp.cut.moment_blocks import BLOCK, is_in_blocks
 
 Problem = tuple[str, str]  # and its remedy
 
@@ -24,6 +25,7 @@ def _problems(chunks: Any, unit: Sequence[ParameterSpec], world_size: int) -> It
     left = {spec.name: spec for spec in unit}
     for chunk in chunks:
         yield from _problems_of_members(chunk, left)
+        yield from _problems_of_blocks(chunk)
         yield from _problems_of_cuts(chunk, world_size)
     for name in left:
         yield f"loses {name}", "make one member of each parameter"
@@ -44,6 +46,15 @@ def _problems_of_members(chunk: Chunk, left: dict[str, ParameterSpec]) -> Iterat
             problem = f"puts {member.name} ({spec.kind}) into a chunk of kind {chunk.kind!r}"
             yield problem, "make a chunk for each kind, and give it that kind"
         end = member.stop
+
+
+def _problems_of_blocks(chunk: Chunk) -> Iterator[Problem]:
+    """Yield cuts through what shares a scale, which no rank could compute."""
+    for member in chunk.members if is_in_blocks(chunk.kind) else ():
+        for cut in (cut for cut in chunk.cuts if member.start < cut < member.stop):
+            if (cut - member.start) % BLOCK:
+                problem = f"cuts {member.name} before element {cut - member.start}"
+                yield problem, f"cut kind {chunk.kind!r} at multiples of {BLOCK} of a member"
 
 
 def _problems_of_cuts(chunk: Chunk, world_size: int) -> Iterator[Problem]:

@@ -15,6 +15,7 @@ from itertools import accumulate
 
 from zeroexp.cut.check_chunks import refuse_chunks
 from zeroexp.cut.chunk import Chunk, Member, ParameterSpec
+from zeroexp.cut.moment_blocks import BLOCK, is_in_blocks
 from zeroexp.cut.owners import assign_owners
 from zeroexp.registry import Registry
 
@@ -97,11 +98,18 @@ LAYOUTS = Registry(
 
 
 def _even_chunk(specs: Sequence[ParameterSpec], world_size: int) -> Chunk:
-    """Decide the padding: a chunk grows to the next multiple of the world size."""
-    members = _side_by_side(specs)
+    """Decide the padding: a chunk grows to the next multiple of the world size.
+
+    A cut through a block of moments moves to its beginning. Where sizes are multiples of blocks sections stay even.
+    """
+    members, kind = _side_by_side(specs), specs[0].kind
     per_rank = -(-members[-1].stop // world_size)
-    cuts = tuple(per_rank * rank for rank in range(world_size + 1))
-    return Chunk(members, cuts, specs[0].kind)
+    cuts = [per_rank * rank for rank in range(world_size + 1)]
+    if is_in_blocks(kind):
+        inside = [(m, r) for m in members for r, cut in enumerate(cuts) if m.start < cut < m.stop]
+        for member, rank in inside:
+            cuts[rank] -= (cuts[rank] - member.start) % BLOCK
+    return Chunk(members, tuple(cuts), kind)
 
 
 def _side_by_side(specs: Sequence[ParameterSpec]) -> tuple[Member, ...]:

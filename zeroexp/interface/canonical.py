@@ -7,11 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from math import prod
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from zeroexp.cut.moment_blocks import BLOCK, ROW_BYTES, bytes_of_elements
+from zeroexp.interface.moment_codes import decode, lies_in_blocks
 from zeroexp.interface.strategy import CanonicalState, CanonicalTensor, Piece
 from zeroexp.process.world import World
 
@@ -102,6 +105,27 @@ class SavedMoment:
     # True: one value per element of the parameter; False: one value for the whole parameter
     of_elements: bool
     follows: bool  # its dtype was the weight's when saved, and becomes the weight's again
+    in_blocks: bool = False  # as rows of codes of 8 bits (moment_codes.py)
+
+    def require_covered(self, start: int, stop: int, name: str) -> None:
+        """Raise ValueError unless what loading these elements of the parameter needs is in pieces."""
+        require_covered(self.canonical, *self._range(start, stop), name)
+
+    def fill(self, flat: Tensor, *, start: int = 0, name: str = "") -> None:
+        """Write it into `flat`: of the parameter's elements from `start` on, or what is one for all of them."""
+        first, last = self._range(start, start + flat.numel())
+        if not self.in_blocks:
+            fill_from_canonical(flat, self.canonical, start=first, name=name)
+            return
+        rows = torch.empty(last - first, dtype=torch.int8, device=flat.device)
+        fill_from_canonical(rows, self.canonical, start=first, name=name)
+        flat.copy_(decode(rows.view(-1, ROW_BYTES))[start % BLOCK :][: flat.numel()])
+
+    def _range(self, start: int, stop: int) -> tuple[int, int]:
+        """Return which elements of what was saved hold these elements of the parameter."""
+        if not self.of_elements:
+            return 0, prod(self.canonical.shape)
+        return bytes_of_elements(start, stop) if self.in_blocks else (start, stop)
 
 
 class SavedMoments:
@@ -124,7 +148,9 @@ class SavedMoments:
             if key not in NO_MOMENTS:
                 number = key in self._numbers if key in self._keys_with_tensors else key == "step"
                 alike = moment.shape == weight.shape and not (number and weight.shape == ())
-                yield key, SavedMoment(moment, alike, moment.dtype == weight.dtype)
+                packed = lies_in_blocks(moment.dtype, moment.shape, weight.shape)
+                follows = packed or moment.dtype == weight.dtype
+                yield key, SavedMoment(moment, alike or packed, follows, packed)
 
 
 def empty_moment(saved: SavedMoment, parameter: Tensor, optimizer: object = None) -> Tensor:
@@ -135,14 +161,22 @@ def empty_moment(saved: SavedMoment, parameter: Tensor, optimizer: object = None
     parameter's, so that plain bf16 rounds a loaded fp32 moment once.
     """
     moment = saved.canonical
-    if hasattr(optimizer, "part_of"):  # one of several, each for some parameters
-        optimizer = optimizer.part_of(parameter)  # pyright: ignore[reportAttributeAccessIssue]
     if saved.of_elements:
-        is_torchs = type(optimizer).__module__.startswith("torch.optim")
-        otherwise = None if is_torchs or saved.follows else moment.dtype
-        dtype = getattr(optimizer, "moments_dtype", otherwise) or parameter.dtype
+        dtype = moments_dtype_of(optimizer, parameter, saved) or parameter.dtype
+        dtype = torch.float32 if dtype is torch.int8 else dtype  # before it is encoded
         return torch.zeros_like(parameter, dtype=dtype, requires_grad=False)
     return torch.zeros(moment.shape, dtype=moment.dtype, device=parameter.device)
+
+
+def moments_dtype_of(
+    optimizer: object, parameter: Tensor, saved: SavedMoment
+) -> torch.dtype | None:
+    """Return the dtype in which moments of elements rest; None: the parameter's."""
+    if hasattr(optimizer, "part_of"):  # one of several, each for some parameters
+        optimizer = optimizer.part_of(parameter)  # pyright: ignore[reportAttributeAccessIssue]
+    is_torchs = type(optimizer).__module__.startswith("torch.optim")
+    otherwise = None if is_torchs or saved.follows else saved.canonical.dtype
+    return getattr(optimizer, "moments_dtype", otherwise)
 
 
 def _flat(tensor: Tensor) -> Tensor:

@@ -30,6 +30,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
+from zeroexp.cut.moment_blocks import kind_in_full
 from zeroexp.interface.strategy import OptimizerFactory
 from zeroexp.interface.whole_matrices import Function, WholeMatrices
 
@@ -146,7 +147,10 @@ class _Group:
             first = largest.setdefault(parameter.ndim, parameter)
             largest[parameter.ndim] = max(first, parameter, key=Tensor.numel)
         samples = [_Sample.like(p, longest_side, seed) for p in largest.values() for seed in (1, 2)]
-        return cls({key: value for key, value in group.items() if key != "params"}, samples)
+        options = {key: value for key, value in group.items() if key != "params"}
+        if "kind" in group:  # pieces of a sample begin amid a block of moments, as no engine's do
+            options["kind"] = kind_in_full(group["kind"])
+        return cls(options, samples)
 
 
 # -- stepping ---------------------------------------------------------------------------------------

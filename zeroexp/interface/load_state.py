@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from math import prod
 
 from torch import Tensor
 from torch.optim import Optimizer
@@ -20,9 +19,11 @@ from zeroexp.interface.canonical import (
     SavedMoments,
     empty_moment,
     fill_from_canonical,
+    moments_dtype_of,
     moments_of,
     require_covered,
 )
+from zeroexp.interface.moment_codes import at_rest
 from zeroexp.interface.python_values import PythonValues, own_values
 from zeroexp.interface.strategy import CanonicalState, CanonicalTensor
 
@@ -89,10 +90,11 @@ def load_state(
         own.clear()
         own.update(own_values(entry, name))
         for key, saved in saved_moments.of(name):
-            own[key] = empty_moment(saved, each.tensor, optimizer)
-            start = each.start if saved.of_elements else 0
-            flat = each.flat(own[key]) if saved.of_elements else own[key].view(-1)
-            fill_from_canonical(flat, saved.canonical, start=start, name=f"{name}.{key}")
+            moment = own[key] = empty_moment(saved, each.tensor, optimizer)
+            flat = each.flat(moment) if saved.of_elements else moment.view(-1)
+            saved.fill(flat, start=each.start, name=f"{name}.{key}")
+            if saved.of_elements:
+                own[key] = at_rest(moment, moments_dtype_of(optimizer, each.tensor, saved))
 
 
 GIVE = "give what strategy.state_dict() returned, of all ranks by merge(states)"
@@ -135,7 +137,4 @@ def _require_elements(state: CanonicalState, held: Sequence[LoadTarget]) -> None
         stop = each.start + each.flat(each.tensor).numel()
         require_covered(weight, each.start, stop, name)
         for key, saved in saved_moments.of(name) if each.has_moments else ():
-            start, end = (
-                (each.start, stop) if saved.of_elements else (0, prod(saved.canonical.shape))
-            )
-            require_covered(saved.canonical, start, end, f"{name}.{key}")
+            saved.require_covered(each.start, stop, f"{name}.{key}")

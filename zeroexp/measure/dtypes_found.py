@@ -45,7 +45,10 @@ class DtypesFound:
     def note_states(self, states: ModelStates) -> None:
         """Note gradients that rest, and what the optimizer keeps of each element (a count has one)."""
         self.note("gradients", *states.gradients)
-        self.note("moments", *(each for each in states.optimizer if each.numel() > 1))
+        kept = [each for each in states.optimizer if each.numel() > 1]
+        self.note("moments", *kept)
+        if any(each.dtype is torch.int8 for each in kept):  # of large parameters, beside full ones
+            self.by_role["moments"] = {"int8": None}
 
     @contextmanager
     def watching(self, modules: Iterable[nn.Module]) -> Generator[None]:

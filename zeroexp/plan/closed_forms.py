@@ -35,9 +35,9 @@ from zeroexp.plan.form_terms import (
     ITEMSIZE,
     HeldElements,
     OptimizerForm,
-    Owned,
     PrecisionForm,
     ScheduleForm,
+    owned_of,
     sum_of_owned,
 )
 
@@ -332,11 +332,7 @@ class ShardedForm(ClosedForm):
 
         def held_at(place: int) -> HeldElements:
             parts = [(self._held_of_chunk(chunk, place), num) for chunk, num in self._chunks]
-            owned = (
-                Owned(own.kind, num * own.numel, num * own.num_tensors)
-                for held, num in parts
-                for own in held.by_kind
-            )
+            owned = (own.times(num) for held, num in parts for own in held.by_kind)
             resting = sum(num * held.resting for held, num in parts)
             padding = sum(num * held.padding for held, num in parts)
             return HeldElements(resting, padding, sum_of_owned(owned))
@@ -375,7 +371,7 @@ class ShardedForm(ClosedForm):
             return HeldElements(resting, resting - real, ())
         sharded = self.stage.optimizer is Placement.SHARD
         spans = chunk.spans(place) if sharded else chunk.whole()
-        owned = Owned(chunk.kind, sum(span.numel for span in spans), len(spans))
+        owned = owned_of(chunk.kind, [span.numel for span in spans])
         return HeldElements(resting, resting - real, (owned,))
 
     @cached_property

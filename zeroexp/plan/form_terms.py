@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from zeroexp.comm.facts import TRANSPORTS, Facts
+from zeroexp.cut.moment_blocks import INT8, ROW_BYTES, num_blocks
 
 ITEMSIZE = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 
@@ -51,8 +52,9 @@ class OptimizerForm:
         return sum(of_kinds.get(own.kind, self)._bytes_of(own, itemsize) for own in held.by_kind)
 
     def _bytes_of(self, own: Owned, itemsize: int) -> int:
-        itemsize = ITEMSIZE[self.dtype] if self.dtype else itemsize
-        return itemsize * self.num_moments * own.numel + self.bytes_per_tensor * own.num_tensors
+        itemsize = ITEMSIZE.get(self.dtype or "", itemsize)
+        each = ROW_BYTES * own.num_blocks if self.dtype == INT8 else itemsize * own.numel
+        return self.num_moments * each + self.bytes_per_tensor * own.num_tensors
 
 
 class Owned(NamedTuple):
@@ -61,6 +63,15 @@ class Owned(NamedTuple):
     kind: str
     numel: int
     num_tensors: int
+    num_blocks: int = 0  # of moments in 8 bits
+
+    def times(self, num: int) -> Owned:
+        return Owned(self.kind, *(num * each for each in self[1:]))
+
+
+def owned_of(kind: str, numels: Collection[int]) -> Owned:
+    """Return what the optimizer updates of one kind in tensors of these sizes."""
+    return Owned(kind, sum(numels), len(numels), sum(map(num_blocks, numels)))
 
 
 class HeldElements(NamedTuple):
@@ -77,8 +88,8 @@ class HeldElements(NamedTuple):
 
 def sum_of_owned(parts: Iterable[Owned]) -> tuple[Owned, ...]:
     """Return the sums of each kind."""
-    sums: dict[str, tuple[int, int]] = {}
-    for kind, numel, num in parts:
-        before = sums.get(kind, (0, 0))
-        sums[kind] = before[0] + numel, before[1] + num
+    sums: dict[str, tuple[int, ...]] = {}
+    for kind, *own in parts:
+        before = sums.get(kind, (0,) * len(own))
+        sums[kind] = tuple(map(sum, zip(before, own, strict=True)))
     return tuple(Owned(kind, *of_kind) for kind, of_kind in sorted(sums.items()))

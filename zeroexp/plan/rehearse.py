@@ -268,6 +268,7 @@ class _Watched:
             states = self._strategy.model_states()  # waits for reductions, as the step does at once
             for kind in KINDS:
                 self._storages.assign_kind(kind, getattr(states, kind))
+            del states  # moments of few bytes end in the step, which makes others
         self._storages.begin_phase("step")
         self._timeline.enter("step")
         self._step, self._num_microbatches = self._step + 1, 0

@@ -25,7 +25,14 @@ from zeroexp.measure.record import Traffic
 from zeroexp.models.module import BuiltModel
 from zeroexp.plan.closed_forms import ClosedForm
 from zeroexp.plan.form_of_config import of_any_engine
-from zeroexp.plan.form_terms import HeldElements, OptimizerForm, Owned, PrecisionForm, sum_of_owned
+from zeroexp.plan.form_terms import (
+    HeldElements,
+    OptimizerForm,
+    Owned,
+    PrecisionForm,
+    owned_of,
+    sum_of_owned,
+)
 from zeroexp.zero.grouping import group_parameters, kinds_in
 
 FP32, ADAMW = PrecisionForm(), OptimizerForm()
@@ -100,7 +107,7 @@ class DdpForm(ClosedForm):
         """Return what `rank` holds: all parameters, and the optimizer state of those that it updates."""
         owned = self._owned[rank if self.shards_optimizer else 0]
         resting = self._num_trainable + sum(p.numel for p in self.frozen)
-        return HeldElements(resting, 0, sum_of_owned(Owned(p.kind, p.numel, 1) for p in owned))
+        return HeldElements(resting, 0, sum_of_owned(owned_of(p.kind, [p.numel]) for p in owned))
 
     @cached_property
     def _owned(self) -> list[list[ParameterShape]]:

@@ -12,6 +12,7 @@ from typing import Any
 from zeroexp.config.engines import ENGINES, stage_carried_out
 from zeroexp.config.keys import OptimizerConfig
 from zeroexp.config.optimizer import OPTIMIZERS
+from zeroexp.cut.moment_blocks import INT8
 from zeroexp.cut.stage import Move, Placement, Stage, default_reduce_each
 from zeroexp.tracking.run import Run
 
@@ -33,7 +34,7 @@ def table_bytes(run: Run) -> dict[str, int] | None:
     master, compute = _size(run, "master"), _size(run, "compute")
     has_master = run.config.get("precision.master") != run.config.get("precision.compute")
     moments, dtype = _num_moments(run), run.config.get("optimizer.moments")
-    size = master if dtype in (None, "null") else ITEMSIZE[dtype]
+    size = ITEMSIZE.get(str(dtype), master)
     on_device = run.config.get("strategy.offload") in (None, "null")
     if moments is None:
         return None
@@ -94,7 +95,8 @@ def _num_moments(run: Run) -> int | None:
         return None
     kind, own = OPTIMIZERS[name], "optimizer.settings."
     kinds = any(key.startswith("optimizer.kinds.") for key in run.config)
-    if kind.whole_matrices or kinds:  # what it keeps depends on shapes
+    in_blocks = run.config.get("optimizer.moments") == INT8
+    if kind.whole_matrices or kinds or in_blocks:  # what it keeps depends on shapes
         return None
     settings = {
         key.removeprefix(own): _value(word)

@@ -17,6 +17,7 @@ from torch.optim import Optimizer, _muon
 
 from zeroexp.config.keys import ConfigError, OptimizerConfig
 from zeroexp.config.optimizer import OPTIMIZERS
+from zeroexp.interface.moment_codes import at_rest, to_step
 from zeroexp.interface.whole_matrices import WholeMatrices
 
 ADJUSTMENTS = ("match_rms_adamw", "original")
@@ -51,9 +52,10 @@ class Muon(Optimizer):
         """Advance the momentum, and return what is orthogonalized; torch's kernel overwrites it."""
         own = self.state[p]
         if "momentum_buffer" not in own:
-            own["momentum_buffer"] = torch.zeros_like(gradient, dtype=self.moments_dtype)
-        momentum = own["momentum_buffer"].to(gradient.dtype).lerp_(gradient, 1 - group["momentum"])
-        own["momentum_buffer"] = momentum.to(self.moments_dtype or momentum.dtype)
+            own["momentum_buffer"] = torch.zeros_like(gradient)
+        momentum = to_step(own["momentum_buffer"], gradient)
+        momentum.lerp_(gradient, 1 - group["momentum"])
+        own["momentum_buffer"] = at_rest(momentum, self.moments_dtype)
         ahead = gradient.lerp(momentum, group["momentum"]) if group["nesterov"] else momentum
         return ahead.to(torch.bfloat16, copy=True)
 

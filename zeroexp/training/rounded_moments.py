@@ -1,10 +1,10 @@
 """Moments that rest in fewer bytes than the weights: an optimizer of torch steps some tensors after the other.
 
-    at rest      moments in bfloat16
+    at rest      moments in bfloat16, or in 8 bits (interface/moment_codes.py)
     in a step    moments of a batch of tensors, in the weights' dtype -> torch's update -> rounded to the nearest
 
-What a moment is rounded to depends on this one element, so that it is the same however a parameter is cut: torch's
-fused kernel, which computes the last elements of a piece in other instructions, is not used.
+What a moment is rounded to depends on this one element and its block, so that it is the same however a parameter is
+cut: torch's fused kernel, which computes the last elements of a piece in other instructions, is not used.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 
 from zeroexp.config.keys import OptimizerConfig
 from zeroexp.config.optimizer import OPTIMIZERS
+from zeroexp.interface.moment_codes import at_rest, lies_in_blocks, to_step
 
 BATCH_NUMEL = (
     1 << 20
@@ -57,17 +58,27 @@ class RoundedMoments(Optimizer):
 
     def _step_batch(self, batch: Sequence[Tensor]) -> None:
         for parameter in batch:
-            self._cast(parameter, parameter.dtype)
+            own = self.state.get(parameter, {})
+            own.update({key: to_step(own[key], parameter) for key in _of_elements(own, parameter)})
         self._inner.step()
         for parameter in batch:
-            self._cast(parameter, self.moments_dtype)
+            own = self.state.get(parameter, {})
+            for key in _of_elements(own, parameter):
+                own[key] = at_rest(own[key], self.moments_dtype)
 
-    def _cast(self, parameter: Tensor, dtype: torch.dtype) -> None:
-        """Cast what the optimizer keeps for each element of a parameter; the number of steps is none of these."""
-        own = self.state.get(parameter, {})
-        for key, value in own.items():
-            if key != "step" and isinstance(value, Tensor) and value.shape == parameter.shape:
-                own[key] = value.to(dtype)
+
+def _of_elements(own: dict[str, Any], parameter: Tensor) -> list[str]:
+    """Return the keys of what is kept for each element of a parameter; the number of steps is none of these."""
+    return [
+        key
+        for key, value in own.items()
+        if key != "step"
+        and isinstance(value, Tensor)
+        and (
+            value.shape == parameter.shape
+            or lies_in_blocks(value.dtype, value.shape, parameter.shape)
+        )
+    ]
 
 
 def _batches(parameters: Sequence[Tensor]) -> Iterator[list[Tensor]]:

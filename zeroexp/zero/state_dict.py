@@ -14,10 +14,12 @@ from torch.optim import Optimizer
 
 from zeroexp.comm.collectives import Collectives
 from zeroexp.cut.chunk import Span
+from zeroexp.cut.moment_blocks import bytes_of_elements
 from zeroexp.cut.stage import Placement, Stage
 from zeroexp.interface.buffers import Buffers
 from zeroexp.interface.canonical import WEIGHT, moments_of
 from zeroexp.interface.load_state import LoadTarget
+from zeroexp.interface.moment_codes import lies_in_blocks, shape_in_blocks
 from zeroexp.interface.python_values import PythonValues
 from zeroexp.interface.strategy import CanonicalState, CanonicalTensor, Piece
 from zeroexp.process.world import World
@@ -46,11 +48,8 @@ def canonical_state(
                 entry.update(python.of(name, weight))
             moments = moments_of(optimizer.state.get(weight, {}))
             for key, tensor in {WEIGHT: weight, **moments}.items():
-                elementwise = tensor.shape == weight.shape
-                whole = shape if elementwise else tuple(tensor.shape)
+                whole, piece = _piece_of(tensor, weight, span, shape, holders)
                 canonical = entry.setdefault(key, CanonicalTensor(whole, tensor.dtype, []))
-                given = Piece(0, tensor.detach().reshape(-1)[: None if first else 0])
-                piece = _piece_of(span, tensor, holders) if elementwise else given
                 canonical.pieces.extend([piece] if piece.tensor.numel() else [])
     return state
 
@@ -74,8 +73,18 @@ def _rests_sharded(held: Held, stage: Stage) -> bool:
     return rests is Placement.SHARD
 
 
-def _piece_of(span: Span, tensor: Tensor, holders: World) -> Piece:
-    """Return the piece this rank gives of a span: its even share of what all `holders` hold."""
-    flat = tensor.detach().reshape(-1)
+def _piece_of(
+    tensor: Tensor, weight: Tensor, span: Span, shape: tuple[int, ...], holders: World
+) -> tuple[tuple[int, ...], Piece]:
+    """Return the shape of the whole, and the piece this rank gives: its even share of elements that all `holders` hold.
+
+    Of what is one for the whole parameter, one rank gives all.
+    """
+    flat, whole, start = tensor.detach().reshape(-1), shape, span.start
+    if lies_in_blocks(tensor.dtype, tensor.shape, weight.shape):
+        whole, (start, _) = shape_in_blocks(shape), bytes_of_elements(start, start)
+    elif tensor.shape != weight.shape:
+        is_given = span.start == 0 and holders.rank == 0
+        return tuple(tensor.shape), Piece(0, flat[: None if is_given else 0])
     first, last = (flat.numel() * rank // holders.size for rank in (holders.rank, holders.rank + 1))
-    return Piece(span.start + first, flat[first:last])
+    return whole, Piece(start + first, flat[first:last])
