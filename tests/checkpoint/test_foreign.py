@@ -9,6 +9,7 @@ from __future__ import annotations
 import resource
 import shutil
 import warnings
+from argparse import Namespace
 from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
@@ -151,6 +152,36 @@ def test_deepspeed_is_brought_in_and_goes_on(ranks, tmp_path, engine, model, pre
         loaded, at_end = goes_on(ranks, checkpoint)
         require_same(loaded, saved)
         require_same(at_end, ended, ATOL[engine])
+
+
+@NEEDS_DEEPSPEED[0]
+@NEEDS_DEEPSPEED[1]
+@pytest.mark.parametrize("engine", ["deepspeed_zero2", "deepspeed_zero3"])
+def test_what_deepspeed_makes_universal_is_brought_in(ranks, tmp_path, engine):
+    """By its own script, of which zero3's has neither shapes nor counters in the files of parameters."""
+    from deepspeed.checkpoint import ds_to_universal
+
+    answers = ranks(train_deepspeed, RECIPE, EVERY_ENGINE[engine].make, tmp_path / "theirs")
+    step = tmp_path / "theirs" / f"global_step{SAVED}"
+    to = tmp_path / "universal" / "step"
+    words = {"input_folder": str(step), "output_folder": str(to), "num_extract_workers": 1}
+    words |= {"num_merge_workers": 1, "keep_temp_folder": False, "strict": True}
+    ds_to_universal.main(Namespace(**words, inject_missing_state=True))
+    checkpoint, notes = brought_in(to.parent, tmp_path / "run", config_of())
+    assert notes == []
+    require_same(goes_on(ranks, checkpoint)[0], assembled([saved for saved, _ in answers]))
+
+
+def test_what_we_make_universal_is_what_we_read(alone, tmp_path):
+    first, _ = brought_in(alone / "whole", tmp_path / "run", config_of())
+    export.export_whole(first, tmp_path / "to", "deepspeed")
+    again, notes = brought_in(tmp_path / "to", tmp_path / "again", config_of())
+    assert notes == [] and again.name == first.name
+    assert hashes(again) == hashes(first)
+
+
+def hashes(checkpoint: Path) -> dict[str, list[str]]:
+    return {n: [p.hash for p in t.pieces] for n, t in read_manifest(checkpoint).tensors()}
 
 
 @NEEDS_DEEPSPEED[0]
@@ -303,6 +334,18 @@ def test_what_is_cut_short_is_refused(alone, tmp_path):
         assert not (tmp_path / "run").exists()
 
 
+def test_what_an_older_version_wrote_is_refused(alone, tmp_path):
+    first, _ = brought_in(alone / "whole", tmp_path / "run", config_of())
+    export.export_whole(first, tmp_path / "to", "deepspeed")
+    (counters,) = tmp_path.glob("to/*/zero_pp_rank_0_mp_rank_00_model_states.pt")
+    content = torch.load(counters)
+    torch.save({key: content[key] for key in content.keys() - {"param_shapes"}}, counters)
+    with pytest.raises(
+        ConfigError, match=r"it has no 'param_shapes'.*; save it by a newer version"
+    ):
+        brought_in(tmp_path / "to", tmp_path / "again", config_of())
+
+
 @pytest.mark.parametrize("form", WRITERS)
 def test_a_full_disk_leaves_nothing_behind(alone, tmp_path, form):
     checkpoint, _ = brought_in(alone / "whole", tmp_path / "run", config_of())
@@ -364,7 +407,7 @@ def test_the_command_makes_what_resume_takes(tmp_path, capsys, monkeypatch):
 
     checkpoint = tmp_path / "run" / "checkpoint" / "step-000001"
     for folder, more, problem in (
-        (tmp_path, (), "no checkpoint of dcp, deepspeed; give the folder of one step"),
+        (tmp_path, (), "no checkpoint of dcp, deepspeed, universal; give the folder of one step"),
         (tmp_path / "theirs", ("optimizer.lr=1,2",), "2 runs; give the words of one"),
         (tmp_path / "theirs", ("model=nano",), "model=nano"),
     ):

@@ -5,7 +5,7 @@
     into_checkpoint.py  writes one of ours: its file is mapped, and each format fills in what it reads, in any order
     dcp.py              torch.distributed.checkpoint, as FSDP2 trainers use it: in and out
     deepspeed_zero.py   DeepSpeed's ZeRO-1, ZeRO-2 and ZeRO-3, read without DeepSpeed: in
-    deepspeed_universal.py  its universal form, which any stage and number of ranks reads: out
+    deepspeed_universal.py  its universal form, which any stage and number of ranks reads: in and out
     __main__.py         `zeroexp import`; zeroexp/export.py writes
 
 A format is one file and one row below. What is written is mapped, and at most one tensor is held in memory beside it.
@@ -21,6 +21,10 @@ READERS = {
     "deepspeed": (
         Later("zeroexp.foreign.deepspeed_zero:is_deepspeed"),
         Later("zeroexp.foreign.deepspeed_zero:read_deepspeed"),
+    ),
+    "universal": (
+        Later("zeroexp.foreign.deepspeed_universal:is_universal"),
+        Later("zeroexp.foreign.deepspeed_universal:read_universal"),
     ),
 }
 # Name of a format -> what fills an empty folder from a checkpoint of ours: (folder, config, manifest, tensors)

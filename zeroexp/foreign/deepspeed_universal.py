@@ -11,21 +11,83 @@ It is read with "checkpoint": {"load_universal": true}, and knows neither frozen
 
 from __future__ import annotations
 
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from zeroexp.checkpoint.manifest import CheckpointError, Manifest
 from zeroexp.checkpoint.weights import Weights
 from zeroexp.config.keys import Config
+from zeroexp.foreign.deepspeed_zero import fill_parts, load_mapped, untrained_parts
+from zeroexp.foreign.found import Found, Place
 from zeroexp.foreign.matching import STEP, param_groups
 from zeroexp.interface.canonical import WEIGHT
 from zeroexp.models.module import build_empty
 
 VERSION = "0.19.8"  # of the DeepSpeed whose loader this is for
+LATEST = "latest_universal"
 # Ours -> the name of the file. DeepSpeed's loader asks for Adam's moments alone.
 FILES = {WEIGHT: "fp32", "exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq", STEP: STEP}
+KEYS = {file: key for key, file in FILES.items()}
+
+
+def is_universal(folder: Path) -> bool:
+    return (_folder_of_step(folder) / "zero" / "optimizer_state.pt").is_file()
+
+
+def _folder_of_step(folder: Path) -> Path:
+    latest = folder / LATEST
+    return folder / latest.read_text(encoding="utf-8").strip() if latest.is_file() else folder
+
+
+# -- in ---------------------------------------------------------------------------------------------
+
+
+def read_universal(folder: Path, names: Collection[str]) -> Found:
+    """Raises CheckpointError for files that are missing or unreadable."""
+    folder = _folder_of_step(folder)
+    of_zero3 = [*folder.glob("zero_pp_rank_*_model_states.pt")]
+    first = "zero_pp_rank_0_mp_rank_00" if of_zero3 else "mp_rank_00"
+    model = load_mapped(folder / f"{first}_model_states.pt")
+    shapes = {n: tuple(s) for group in model["param_shapes"] for n, s in group.items()}
+    shapes.update((tied, shapes[n]) for tied, n in model["shared_params"].items() if n in shapes)
+    files = {
+        Place(path.parent.name, KEYS.get(path.stem, path.stem)): path
+        for path in (folder / "zero").glob("*/*.pt")
+    }
+    tensors = {
+        place: _values(path).new_empty(
+            () if place.key == STEP else shapes[place.name], device="meta"
+        )
+        for place, path in files.items()
+    }
+    beside = {
+        Place(n, WEIGHT): p for n, p in untrained_parts(folder, model, shapes, len(of_zero3) or 1)
+    }
+    for place, parts in beside.items():
+        tensors[place] = parts[0].values.new_empty(shapes[place.name], device="meta")
+
+    def fill(targets: Mapping[Place, Tensor]) -> None:
+        fill_parts(beside, {place: targets[place] for place in targets.keys() & beside.keys()})
+        for place in targets.keys() - beside.keys():
+            targets[place].view(-1).copy_(_values(files[place]).view(-1))
+
+    state = load_mapped(folder / "zero" / "optimizer_state.pt")
+    of_first = state.get("optimizer_state_dict", {}).get("state", {}).get(0, {})
+    counted = int(of_first.get(STEP, model["global_steps"]))
+    has_steps = any(place.key == STEP for place in files)
+    return Found(folder, tensors, fill, step=None if has_steps else counted)
+
+
+def _values(path: Path) -> Tensor:
+    content: Any = load_mapped(path)
+    return torch.as_tensor(content["param"] if isinstance(content, dict) else content)
+
+
+# -- out --------------------------------------------------------------------------------------------
 
 
 def write_universal(folder: Path, config: Config, manifest: Manifest, weights: Weights) -> None:
@@ -36,7 +98,7 @@ def write_universal(folder: Path, config: Config, manifest: Manifest, weights: W
             problem = f"{name} has no moments of Adam, as frozen ones and buffers have none"
             raise CheckpointError(f"--format=deepspeed: {problem}; use --format dcp")
     step_folder = folder / f"global_step{manifest.step}_universal"
-    (folder / "latest_universal").write_text(step_folder.name, encoding="utf-8")
+    (folder / LATEST).write_text(step_folder.name, encoding="utf-8")
     for name in manifest.state:
         of_parameter = step_folder / "zero" / name
         of_parameter.mkdir(parents=True)
@@ -55,7 +117,8 @@ def _save_counters(folder: Path, groups: list[dict[str, Any]], manifest: Manifes
     optimizer = {"ds_version": VERSION, "param_groups": groups, "optimizer_state_dict": of_zero3}
     _save(optimizer, folder / "zero" / "optimizer_state.pt")
     counters = {
-        "module": {},
+        **{"module": {}, "buffer_names": [], "shared_params": {}},
+        "param_shapes": [{name: entry[WEIGHT].shape for name, entry in manifest.state.items()}],
         "lr_scheduler": None,
         "global_steps": manifest.step,
         "global_samples": manifest.samples_seen,

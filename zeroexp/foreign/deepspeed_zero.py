@@ -51,19 +51,19 @@ def is_deepspeed(folder: Path) -> bool:
 def read_deepspeed(folder: Path, names: Collection[str]) -> Found:
     """Raises CheckpointError for files that are missing, unreadable, or of a part of a model."""
     folder = _folder_of_step(folder)
-    ranks = [_load(path) for path in _files_by_rank(folder)]
+    ranks = [load_mapped(path) for path in _files_by_rank(folder)]
     states = [each["optimizer_state_dict"] for each in ranks]
     is_zero3 = "fp32_flat_groups" in states[0]
     first = "zero_pp_rank_0_mp_rank_00" if is_zero3 else "mp_rank_00"
-    model = _load(folder / f"{first}_model_states.pt")
+    model = load_mapped(folder / f"{first}_model_states.pt")
     count = states[0]["partition_count"]
     if len(ranks) != (max(count) if isinstance(count, list) else count):
         problem = f"{len(ranks)} files of optimizer states, of {count} ranks"
         raise CheckpointError(f"{folder}: {problem}; copy what is missing")
     shapes: Shapes = {n: tuple(s) for group in model["param_shapes"] for n, s in group.items()}
     parts = _parts_of_zero3(states, shapes) if is_zero3 else _parts_of_groups(states)
-    for name, cut in _untrained(folder, model, shapes, len(ranks) if is_zero3 else 1):
-        parts[Place(name, WEIGHT)] = [*_cut_evenly(cut, prod(shapes[name]))]
+    for name, cut in untrained_parts(folder, model, shapes, len(ranks) if is_zero3 else 1):
+        parts[Place(name, WEIGHT)] = cut
     _require_whole(folder, parts, shapes)
     tensors = {
         place: torch.empty(
@@ -73,7 +73,7 @@ def read_deepspeed(folder: Path, names: Collection[str]) -> Found:
         )
         for place, own in parts.items()
     }
-    return Found(folder, tensors, partial(_fill, parts), step=None)
+    return Found(folder, tensors, partial(fill_parts, parts), step=None)
 
 
 def _folder_of_step(folder: Path) -> Path:
@@ -92,9 +92,9 @@ def _files_by_rank(folder: Path) -> list[Path]:
     return [files[rank] for rank in sorted(files)]
 
 
-def _untrained(
+def untrained_parts(
     folder: Path, model: dict[str, Any], shapes: Shapes, num_ranks: int
-) -> Iterator[tuple[str, list[Tensor]]]:
+) -> Iterator[tuple[str, list[Part]]]:
     """Yield the parts of each buffer and frozen parameter, and add their shapes.
 
     zero1 and zero2 have them whole beside the trained ones, which are rounded there. zero3 cuts the frozen ones.
@@ -104,13 +104,13 @@ def _untrained(
     for name, values in model["module"].items():
         if name in buffers or (num_ranks == 1 and name not in trained_or_tied):
             shapes[name] = tuple(values.shape)
-            yield name, [values]
+            yield name, [Part(0, values.reshape(-1))]
     if num_ranks > 1 and cut:
         files = [f"zero_pp_rank_{rank}_mp_rank_00_model_states.pt" for rank in range(num_ranks)]
-        fragments = [_load(folder / file)["frozen_param_fragments"] for file in files]
+        fragments = [load_mapped(folder / file)["frozen_param_fragments"] for file in files]
         for name, shape in cut.items():
             shapes[name] = tuple(shape)
-            yield name, [of_rank[name] for of_rank in fragments]
+            yield name, [*_cut_evenly([of_rank[name] for of_rank in fragments], prod(shape))]
 
 
 # -- where what lies --------------------------------------------------------------------------------
@@ -186,7 +186,7 @@ def _require_whole(folder: Path, parts: Parts, shapes: Shapes) -> None:
             raise CheckpointError(f"{folder}: holds {problem}; copy what is missing")
 
 
-def _fill(parts: Parts, targets: Mapping[Place, Tensor]) -> None:
+def fill_parts(parts: Parts, targets: Mapping[Place, Tensor]) -> None:
     for place, target in targets.items():
         for part in parts[place]:
             target.view(-1)[part.start : part.start + part.values.numel()].copy_(part.values)
@@ -202,7 +202,7 @@ class Opaque:
         return object.__new__(cls)
 
 
-def _load(path: Path) -> dict[str, Any]:
+def load_mapped(path: Path) -> dict[str, Any]:
     """Return the content with its tensors mapped. Raises CheckpointError."""
     try:
         theirs = [n for n in get_unsafe_globals_in_checkpoint(path) if n.startswith("deepspeed.")]

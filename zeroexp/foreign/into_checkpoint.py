@@ -49,7 +49,11 @@ def import_checkpoint(
     step are another, ConfigError where `target` can not be written. After an error nothing is left behind.
     """
     names = names_of(build_empty(config.model, {}).module)
-    found = read(folder, {name for all_names in names.values() for name in all_names})
+    try:
+        found = read(folder, {name for all_names in names.values() for name in all_names})
+    except KeyError as error:
+        problem = f"it has no {error}, which its format has had for long"
+        raise CheckpointError(f"{folder}: {problem}; save it by a newer version") from error
     shapes = {place.name: tensor.shape for place, tensor in found.tensors.items()}
     built = build_empty(config.model, shapes)
     matched = match(found, built, config)

@@ -103,7 +103,7 @@ def _match_moments(
     matched: dict[Place, Place] = {}
     for name, keeps in moments_kept(config, built).items():
         places = [place for each in names[name] for place in by_name.get(each, ())]
-        there = {place.key: place for place in places if place.key != WEIGHT}
+        there = {place.key: place for place in reversed(places) if place.key != WEIGHT}
         if not there:
             continue
         if there.keys() | {STEP} != keeps | {STEP}:
