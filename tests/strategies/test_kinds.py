@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from tests.composing import composed
+from tests.engines import FLOAT32_ROUNDING
 from tests.models_for_tests import MODELS
 from tests.oracle import (
     Recipe,
@@ -170,6 +171,15 @@ def test_engines_of_torch(ranks, stage) -> None:
     answers = ranks(train_on_ranks, recipe, configured(stage, "torch"))
     rules = Rules("microbatch", added_in_master=True) if stage == "zero3" else Rules()
     assert_same(outcome_of(answers), train_oracle(recipe, rules))
+
+
+def test_a_fused_row_of_sgd_under_fsdp2_is_stepped_by_the_plain_one(ranks) -> None:
+    """torch has none for its shards, and `optimizer.fused` is true unless somebody says otherwise."""
+    kinds = json.dumps({"embeddings": ELEMENTWISE["embeddings"]})
+    recipe = replace(RECIPE, kinds=kinds, model="llama", fused=True)
+    answers = ranks(train_on_ranks, recipe, configured("zero3", "torch"))
+    oracle = train_oracle(recipe, Rules("microbatch", added_in_master=True))
+    assert_same(outcome_of(answers), oracle, atol=FLOAT32_ROUNDING)
 
 
 @pytest.mark.parametrize(

@@ -154,7 +154,11 @@ def check_betas(config: Config) -> Iterator[Refusal]:
 def check_momentum(config: Config) -> Iterator[Refusal]:
     """Require what Muon orthogonalizes: without momentum it is no Muon, and a momentum of 1 never moves."""
     if config.optimizer.name == "muon" and not 0 < config.optimizer.momentum < 1:
-        yield "optimizer.momentum", "Muon needs one between 0 and 1", "use optimizer=muon (0.95)"
+        yield (
+            "optimizer.momentum",
+            "Muon needs one between 0 and 1",
+            "use 0.95, as optimizer=muon does",
+        )
 
 
 def check_kinds(config: Config) -> Iterator[Refusal]:
@@ -190,7 +194,8 @@ def _check_row(config: Config, row: str, own: dict[str, Any]) -> Iterator[Refusa
     chosen = replace(config, optimizer=rows_of(config.optimizer)[row])
     for rule in (check_betas, check_momentum):
         for key, problem, remedy in rule(chosen):
-            yield f"optimizer.kinds.{row}: {key}={value_of(chosen, key)}", problem, remedy
+            in_row = f"optimizer.kinds.{row}.{key.removeprefix('optimizer.')}"
+            yield f"{in_row}={value_of(chosen, key)}", problem, remedy
 
 
 def _wrong_in_row(key: str, value: Any, kind: OptimizerKind) -> Iterator[tuple[str, str]]:

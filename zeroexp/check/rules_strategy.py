@@ -96,9 +96,6 @@ def check_fsdp2(config: Config) -> Iterator[Refusal]:
         problem = f"ends in SIGABRT where ranks skip different experts of model.family={family}"
         remedy = "use buffer, or model=mixtral_tiny, whose experts always have a gradient"
         yield "strategy.implementation", f"FSDP2 {problem}", remedy
-    if any(own.name == "sgd" and own.fused for own in rows_of(config.optimizer).values()):
-        problem = "torch has no fused SGD for FSDP2's shards"
-        yield "optimizer.fused", problem, "use optimizer.fused=false"
 
 
 def check_whole_matrices(config: Config) -> Iterator[Refusal]:

@@ -29,6 +29,8 @@ HINTS = {
     "": "zeroexp/config/keys.py tells its type",
 }
 
+_KEY_OF_TABLE = re.compile(r"""(?<=[{,])\s*(['"]?)([^'"{}:,]+)\1\s*:""")  # as 'a.*': in {'a.*':1}
+
 
 def explain(error: Exception) -> str:
     """Return the line for the user, without the passwords of any address in it."""
@@ -48,7 +50,11 @@ def _explain(error: Exception) -> str:
         if "LexerNoViableAlt" in reason:
             reason = "a character in it has a meaning of its own for Hydra"
             return f"{error.override}: {reason}; put the value in quotes: 'key=\"value\"'"
-        return f"{error.override}: {reason}; write key=value, lists as key=[1,2]"
+        spelled = _KEY_OF_TABLE.sub(_without_quotes, word := str(error.override))
+        if spelled != word:
+            reason = "Hydra takes no quotes around a key, and brackets behind a backslash alone"
+            return f"{word}: {reason}; use '{spelled}'"
+        return f"{word}: {reason}; write key=value, lists as key=[1,2]"
     text = str(error)
     # Our own text must not be parsed as Hydra's.
     if isinstance(error, ConfigError):
@@ -58,6 +64,10 @@ def _explain(error: Exception) -> str:
     if match := re.search(r"full_key: (\S+)", f"{text}\n{error.__cause__}"):
         return _wrong_value(match[1], text, error.__cause__ or error)
     return "; ".join(line.strip() for line in text.splitlines() if line.strip())
+
+
+def _without_quotes(key: re.Match[str]) -> str:
+    return re.sub(r"(?<!\\)([\[\]])", r"\\\1", key[2]) + ":"
 
 
 def _unknown_option(error: MissingConfigException) -> str:

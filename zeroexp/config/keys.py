@@ -188,7 +188,7 @@ class OptimizerConfig:
     moments: str | None = choice_or_null("bfloat16", "int8")
     weight_decay: float = number(0.1, least=0)  # per unit of the learning rate
     decay_norms_and_biases: bool = False  # False: they form a second parameter group without decay
-    fused: bool = True
+    fused: bool = True  # but for SGD under torch's FSDP2, for which torch has none
     max_grad_norm: float | None = number(1.0, above=0)  # None = no clipping
     schedule: str = choice("constant", "cosine", "linear")  # after warm-up
     # steps of linear learning-rate warm-up

@@ -198,12 +198,15 @@ def _adamw(groups: Iterable[Any], config: OptimizerConfig) -> torch.optim.Optimi
 def _sgd(groups: Iterable[Any], config: OptimizerConfig) -> torch.optim.Optimizer:
     import torch
 
+    groups = list(groups)
+    tensors = [each["params"] if isinstance(each, dict) else [each] for each in groups]
     return torch.optim.SGD(
         groups,
         lr=config.lr,
         momentum=config.momentum,
         weight_decay=config.weight_decay,
-        fused=config.fused,
+        # torch has no fused SGD for the shards of FSDP2, which are DTensors
+        fused=config.fused and not any(hasattr(p, "placements") for each in tensors for p in each),
     )
 
 
