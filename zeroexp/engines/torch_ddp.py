@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from zeroexp.config.keys import ConfigError
 from zeroexp.interface.buffers import Buffers
 from zeroexp.interface.canonical import (
     WEIGHT,
@@ -59,6 +60,7 @@ class TorchDDP:
     ):
         self._world = world
         self._max_grad_norm = max_grad_norm
+        self._must_use_all = world.size > 1 and not may_skip_parameters
         self._as_views = gradient_as_bucket_view
         self._grads_in_buckets = False
         if values is None and not world.is_fake:  # torch can not convert modules of fake tensors
@@ -115,6 +117,13 @@ class TorchDDP:
     def step(self, *, drain: bool = False) -> Tensor:
         # Nothing is left in flight: the reducer already waits in backward, and the optimizer waits for its broadcasts.
         gradients = [p.grad for p in self._trainable if p.grad is not None]
+        if self._must_use_all and len(gradients) < len(self._trainable):
+            unused = [n for n, p in self._named.items() if p.requires_grad and p.grad is None]
+            raise ConfigError(
+                f"strategy.implementation=torch: {len(unused)} parameters got no gradient (the first is {unused[0]}), "
+                f"so that DDP did not reduce all others; use buffer, model.freeze=[{unused[0]}], or skips_modules=True "
+                "where a plugin adds the family"
+            )
         norm = torch.stack([_norm(gradient) for gradient in gradients]).norm()
         if self._max_grad_norm is not None:
             nn.utils.clip_grads_with_norm_(self._trainable, self._max_grad_norm, norm)
