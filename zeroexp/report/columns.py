@@ -103,13 +103,13 @@ def all_columns(points: Sequence[Point], conclusions: Conclusions | None = None)
         _number(k, attrgetter(path), *looks) for k, path, *looks in NUMBERS
     )
     mfu = _number("mfu", lambda s: utilisation(s, peaks), "MFU", "%", ".1f", 100, "times")
-    peak, predicted, *plan = _plan_columns()
-    *memory, sent, wire, link, bus = map(_spread, SPREADS)
+    planned, predicted, *plan = _plan_columns()
+    *memory, build, host, host_peak, sent, wire, link, bus = map(_spread, SPREADS)
     return [
         *[POINT, *point_columns(points), loss, _if_any(validation), _if_any(accuracy)],
         *[replace(step, doubt=why_doubtful), *times, _if_any(mfu)],
-        *[*chain(*memory), _if_any(peak), _if_any(predicted), *plan],
-        *[*sent, *wire, *link, *bus],
+        *[*chain(*memory), _if_any(planned), *build, *host, *host_peak],
+        *[_if_any(predicted), *plan, *sent, *wire, *link, *bus],
         *(_conclusion_columns(conclusions) if conclusions else []),
         *_columns_for_programs(points, peaks),
         STATUS,

@@ -35,6 +35,7 @@ COLUMNS = (
     "metrics.`memory/grads_mib`",
     "metrics.`memory/optim_mib`",
     "metrics.`memory/total_mib`",
+    "metrics.`plan_peak_mib`",
     "metrics.`traffic/sent_mib_per_step`",
     "tags.`status`",
 )
