@@ -123,12 +123,6 @@ def test_lines_of_scaling_have_an_ideal(text: str, tmp_path: Path) -> None:
     assert "scaling" not in charts(alone) and "sweep world_size=1,2,4" in alone
 
 
-def test_the_frontier_holds_what_no_point_beats(text: str) -> None:
-    # One rank is slower and holds as much; of two ranks a later stage is slower and holds less.
-    words = charts(text)["pareto"]["caption"]
-    assert words.endswith("No point beats these in both: ddp-n2, zero2-n2, zero3-n2.")
-
-
 def test_intervals_of_the_verdicts_are_drawn(tmp_path: Path) -> None:
     repeats(tmp_path, {"ddp": [1.0, 1.01, 1.02], "zero3": [0.5, 0.5, 0.5]})
     text = page.render(points(tmp_path))

@@ -41,9 +41,6 @@ MARKERS = {
     **{"triangle-right": ">", "cross": "P", "star": "*", "x": "x", "hexagon": "h", "line-ns": "|"},
 }
 DASHES = {"solid": "-", "dash": "--", "dot": ":", "dashdot": "-.", "longdash": (0, (8, 3))}
-# plotly's words for where a name stands beside its dot
-SIDES = {"left": "right", "center": "center", "right": "left"}
-OFFSETS = {"left": -8, "center": 0, "right": 8, "top": 10, "middle": 0, "bottom": -10}
 SMALL = 20  # below this length of the longest row, sums have decimals
 NARROWEST = 0.03  # a part narrower than this fraction of the longest bar shows no number
 
@@ -146,27 +143,17 @@ def _draw_marks(axes: Axes, trace: Trace, rows: Sequence[str]) -> None:
     label = trace["name"]
     if "lines" in mode:
         dash: Any = DASHES.get(line.get("dash", "solid"), "-")
-        step = "steps-post" if line.get("shape") == "hv" else "default"
-        width = line.get("width", 1.5)
-        axes.plot(across, up, color=colour, ls=dash, lw=width, drawstyle=step, label=label)
+        axes.plot(across, up, color=colour, ls=dash, lw=line.get("width", 1.5), label=label)
         label = None
     if "markers" in mode:
         symbol = marker.get("symbol", "circle")
-        symbols = symbol if isinstance(symbol, list) else [symbol] * len(across)
-        for x, y, each in zip(across, up, symbols, strict=True):
-            fill = "none" if each.endswith("-open") else colour
-            look = {"markerfacecolor": fill, "markeredgecolor": colour, "ms": marker.get("size", 6)}
-            axes.plot(x, y, MARKERS[each.removesuffix("-open")], color=colour, label=label, **look)
-            label = None
+        fill = "none" if symbol.endswith("-open") else colour
+        look = {"markerfacecolor": fill, "markeredgecolor": colour, "ms": marker.get("size", 6)}
+        shape = MARKERS[symbol.removesuffix("-open")]
+        axes.plot(across, up, shape, color=colour, label=label, **look)
     if "error_x" in trace:
         ends = [trace["error_x"]["arrayminus"], trace["error_x"]["array"]]
         axes.errorbar(across, up, xerr=ends, fmt="none", ecolor=colour, capsize=3, lw=1.5)
-    if "text" in mode:
-        for x, y, text, place in zip(across, up, trace["text"], trace["textposition"], strict=True):
-            above, side = place.split()
-            look: Any = {"ha": SIDES[side], "va": "center", "fontsize": "x-small"}
-            shift = (OFFSETS[side], OFFSETS[above])
-            axes.annotate(text, (x, y), shift, textcoords="offset points", **look)
 
 
 def _ink(colour: str | None) -> str:

@@ -31,7 +31,6 @@ from zeroexp.report.page.html_tables import (
     results_table,
 )
 from zeroexp.report.page.losses import loss_chart
-from zeroexp.report.page.pareto import pareto_chart
 from zeroexp.report.page.step_timeline import timeline_charts
 from zeroexp.report.page.time_charts import (
     exposed_chart,
@@ -49,7 +48,6 @@ CHARTS: list[Callable[[Sequence[Point]], Chart]] = [
     causes_chart,
     step_time_chart,
     exposed_chart,
-    pareto_chart,
     scaling_chart,
     traffic_chart,
     loss_chart,
