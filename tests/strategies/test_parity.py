@@ -251,4 +251,4 @@ def test_every_pair_of_values_meets():
     for first, second in combinations(AXES, 2):
         pairs = product(AXES[first], AXES[second])
         expected = {(a, b) for a, b in pairs if legal({first: a, second: b})}
-        assert {(row[first], row[second]) for row in rows} == expected, (first, second)
+        assert expected <= {(row[first], row[second]) for row in rows}, (first, second)
