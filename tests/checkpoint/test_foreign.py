@@ -28,11 +28,13 @@ from zeroexp import export
 from zeroexp.checkpoint.manifest import read_manifest
 from zeroexp.checkpoint.resume import resolve_resume
 from zeroexp.checkpoint.save import Saver
+from zeroexp.checkpoint.weights import Weights
 from zeroexp.config.keys import Config, ConfigError, ModelConfig, resolve
 from zeroexp.foreign import READERS, WRITERS
 from zeroexp.foreign.__main__ import main
 from zeroexp.foreign.deepspeed_zero import read_deepspeed
 from zeroexp.foreign.into_checkpoint import import_checkpoint
+from zeroexp.interface.moment_codes import to_step
 from zeroexp.interface.strategy import CanonicalState
 from zeroexp.measure.memory import AllocationMeter, count_cpu_allocations
 from zeroexp.models.module import build_model
@@ -95,6 +97,33 @@ def test_fsdp2_takes_ours_and_goes_on(ranks, tmp_path, form):
     export.export_whole(checkpoint, tmp_path / "to", "dcp")
     (ended,), _ = ranks(call_fsdp2, {"load": tmp_path / "to", "form": form})
     require_same(assembled(states), ended)
+
+
+def test_moments_in_8_bits_leave_as_what_they_stand_for(ranks, tmp_path):
+    states = assembled(ranks(train_in_8_bits, tmp_path))
+    checkpoint = export.choose_checkpoint(tmp_path)
+    manifest = read_manifest(checkpoint)
+    weights = Weights(checkpoint, manifest)
+    in_blocks = 0
+    for name, own in states.items():
+        for key, rests in own.items():
+            of_elements = key in ("exp_avg", "exp_avg_sq")
+            expected = to_step(rests, own["weight"]) if of_elements else rests
+            found, empty = weights.read(name, key), weights.empty(name, key)
+            assert (empty.shape, empty.dtype) == (found.shape, found.dtype)
+            assert found.dtype == torch.float32 and torch.equal(found, expected), f"{name}.{key}"
+            in_blocks += rests.dtype is torch.int8
+    assert in_blocks
+
+
+def train_in_8_bits(world: World, run: Path) -> CanonicalState:
+    recipe = Recipe("large", moments="int8")
+    strategy = build_on_rank(world, recipe, ZERO3)
+    run_steps(strategy, world, recipe, range(1))
+    saver = Saver(run, strategy, config_of(), world)
+    saver.save_now(1)
+    saver.close()
+    return pieces_of(strategy)
 
 
 def call_fsdp2(world: World, words: dict[str, Any]) -> list[State]:
