@@ -322,20 +322,21 @@ class Sweep:
 
         It is the same for every repeat.
         """
-        limit, begun = config.cluster.rehearse_s, time.monotonic()
-        left = limit - self._rehearsal_seconds
-        if config.study.plan_must_hold:
-            left = config.cluster.timeout_s
+        limit, must_hold = config.cluster.rehearse_s, config.study.plan_must_hold
+        if not limit and not must_hold:
+            return
+        begun = time.monotonic()
+        left = config.cluster.timeout_s if must_hold else limit - self._rehearsal_seconds
         key = repr(config)
-        if limit and key not in self._rehearsed:
+        if key not in self._rehearsed:
             if left > 0 and cluster.rehearse(job, left):
                 summary = read_summary(job.folder) or summary
             else:
-                summary = replace(summary, not_rehearsed=f"cluster.rehearse_s={limit} was over")
+                reason = f"its rehearsal did not end within cluster.rehearse_s={limit} of the sweep"
+                summary = replace(summary, not_rehearsed=reason)
             self._rehearsed[key] = (summary.rehearsed, summary.not_rehearsed)
-        if limit:
-            rehearsed, reason = self._rehearsed[key]
-            write_summary(job.folder, replace(summary, rehearsed=rehearsed, not_rehearsed=reason))
+        rehearsed, reason = self._rehearsed[key]
+        write_summary(job.folder, replace(summary, rehearsed=rehearsed, not_rehearsed=reason))
         self._rehearsal_seconds += time.monotonic() - begun
 
     def _cluster(self, config: ClusterConfig) -> LocalCluster:

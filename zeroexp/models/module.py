@@ -18,7 +18,7 @@ from zeroexp.models.freezing import freeze
 from zeroexp.models.lora import add_adapters
 from zeroexp.models.tied_rows import keep_rows_apart
 
-MANY = 1 << 20  # words, more than any token's id, for a model on meta whose vocabulary nobody knows
+MANY_WORDS = 1 << 20  # more than any token's id, for a model on meta whose vocabulary nobody knows
 
 
 @dataclass(frozen=True)
@@ -92,11 +92,13 @@ def build_empty(config: ModelConfig, shapes: Mapping[str, Sequence[int]]) -> Bui
     """Build the model on meta; if the config sets no vocabulary size, the embedding's shape in `shapes` does."""
     config = replace(config, weights=None)
     open_ended = vocabulary(config) is None
-    built = build_model(config, seed=0, device="meta", vocab_size=MANY if open_ended else None)
+    built = build_model(
+        config, seed=0, device="meta", vocab_size=MANY_WORDS if open_ended else None
+    )
     if open_ended and hasattr(built.module, "get_input_embeddings"):
         words = built.module.get_input_embeddings().weight  # pyright: ignore[reportCallIssue, reportAttributeAccessIssue]
         (name,) = (name for name, p in built.module.named_parameters() if p is words)
-        num_words = shapes[name][0] if name in shapes else MANY
+        num_words = shapes[name][0] if name in shapes else MANY_WORDS
         built = build_model(config, seed=0, device="meta", vocab_size=num_words)
     return built
 
