@@ -197,10 +197,13 @@ def test_a_rehearsal_stands_beside_what_each_point_has_measured(matrix):
     folder, done = matrix
     table = done.stdout.splitlines()
     assert "planned" in table[0]
-    found = {name: read_summary(job.folder) for name, job in jobs(folder).items()}
-    for name, summary in ((name, each) for name, each in found.items() if each):
-        assert summary.memory.peak and summary.not_rehearsed is None, name
-        assert abs(summary.memory.peak.fullest - summary.rehearsed["peak"]) < 100_000, name
+    for name, job in jobs(folder).items():
+        if summary := read_summary(job.folder):
+            assert summary.memory.peak and summary.not_rehearsed is None, name
+            above = summary.memory.peak.fullest - summary.rehearsed["peak"]
+            assert above > -100_000, name
+            # A thread of gloo ends FSDP2's gathers: that of another unit may still live, or not.
+            assert above < 100_000 or job.config.strategy.implementation == "torch", name
 
 
 def test_points_of_a_sweep_train_alike_at_every_world_size(matrix):
