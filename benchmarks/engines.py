@@ -63,7 +63,6 @@ class Engine:
     stage: str
     settings: dict[str, Any] | None = None  # of StrategyConfig; None: built by `build`
     build: Build = build_strategy
-    tied_rows: bool = False  # ModelConfig.tied_rows
     # Bytes a rank must send in a step in units of parameter bytes x (N-1)/N. None: our collectives count them.
     theory: float | None = None
 
@@ -124,8 +123,6 @@ ENGINES: dict[str, Engine] = {
     "zero3_buffer_keep_all": Engine(
         "zero3", {"implementation": "buffer", "keep": "all", "prefetch": 2}
     ),
-    "zero3_buffer_tied_rows": Engine("zero3", {"implementation": "buffer"}, tied_rows=True),
-    "fsdp2_tied_rows": Engine("zero3", {"implementation": "torch"}, tied_rows=True, theory=3),
     "zero1_buffer_sockets": Engine("zero1", {"implementation": "buffer"}, build=_over_sockets),
     "zero2_buffer_sockets": Engine("zero2", {"implementation": "buffer"}, build=_over_sockets),
     "zero3_buffer_sockets": Engine("zero3", {"implementation": "buffer"}, build=_over_sockets),
@@ -147,9 +144,8 @@ VARIANTS = {
 }
 ENGINES |= VARIANTS
 
-# Compared where a comparison names them: what is kept from forward to backward pays on slow links alone, and the
-# model's setting where a tied embedding is large.
-ON_REQUEST = ("zero3_buffer_keep_all", "zero3_buffer_tied_rows", "fsdp2_tied_rows", *VARIANTS)
+# Compared where a comparison names them: what is kept from forward to backward pays on slow links alone.
+ON_REQUEST = ("zero3_buffer_keep_all", *VARIANTS)
 
 
 def engines_for(world_size: int) -> list[str]:
@@ -173,7 +169,6 @@ def build_engine(
 ) -> Timed:
     """The engine around a fresh model on the world's device; `compiled`: torch.compile of each block's forward."""
     engine = ENGINES[name]
-    model = replace(model, tied_rows=engine.tied_rows)
     config = _config(engine, model, precision, clip)
     built = build_model(model, seed=0, device=world.device)
     if compiled:

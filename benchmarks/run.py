@@ -51,7 +51,6 @@ class Comparison:
 
 OURS = ("zero1_buffer", "zero2_buffer", "zero3_buffer")
 OVER_SOCKETS = tuple(f"{engine}_sockets" for engine in OURS)
-TIED_ROWS = ("zero3_buffer_tied_rows", "fsdp2_tied_rows")
 TORCH = ("zero_redundancy", "fsdp2_no_reshard", "fsdp2")
 PEERS = (*TORCH, "deepspeed2", "deepspeed3")
 ON_SLOW_LINKS = (*PEERS, *OURS, "zero3_buffer_keep_all")
@@ -63,7 +62,7 @@ COMPARISONS = [
         "smollm2_135m",
         num_steps=3,
         num_rounds=3,
-        engines=(*TORCH, *OURS, *OVER_SOCKETS, *TIED_ROWS),
+        engines=(*TORCH, *OURS, *OVER_SOCKETS),
     ),
     # Long turns: the link lies idle once in each, until there is a first gradient to send.
     Comparison(

@@ -93,7 +93,6 @@ TARGETS = [
     Target("zero2_buffer", "zero_redundancy", PEAK, {"small": 0.78, "135m": 0.74}),
     Target("zero2_buffer", "fsdp2_no_reshard", PEAK, {"small": 0.90, "135m": 0.87}),
     Target("zero3_buffer", "fsdp2", PEAK, {"small": 0.92, "135m": 0.98}),
-    Target("zero3_buffer_tied_rows", "fsdp2_tied_rows", PEAK, {"135m": 0.98}),
     Target("zero3_buffer", "ddp", PEAK, {"small": 0.58, "135m": 0.51}),
     Target("zero2_buffer", "deepspeed2", PEAK, {"small": 0.74, "135m": 0.72}),
     Target("zero3_buffer", "deepspeed3", PEAK, {"small": 0.60, "135m": 0.57}),

@@ -2,8 +2,6 @@
 
 toy        tied embedding and head; odd sizes; dimensions smaller than the world; norms and biases (a second
            parameter group); frozen parameters; a parameter that nobody uses
-words      toy with more words than a microbatch has tokens
-rows_apart words with the embedding's rows kept apart from the head's gradient (zeroexp/models/tied_rows.py)
 reused     toy with one block that runs twice in every forward
 dropout    toy that computes by its random state
 large      toy with matrices of 4,400 and 5,200 elements: of many blocks of 8-bit moments, the last not full
@@ -26,10 +24,8 @@ from zeroexp.config.keys import ModelConfig
 from zeroexp.models.loss import IGNORED
 from zeroexp.models.module import BuiltModel, build_model
 from zeroexp.models.moe import allow_experts
-from zeroexp.models.tied_rows import keep_rows_apart
 
 VOCABULARY = 11
-MANY_WORDS = 37  # more than a microbatch has tokens
 WIDTH = 5
 SAMPLES, SEQ_LEN = 2, 6  # of one microbatch
 
@@ -54,22 +50,21 @@ class Toy(nn.Module):
         depth: int = 3,
         order: tuple[int, ...] = (0, 1, 2),
         dropout: float = 0.0,
-        vocabulary: int = VOCABULARY,
         width: int = WIDTH,
         inner: int = 7,
     ) -> None:
         super().__init__()
-        self.embedding = nn.Embedding(vocabulary, width)
+        self.embedding = nn.Embedding(VOCABULARY, width)
         self.blocks = nn.ModuleList(ToyBlock(width, inner) for _ in range(depth))
         self.unused = nn.Parameter(torch.ones(3))
         self.norm = nn.LayerNorm(width)
-        self.head = nn.Linear(width, vocabulary, bias=False)
+        self.head = nn.Linear(width, VOCABULARY, bias=False)
         self.head.weight = self.embedding.weight
         self.order = order
         self.dropout = nn.Dropout(dropout)
 
     def forward(self, input_ids: Tensor) -> Tensor:
-        """[batch, seq] int64 -> logits [batch, seq, vocabulary]."""
+        """[batch, seq] int64 -> logits [batch, seq, VOCABULARY]."""
         x = self.embedding(input_ids)
         x = x + x.cumsum(1) / SEQ_LEN
         for index in self.order:
@@ -119,12 +114,6 @@ def _frozen_norm() -> BuiltModel:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(1)
         return BuiltModel(FrozenNorm(), ["blocks.0", "blocks.1", "blocks.2"])
-
-
-def _rows_apart() -> BuiltModel:
-    built = _toy((0, 1, 2), vocabulary=MANY_WORDS)
-    assert keep_rows_apart(built.module) == 1
-    return built
 
 
 def _configured(family: str, **settings: int | bool) -> BuiltModel:
@@ -199,9 +188,7 @@ def _skip_by_turns(model: nn.Module, step: int, microbatch: int, rank: int) -> N
 
 MODELS: dict[str, TestModel] = {
     "toy": TestModel(partial(_toy, (0, 1, 2)), skips=True),
-    "words": TestModel(partial(_toy, (0, 1, 2), vocabulary=MANY_WORDS), skips=True),
     "large": TestModel(partial(_toy, (0, 1, 2), width=400, inner=13), skips=True),
-    "rows_apart": TestModel(_rows_apart, skips=True),
     "reused": TestModel(partial(_toy, (0, 1, 0, 2)), skips=True),
     "dropout": TestModel(partial(_toy, (0, 1, 2), dropout=0.5), skips=True),
     "frozen_norm": TestModel(_frozen_norm, skips=True),

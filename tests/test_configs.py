@@ -160,6 +160,18 @@ def test_a_config_that_is_cut_anywhere_is_refused_and_one_of_an_older_version_re
                 read(path)
 
 
+def test_a_key_that_is_gone_is_read_in_files_of_runs_and_unknown_on_a_line(tmp_path):
+    path = write_run(tmp_path / "run") / "config.yaml"
+    config, read = load(path), read_run(path.parent).config
+    text = path.read_text(encoding="utf-8").replace(
+        "\n  freeze:", "\n  tied_rows: false\n  freeze:"
+    )
+    path.write_text(text, encoding="utf-8")
+    assert "tied_rows" in text and load(path) == config and read_run(path.parent).config == read
+    with pytest.raises(ConfigError, match="unknown key"):
+        composed("+model.tied_rows=true")
+
+
 def test_unknown_key_in_a_run_config_is_refused():
     values = asdict(Config())
     values["train"]["stepz"] = 3

@@ -28,11 +28,12 @@ from zeroexp.process.content_hash import hash_of
 TINY = ("model=tiny", "train.steps=100")
 
 
-def write(run: Path, step: int, config: Config, **changes: object) -> Path:
+def write(run: Path, step: int, config: Config, /, **changes: object) -> Path:
     folder = run / "checkpoint" / f"step-{step:06d}"
     folder.mkdir(parents=True)
     state = {n: {k: _zeros(t) for k, t in entry.items()} for n, entry in MADE.state.items()}
-    manifest = replace(MADE, config=asdict(config), step=step, state=state, **changes)
+    changes = {"config": asdict(config), **changes}
+    manifest = replace(MADE, step=step, state=state, **changes)
     assert isinstance(manifest, Manifest)
     (folder / MANIFEST).write_bytes(to_json(manifest))
     for file, num_bytes in manifest.file_bytes().items():
@@ -204,6 +205,14 @@ def test_what_a_new_run_may_choose(tmp_path):
     words += ["optimizer.lr=1", "optimizer.schedule=cosine", "data.micro_batch_size=2"]
     path = write(tmp_path / "run", 20, config_for(tmp_path, *words))
     assert resolve_resume(config_for(tmp_path, f"resume={tmp_path / 'run'}")) == str(path)
+
+
+def test_a_key_that_is_gone_keeps_no_checkpoint_from_going_on(tmp_path):
+    config = config_for(tmp_path, "resume=latest")
+    older = asdict(config)
+    older["model"]["tied_rows"] = False
+    path = write(tmp_path / "sweep" / "run", 20, config, config=older)
+    assert resolve_resume(config) == str(path)
 
 
 def test_a_point_that_does_not_fit_is_skipped_with_the_reason(tmp_path):

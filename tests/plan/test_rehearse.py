@@ -79,7 +79,6 @@ POINTS = [
     (FAKE, (*LLAMA, *point("zero3", "buffer", "precision=bf16_master", RECOMPUTES))),
     (FAKE, (*LLAMA, *point("zero3", "torch"))),
     # Its rows are added once backward is over, when ZeRO-3 guards the weight.
-    (FAKE, (*LLAMA, *point("zero3", "buffer", "model.tied_rows=true"))),
     (FAKE, (*MIXTRAL, "strategy=zero3")),
     (4, llama("zero3", "buffer")),
     (1, llama("zero2", "tensor")),

@@ -20,9 +20,7 @@ from tests.oracle import (
     Make,
     Recipe,
     assembled,
-    assert_same,
     build_on_rank,
-    outcome_of,
     pieces_of,
     run_steps,
     train_on_ranks,
@@ -81,13 +79,6 @@ def test_a_block_that_runs_twice(ranks, engine):
     if engine in (ENGINES["fsdp2"], ENGINES["fsdp2_no_reshard"]):
         engine = replace(engine, exact_up_to=0)
     check(ranks, engine, Recipe(model="reused"))
-
-
-@each_of({name: ENGINES[name] for name in ("ddp", "fsdp2", "zero3_buffer")})
-def test_rows_kept_apart_change_no_bit(ranks, engine):
-    """`model.tied_rows` is a setting of the model, which every engine trains to the same bits."""
-    recipes = (Recipe(model=each, accumulation=2) for each in ("words", "rows_apart"))
-    assert_same(*[outcome_of(ranks(train_on_ranks, each, engine.make)) for each in recipes])
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from zeroexp.config.keys import ConfigError
+from zeroexp.config.keys import ConfigError, without_removed
 from zeroexp.process.content_hash import hash_of
 
 FORMAT = 2  # format 1 had neither Python values nor buffers; it is still read
@@ -127,7 +127,8 @@ def _canonical(content: Mapping[str, Any]) -> bytes:
 
 
 def _manifest(content: dict[str, Any]) -> Manifest:
-    content = {key: value for key, value in content.items() if key != "format"}
+    del content["format"]
+    content["config"] = without_removed(content["config"])
     return Manifest(
         **{**content, "state": _stored(content["state"]), "rng": _stored(content["rng"])}
     )

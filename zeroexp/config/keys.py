@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from copy import deepcopy
 from dataclasses import MISSING, Field, asdict, dataclass, field, fields, is_dataclass
 from pathlib import Path
@@ -27,6 +28,8 @@ Schema = TypeVar("Schema")
 
 # No experiment needs more, and beyond these the system, torch or a person's patience gives up.
 MANY, MOST_STEPS, MOST_NUMEL, YEAR_S = 10**6, 10**9, 1 << 31, 366 * 24 * 60 * 60
+# Keys of earlier versions, which files of their runs and checkpoints hold: what they said changed no number.
+REMOVED = (("model", "tied_rows"),)
 DTYPES = ("float32", "bfloat16")
 TASKS = ("causal", "classification", "regression")
 TORCH_DDP = (
@@ -91,8 +94,6 @@ class ModelConfig:
     mlp: dict[str, Any] = field(default_factory=dict[str, Any])  # width, depth
     moe: dict[str, Any] = field(default_factory=dict[str, Any])  # fields of models.moe.MoeShape
     weights: str | None = None  # a local folder or a hub id; None = random from train.seed
-    # A tied embedding's rows are added to the head's gradient in place, under every engine (models/tied_rows.py).
-    tied_rows: bool = False
     freeze: list[str] = field(default_factory=list[str])  # patterns of parameters not to train
     lora: LoraKeys = field(default_factory=LoraKeys)
     # These are settings of family hf, any model of transformers; see docs/models.md.
@@ -423,13 +424,21 @@ def load(path: Path) -> Config:
 
 
 def parse(text: str) -> Any:
-    """Parse YAML, by the loader in C where there is one: it is ten times as fast. Raises ValueError."""
+    """Parse a run's config, by YAML's loader in C where there is one: it is ten times as fast. Raises ValueError."""
     import yaml
 
     try:
-        return yaml.load(text, getattr(yaml, "CSafeLoader", yaml.SafeLoader))
+        return without_removed(yaml.load(text, getattr(yaml, "CSafeLoader", yaml.SafeLoader)))
     except yaml.YAMLError as error:
         raise ValueError("no YAML") from error
+
+
+def without_removed(config: Any) -> Any:
+    """Return the config of a run or checkpoint after its REMOVED keys are taken out of it."""
+    for group, key in REMOVED:
+        with suppress(AttributeError, KeyError, TypeError):  # damaged; whoever reads on says so
+            config[group].pop(key, None)
+    return config
 
 
 def read_whole(path: Path) -> str:

@@ -5,8 +5,8 @@ outline.py                    names and shapes alone, kept on disk, for plans
 deferred.py                   values that a constructor draws, drawn after it has run, one parameter at a time
 mlp.py, moe.py                our own families: the residual MLP of the memory table, experts that are not run unused
 huggingface.py                the families of transformers
-blocks.py, checkpointing.py, freezing.py, tied_rows.py
-                              what moves together, is recomputed, is not trained, adds its gradient in place
+blocks.py, checkpointing.py, freezing.py
+                              what moves together, is recomputed, is not trained
 lora.py, quantized.py         adapters of peft; the weights that they lie around, in int8
 loss.py, flops.py             the loss of each task; operations of one sample
 

@@ -16,7 +16,6 @@ from zeroexp.models.blocks import chosen_blocks, find_blocks
 from zeroexp.models.deferred import CannotDefer, defer
 from zeroexp.models.freezing import freeze
 from zeroexp.models.lora import add_adapters
-from zeroexp.models.tied_rows import keep_rows_apart
 
 MANY_WORDS = 1 << 20  # more than any token's id, for a model on meta whose vocabulary nobody knows
 
@@ -48,7 +47,7 @@ def build_model(
             model = _build(config, vocab_size)
             add_adapters(model.module, config, seed)
     elif config.weights is not None:
-        model = build_deferred(replace(config, tied_rows=False), seed=seed, vocab_size=vocab_size)
+        model = build_deferred(config, seed=seed, vocab_size=vocab_size)
         if model.values is not None:
             fill_in(model.module, model.values)
     else:
@@ -58,7 +57,6 @@ def build_model(
     for parameter in model.module.parameters():
         # Buffers keep their dtype: rotary frequencies in bfloat16 would shift every position.
         parameter.data = parameter.data.to(dtype)
-    _keep_rows_apart(config, model.module)
     return BuiltModel(model.module.to(device), model.blocks)
 
 
@@ -84,7 +82,6 @@ def build_deferred(config: ModelConfig, *, seed: int, vocab_size: int | None = N
             values = None
     values = add_adapters(model.module, config, seed, values)
     freeze(model.module, config.freeze)
-    _keep_rows_apart(config, model.module)
     return BuiltModel(model.module, model.blocks, values)
 
 
@@ -125,13 +122,6 @@ def materialize(module: nn.Module, device: torch.device | str) -> None:
                 is_parameter = isinstance(old, nn.Parameter)
                 made[old] = nn.Parameter(new, old.requires_grad) if is_parameter else new
             setattr(each, key, made[old])
-
-
-def _keep_rows_apart(config: ModelConfig, module: nn.Module) -> None:
-    if config.tied_rows and not keep_rows_apart(module):
-        raise ConfigError(
-            "model.tied_rows=true: no embedding of this model shares its weight with a head; leave it out"
-        )
 
 
 @contextlib.contextmanager

@@ -52,7 +52,7 @@ def _file_of(config: ModelConfig, vocab_size: int | None) -> Path | None:
     """Return where the outline is kept; None for a model that is quick to build or that others change."""
     library = find_spec("transformers")
     is_theirs = config.family in MODELS.own and MODELS[config.family].of_transformers
-    if not is_theirs or library is None or config.lora.r is not None or config.tied_rows:
+    if not is_theirs or library is None or config.lora.r is not None:
         return None
     kind = shape_of(config).get("model_type") or config.family
     installed = [*Path(str(library.origin)).parent.glob(f"models/{kind}/*.py")]
