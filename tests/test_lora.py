@@ -210,6 +210,7 @@ WRONG = {
     "model=gpt2_tiny model.lora.r=3 model.lora.quantize=int8": "lie around no linear layer here",
     "model.lora.r=3 model.lora.layers_to_transform=[7]": "You specified 'layers_to_transform': [7]",
     "model.lora.r=3 model.lora.modules_to_save=[q]": "modules_to_save=q: no such module; name modules",
+    "model.lora.r=3 model.lora.modules_to_save=[lm_head]": "=lm_head: it has no weight of its own; name the module",
     "model.lora.r=3 model.freeze=['*lora_*']": "model.freeze=*lora_*: nothing is left to train",
 }
 

@@ -121,8 +121,14 @@ def _inject(module: nn.Module, config: ModelConfig) -> None:
             targets = config.lora.target_modules
             problem = f"model.lora.target_modules={targets}: {name} is no layer that multiplies by its weight alone"
             raise ConfigError(f"{problem}; {_which_layers(module)}")
-    for name, parameter in module.named_parameters():
-        if _is_of(name, heads):
+    for head in heads:
+        own = [p for name, p in module.named_parameters() if _is_of(name, [head])]
+        if not own:
+            problem = f"model.lora.modules_to_save={head}: it has no weight of its own"
+            raise ConfigError(
+                f"{problem}; name the module that its weight is tied to, or leave it out"
+            )
+        for parameter in own:
             parameter.requires_grad_(True)
 
 
