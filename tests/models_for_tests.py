@@ -2,6 +2,7 @@
 
 toy        tied embedding and head; odd sizes; dimensions smaller than the world; norms and biases (a second
            parameter group); frozen parameters; a parameter that nobody uses
+words      toy with more words than a microbatch has tokens
 reused     toy with one block that runs twice in every forward
 dropout    toy that computes by its random state
 large      toy with matrices of 4,400 and 5,200 elements: of many blocks of 8-bit moments, the last not full
@@ -26,6 +27,7 @@ from zeroexp.models.module import BuiltModel, build_model
 from zeroexp.models.moe import allow_experts
 
 VOCABULARY = 11
+MANY_WORDS = 37  # more than a microbatch has tokens
 WIDTH = 5
 SAMPLES, SEQ_LEN = 2, 6  # of one microbatch
 
@@ -50,21 +52,22 @@ class Toy(nn.Module):
         depth: int = 3,
         order: tuple[int, ...] = (0, 1, 2),
         dropout: float = 0.0,
+        vocabulary: int = VOCABULARY,
         width: int = WIDTH,
         inner: int = 7,
     ) -> None:
         super().__init__()
-        self.embedding = nn.Embedding(VOCABULARY, width)
+        self.embedding = nn.Embedding(vocabulary, width)
         self.blocks = nn.ModuleList(ToyBlock(width, inner) for _ in range(depth))
         self.unused = nn.Parameter(torch.ones(3))
         self.norm = nn.LayerNorm(width)
-        self.head = nn.Linear(width, VOCABULARY, bias=False)
+        self.head = nn.Linear(width, vocabulary, bias=False)
         self.head.weight = self.embedding.weight
         self.order = order
         self.dropout = nn.Dropout(dropout)
 
     def forward(self, input_ids: Tensor) -> Tensor:
-        """[batch, seq] int64 -> logits [batch, seq, VOCABULARY]."""
+        """[batch, seq] int64 -> logits [batch, seq, vocabulary]."""
         x = self.embedding(input_ids)
         x = x + x.cumsum(1) / SEQ_LEN
         for index in self.order:
@@ -188,6 +191,7 @@ def _skip_by_turns(model: nn.Module, step: int, microbatch: int, rank: int) -> N
 
 MODELS: dict[str, TestModel] = {
     "toy": TestModel(partial(_toy, (0, 1, 2)), skips=True),
+    "words": TestModel(partial(_toy, (0, 1, 2), vocabulary=MANY_WORDS), skips=True),
     "large": TestModel(partial(_toy, (0, 1, 2), width=400, inner=13), skips=True),
     "reused": TestModel(partial(_toy, (0, 1, 0, 2)), skips=True),
     "dropout": TestModel(partial(_toy, (0, 1, 2), dropout=0.5), skips=True),

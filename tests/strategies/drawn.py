@@ -15,7 +15,7 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from tests.models_for_tests import MODELS, VOCABULARY, TestModel
+from tests.models_for_tests import MANY_WORDS, MODELS, VOCABULARY, TestModel
 from tests.oracle import PRECISIONS, Outcome, Recipe, Rules, train_on_ranks, train_oracle
 from tests.strategies.engine import Ours
 from zeroexp.cut.stage import STAGES
@@ -169,7 +169,7 @@ def models(draw: Any) -> DrawnModel:
     order += draw(st.lists(st.sampled_from(order), max_size=1))  # one runs twice
     return DrawnModel(
         width=draw(st.integers(2, 7)),
-        vocabulary=draw(st.sampled_from([VOCABULARY, 37])),
+        vocabulary=draw(st.sampled_from([VOCABULARY, MANY_WORDS])),
         blocks=chosen,
         order=tuple(order),
         tied=draw(st.booleans()),
