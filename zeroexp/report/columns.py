@@ -238,7 +238,7 @@ def describe_rehearsals(points: Sequence[Point]) -> list[str]:
     summaries = {point.name: point.summary for point in points if point.summary}
     found = {name for summary in summaries.values() for name in summary.rehearsed}
     said = {
-        "peak": "planned: the peak that a rehearsal of the same run has (zeroexp plan --rehearse).",
+        "peak": "planned: the peak of the rank with most model states, rehearsed (zeroexp plan --rehearse).",
         STEP_SECONDS[
             0
         ]: "predicted: the range of its step, by what zeroexp calibrate has measured of this machine.",
