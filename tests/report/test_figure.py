@@ -44,7 +44,7 @@ def test_what_is_drawn_are_the_numbers_of_the_page(sweep: list[Point]) -> None:
     both = zip(ends, peaks, strict=True)
     assert totals == [f"{end:,.0f}, peak {peak:,.0f}" for end, peak in both]
     labels = {text.get_text() for text in axes.get_legend().get_texts()}
-    assert labels == {*bars, "the stage's table", "peak of any step"}
+    assert labels == {*bars, "peak of any step"}
 
 
 def test_intervals_of_verdicts_are_drawn(tmp_path: Path) -> None:

@@ -53,34 +53,18 @@ def bars(chart: dict[str, Any]) -> dict[str, dict[str, float]]:
 # ---- what each chart draws
 
 
-def test_memory_stands_beside_the_table_of_its_stage(text: str) -> None:
-    drawn, zero2 = bars(charts(text)["memory"]), "zero2-n2"
-    assert drawn["parameters"][zero2] == P
-    assert drawn["gradients"][zero2] == P / 2
-    assert drawn["optimizer state"][zero2] == P
-    # The table: whole parameters, half of the gradients, half of two moments.
-    assert drawn["the stage's table"][zero2] == pytest.approx(2.5 * P)
-    assert drawn["peak of any step"][zero2] == pytest.approx(2.5 * P + 11)  # rank 1 has 11 MiB more
-    assert "master weights" not in drawn
-
-
-def test_bytes_sent_stand_beside_the_table_of_the_stage(text: str) -> None:
-    drawn = bars(charts(text)["traffic"])
-    assert drawn["gather"]["zero3-n2"] == P / 2
-    # One all-reduce of P at two ranks; two all-gathers and a reduce-scatter for each of six microbatches.
-    expected = {"ddp-n2": P, "zero3-n2": 6 * 1.5 * P, "zero3-n1": 0}
-    assert expected.items() <= drawn["the stage's table"].items()
-
-
-def test_a_closed_form_stands_in_place_of_the_table(tmp_path: Path) -> None:
-    for strategy in ("ddp", "zero3"):
+def test_memory_and_traffic_stand_beside_closed_forms(tmp_path: Path) -> None:
+    for strategy in ("zero2", "zero3"):
         write_run(tmp_path / strategy, strategy)
     plan = {"after_backward": 7.0 * MIB, "sent": 5.0 * MIB}
-    change(tmp_path / "ddp/summary.json", {"plan": plan})
+    change(tmp_path / "zero2/summary.json", {"plan": plan})
     drawn = charts_of(tmp_path)
-    for name, expected in (("memory", 7.0), ("traffic", 5.0)):
-        assert bars(drawn[name])["closed form"] == {"ddp": expected}
-        assert list(bars(drawn[name])["the stage's table"]) == ["zero3"]
+    memory, traffic = (bars(drawn[name]) for name in ("memory", "traffic"))
+    assert memory["parameters"]["zero2"] == P and "master weights" not in memory
+    assert memory["gradients"]["zero2"] == P / 2 and memory["optimizer state"]["zero2"] == P
+    assert memory["peak of any step"]["zero2"] == pytest.approx(2.5 * P + 11)  # of rank 1
+    assert traffic["gather"]["zero3"] == P / 2
+    assert memory["closed form"] == {"zero2": 7.0} and traffic["closed form"] == {"zero2": 5.0}
 
 
 def test_the_peak_is_told_by_cause(tmp_path: Path, text: str) -> None:

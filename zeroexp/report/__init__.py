@@ -4,7 +4,7 @@ reading.py            folders -> runs; what is torn costs one line
 measured_points.py    runs -> points: runs of one configuration are repeats
 statistics.py         how well a step time is known, which of two is faster, whether loss curves agree
 compare.py            points -> verdicts, doubts, broken claims, and what else differs
-theory.py, words.py   the stage's table in bytes, and in words why runs differ from it
+words.py              what ran, and the numbers that a reader wants first
 columns.py            points -> the numbers of every table and export, with keys and units
   tables.py           a table as text, Markdown, LaTeX and HTML
   results_table.py, markdown.py, exports.py        for terminals, pages, programs

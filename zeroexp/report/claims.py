@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from zeroexp.measure.record import RunSummary
 from zeroexp.report.measured_points import Point
-from zeroexp.report.statistics import compare_step_times, judge_losses, loss_curves
+from zeroexp.report.statistics import judge_losses, loss_curves
 
 MIB = 1 << 20
 PEAK_BYTES, PEAK_SHARE = MIB, 0.001  # of a rehearsed peak, whichever is more
@@ -24,21 +24,21 @@ MUST_HOLD, AGREEMENT = "study.plan_must_hold", "study.loss_agreement"
 
 @dataclass(frozen=True)
 class Claim:
-    """One thing that a study claims, or tells."""
+    """One thing that a study claims."""
 
     text: str
-    holds: bool | None  # None: it is told, and nothing is claimed of it
+    holds: bool
 
     @property
     def line(self) -> str:
-        verdict = {True: ": holds", False: ": DOES NOT HOLD", None: ""}[self.holds]
-        return self.text + verdict
+        return f"{self.text}: {'holds' if self.holds else 'DOES NOT HOLD'}"
 
 
 def verdict_on(claims: Sequence[Claim]) -> str:
     """Return one sentence about all of them."""
-    judged = [claim.holds for claim in claims if claim.holds is not None]
-    return f"Verdict: {sum(judged)} of {len(judged)} claims hold{'' if all(judged) else ', so it is NOT proved'}."
+    held = sum(claim.holds for claim in claims)
+    proof = "" if held == len(claims) else ", so it is NOT proved"
+    return f"Verdict: {held} of {len(claims)} claims hold{proof}."
 
 
 def claims_of(points: Sequence[Point]) -> list[Claim]:
@@ -52,7 +52,6 @@ def claims_of(points: Sequence[Point]) -> list[Claim]:
         _of_all("bytes sent", done, _sent_error, lambda error, _: error == 0, "to the byte"),
         _of_all("operations", done, _calls_error, lambda error, _: error == 0, "to the call"),
         _of_all("peaks", done, _peak_error, _is_near, "within 1 MiB or 0.1 % of a rehearsal"),
-        *_speeds(done),
     ]
 
 
@@ -108,23 +107,3 @@ def _peak_error(summary: RunSummary) -> float | None:
 
 def _is_near(error: float, summary: RunSummary) -> bool:
     return abs(error) <= max(PEAK_BYTES, PEAK_SHARE * summary.rehearsed["peak"])
-
-
-def _speeds(points: Sequence[Point]) -> list[Claim]:
-    """Say how long a step of ours takes beside PyTorch's own engine of the same stage; nothing is claimed of it."""
-    theirs = {point.run.strategy: point for point in points if point.run.implementation == "torch"}
-    lines: list[Claim] = []
-    for point in points:
-        other = theirs.get(point.run.strategy, point)
-        compared = compare_step_times(
-            point.seconds_by_round, other.seconds_by_round, num_comparisons=len(points)
-        )
-        if other is not point and compared and point.summary:
-            rate = f"{point.summary.tokens_per_second:,.0f} tokens/s"
-            lines.append(
-                Claim(
-                    f"{point.name}: {rate}; step over {other.name}'s {compared.verdict_with_numbers}",
-                    None,
-                )
-            )
-    return lines

@@ -14,7 +14,6 @@ from zeroexp.measure.record import STEP_SECONDS, RunSummary, Spread
 from zeroexp.report.compare import Conclusions
 from zeroexp.report.measured_points import Point, distinguishing_keys
 from zeroexp.report.statistics import step_time_interval, why_doubtful
-from zeroexp.report.theory import table_bytes, table_traffic
 
 MIB = 2**20
 SKEW = 1.02  # smaller differences between ranks are not shown
@@ -353,13 +352,7 @@ def _columns_for_programs(points: Sequence[Point], peaks: Mapping[str, float]) -
         _number("peak_flops", lambda s: peak_name(s) or None),
         _number("diverged_at", lambda s: s.diverged_at),
         Column("doubt", why_doubtful),
-        Column("table_bytes", lambda p: _sum(table_bytes(p.run))),
-        Column("table_sent_bytes_per_step", lambda p: _sum(table_traffic(p.run))),
     ]
-
-
-def _sum(numbers: Mapping[str, int] | None) -> int | None:
-    return None if numbers is None else sum(numbers.values())
 
 
 def _outcome(point: Point) -> str:

@@ -352,7 +352,7 @@ def conclude(points: Sequence[Point], reference: str | None = None) -> Conclusio
     must_equal = dict.fromkeys(word for words in studies for word in words)
     broken += [f"study.must_equal: {x}" for x in lines_of_unequal_facts(points, must_equal)]
     claims = claims_of(points)
-    broken += [claim.line for claim in claims if claim.holds is False]
+    broken += [claim.line for claim in claims if not claim.holds]
     return Conclusions(chosen, judged, _doubts(points), broken, _qualities(points, chosen), claims)
 
 

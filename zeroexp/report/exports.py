@@ -14,7 +14,7 @@ from zeroexp.report.measured_points import Point, points_of
 from zeroexp.tracking.json_files import dumps
 from zeroexp.tracking.run import Run
 
-FORMAT = 3  # grows when a name of a row changes its meaning or goes
+FORMAT = 4  # grows when a name of a row changes its meaning or goes
 
 
 def rows_of(points: Sequence[Point], columns: Sequence[Column]) -> list[dict[str, Any]]:

@@ -26,7 +26,6 @@ from zeroexp.report.page.byte_charts import causes_chart, memory_chart, traffic_
 from zeroexp.report.page.chart import DEFAULTS, Chart
 from zeroexp.report.page.html_tables import (
     differences_table,
-    explanation_list,
     provenance_table,
     results_table,
 )
@@ -99,7 +98,6 @@ def render(
         ("results", "Results", results_table(points)),
         ("verdicts", verdicts.title, _figure(verdicts) + _verdict_lines(conclusions)),
         *((f"s-{chart.name}", chart.title, _figure(chart)) for chart in charts),
-        ("explanations", "Why runs differ from their tables", explanation_list(points)),
         ("differences", "What else differs", differences_table(points)),
         ("provenance", "What was run, and how to repeat it", provenance_table(points)),
     ]

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 from zeroexp.measure.record import CAUSES, KINDS, Peak, RunSummary
 from zeroexp.report.columns import MIB
 from zeroexp.report.measured_points import MOMENT, Point
 from zeroexp.report.page.chart import INK, Chart, Trace, row_chart, row_marks, scaled
 from zeroexp.report.palette import CAUSE_COLOURS, KIND_COLOURS, KIND_NAMES, RED, part_colour
-from zeroexp.report.theory import table_bytes, table_traffic
-from zeroexp.tracking.run import Run
 
-# ---- bytes held after backward, by kind, beside the stage's table and the peak
+# ---- bytes held after backward, by kind, beside the closed form and the peak
 
 
 def memory_chart(points: Sequence[Point]) -> Chart:
@@ -32,31 +30,20 @@ def memory_chart(points: Sequence[Point]) -> Chart:
         },
         colours={KIND_NAMES[kind]: KIND_COLOURS[kind] for kind in KINDS},
         marks=[
-            *_closed_forms(points, MOMENT, table_bytes),
+            *_closed_forms(points, MOMENT),
             row_marks("peak of any step", peaks, "line-ns-open", INK),
         ],
     )
 
 
-def _closed_forms(
-    points: Sequence[Point], planned: str, table: Callable[[Run], Mapping[str, int] | None]
-) -> list[Trace]:
-    """Return marks of the closed form of each run, else of its stage's table.
+def _closed_forms(points: Sequence[Point], planned: str) -> list[Trace]:
+    """Return marks of what closed forms say, for runs that have one.
 
-    planned: the key of RunSummary.plan. Runs of older versions, and what torch's engines send, have no closed form.
+    planned: the key of RunSummary.plan. What torch's engines send has no closed form.
     """
-    forms: dict[str, float | None] = {}
-    tables: dict[str, float | None] = {}
-    for point in points:
-        if point.summary and planned in point.summary.plan:
-            forms[point.name] = point.summary.plan[planned] / MIB
-        elif point.summary and (bytes_by_kind := table(point.run)) is not None:
-            tables[point.name] = sum(bytes_by_kind.values()) / MIB
-    marks = (
-        row_marks("closed form", forms, "diamond-open", RED),
-        row_marks("the stage's table", tables, "square-open", RED),
-    )
-    return [mark for mark in marks if mark["x"]]
+    plans = {point.name: point.summary.plan for point in points if point.summary}
+    forms = {row: plan[planned] / MIB for row, plan in plans.items() if planned in plan}
+    return [row_marks("closed form", forms, "diamond-open", RED)] if forms else []
 
 
 # ---- bytes allocated at the moment at which the fullest rank held most, by cause
@@ -102,7 +89,7 @@ def where_peak_comes(peak: Peak) -> str:
     return f"{where} the {peak.phase} phase{part}{verb}"
 
 
-# ---- bytes that the busiest rank sends in a step, by kind of message, beside the stage's table
+# ---- bytes that the busiest rank sends in a step, by kind of message, beside the closed form
 
 MESSAGES = ("gather", "reduce", "replicas", "matrices", "publish", "norm", "loss")
 
@@ -120,10 +107,9 @@ def traffic_chart(points: Sequence[Point]) -> Chart:
         title,
         "Bytes the rank that sends most hands to others in one step, over the network or in memory that ranks share. "
         "Engines that send from C++ are counted by their TCP connections, not by kind. The diamond is what closed "
-        "forms say of the same run (zeroexp plan). PyTorch's engines have the square of their stage's table: "
-        "whole parameters times (N−1)/N for each all-gather and reduce-scatter.",
+        "forms say of the same run (zeroexp plan); what PyTorch's engines send has none.",
         axis="MiB of the rank that sends most",
         numbers=sent,
         colours={kind: part_colour(kind, index + 3) for index, kind in enumerate(ordered)},
-        marks=_closed_forms(points, "sent", table_traffic),
+        marks=_closed_forms(points, "sent"),
     )

@@ -20,7 +20,6 @@ from zeroexp.report.compare import describe_values, differences
 from zeroexp.report.measured_points import Point
 from zeroexp.report.statistics import step_time_interval
 from zeroexp.report.tables import Table
-from zeroexp.report.words import explanations
 from zeroexp.tracking.run import Run
 
 # What the page says of where a run ran: key of its environment -> name.
@@ -68,16 +67,6 @@ def differences_table(points: Sequence[Point]) -> str:
         "are part of what it costs."
     )
     return f"<p>{introduction}</p>{Table.of_words(('fact', 'values'), rows).as_html()}"
-
-
-def explanation_list(points: Sequence[Point]) -> str:
-    """Return a list for each point that holds or sends something else than its stage's table says."""
-    lists = [
-        f"<h3>{escape(name)}</h3><ul>{''.join(f'<li>{escape(line)}</li>' for line in lines)}</ul>"
-        for name, lines in explanations(points)
-    ]
-    nothing = "<p>Every point holds and sends what its stage's table says, within 2 %.</p>"
-    return "\n".join(lists) or nothing
 
 
 def provenance_table(points: Sequence[Point]) -> str:

@@ -13,13 +13,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from zeroexp.config.engines import stage_carried_out
+from zeroexp.cut.stage import Placement
 from zeroexp.measure.formats import refuse_newer_format
 from zeroexp.report.columns import MIB
 from zeroexp.report.measured_points import Point
 from zeroexp.report.page.chart import INK, Chart, Trace, axis_of, scatter
 from zeroexp.report.palette import CAUSE_COLOURS, SPAN_COLOURS, SPARE
 from zeroexp.report.reading import UNREADABLE
-from zeroexp.report.theory import SENDS, stage_of
 
 TITLE = "One step"
 NOTHING = (
@@ -62,8 +63,9 @@ def timeline_charts(points: Sequence[Point]) -> list[Chart]:
 
 
 def _shows_less(point: Point) -> tuple[bool, bool]:
-    stage = stage_of(point.run)
-    return point.run.implementation == "torch", stage is None or stage.gather not in SENDS
+    stage = stage_carried_out(point.run.implementation, point.run.strategy)
+    gathers = stage is not None and stage.parameters is Placement.SHARD
+    return point.run.implementation == "torch", not gathers
 
 
 def read_traces(folder: Path) -> list[RankTrace]:
