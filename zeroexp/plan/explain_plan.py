@@ -1,4 +1,4 @@
-"""`--explain`: one point broken down to units and tensors, what makes its peak, and what each other setting would buy.
+"""`--explain`: what makes the peak of one point, down to its largest tensors, and what each other setting would buy.
 
 The point is rehearsed, which tells its peak. Every other value of a setting is planned, so that its price in traffic
 stands beside the model states that it saves; with `--rehearse` each is rehearsed too: then it has a peak and a price in
@@ -14,13 +14,11 @@ from typing import NamedTuple
 
 from zeroexp.config.keys import ConfigError
 from zeroexp.plan.changes import activations_and_products, states_and_traffic
-from zeroexp.plan.form_terms import ITEMSIZE
 from zeroexp.plan.outcome import Outcome, PlannedPoint
 from zeroexp.plan.peak import with_rehearsal
 from zeroexp.plan.plan_points import Plans
 from zeroexp.plan.search import planned_changes
 from zeroexp.plan.text_table import WIDTH, mib, wrapped
-from zeroexp.zero.grouping import group_parameters
 
 NUM_LARGEST = 3
 
@@ -47,7 +45,6 @@ def explain(plans: Plans) -> str:
         wrapped(head),
         _state_lines(outcome),
         _rehearsed_lines(outcome),
-        _unit_lines(planned),
         _lever_lines(planned, plans),
     ]
     return "\n\n".join("\n".join(part) for part in parts)
@@ -75,26 +72,6 @@ def _rehearsed_lines(outcome: Outcome) -> list[str]:
         *_amounts((num_bytes, kind) for kind, num_bytes in peak.by_kind.items()),
         *["", "The largest storages there, and the operation that made each:"],
         *_amounts(largest),
-    ]
-
-
-def _unit_lines(planned: PlannedPoint) -> list[str]:
-    """Return a line for each unit of another size, and the largest tensors."""
-    config, model = planned.config, planned.model
-    itemsize = ITEMSIZE[config.strategy.parameters.dtype]
-    alike: dict[int, list[str]] = {}
-    for group in group_parameters(model.module, model.blocks, config.strategy.unit or "block"):
-        num_bytes = itemsize * sum(p.numel() for p in group.parameters.values())
-        alike.setdefault(num_bytes, []).append(group.name or "(root)")
-    tensors = ((p.numel() * itemsize, name) for name, p in model.module.named_parameters())
-    return [
-        "Units, whole, in MiB:",
-        *_amounts(
-            (size, names[0] + (f" and {len(names) - 1} like it" if len(names) > 1 else ""))
-            for size, names in alike.items()
-        ),
-        *["", "Largest tensors, whole, in MiB:"],
-        *_amounts(sorted(tensors, key=lambda each: -each[0])[:NUM_LARGEST]),
     ]
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from zeroexp.config.engines import label_of
@@ -72,7 +72,6 @@ class Outcome:
     memory_gib: float | None = None  # of a device, less cluster.reserved_gib
     rehearsed: RehearsedPeaks | None = None  # where that was asked for
     not_rehearsed: str | None = None  # why it was not, where it was asked for
-    remedies: list[str] = field(default_factory=list[str])  # changes after which it would fit
 
     @property
     def fits(self) -> bool | None:

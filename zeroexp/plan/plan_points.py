@@ -17,7 +17,6 @@ from zeroexp.plan.form_of_config import build_on_meta
 from zeroexp.plan.machines import device_of
 from zeroexp.plan.outcome import PlannedPoint, plan_point
 from zeroexp.plan.peak import with_rehearsal
-from zeroexp.plan.search import remedies
 
 
 class Plans:
@@ -57,13 +56,7 @@ class Plans:
             planned = plan_point(config, self._model(config), device, point.name)
         except UndefinedCombination as error:
             return replace(point, refusal=str(error))
-        if self.rehearses:
-            planned = with_rehearsal(planned)
-        outcome = planned.outcome
-        if outcome.fits is False and outcome.rehearsed is None:
-            words = remedies(planned, self.named)
-            planned = planned._replace(outcome=replace(outcome, remedies=words))
-        return planned
+        return with_rehearsal(planned) if self.rehearses else planned
 
     def _model(self, config: Config) -> BuiltModel:
         """Return the point's model; points of one model share it."""

@@ -224,7 +224,7 @@ def _foot(entries: Sequence[PlannedPoint | Point], outcomes: Sequence[Outcome]) 
         *(f"{o.strategy}-{o.implementation} is {o.label}." for o in outcomes if o.label),
         *(f"not rehearsed: {o.not_rehearsed}." for o in outcomes if o.not_rehearsed),
         *(
-            f"{o.name} does not fit {o.memory_gib:g} GiB; {_remedy(o)}"
+            f"{o.name} does not fit {o.memory_gib:g} GiB; --fit finds the ranks, --advise the strategy that does"
             for o in outcomes
             if o.fits is False
         ),
@@ -240,11 +240,3 @@ def skipped_sentences(entries: Sequence[PlannedPoint | Point]) -> list[str]:
         if isinstance(each, Point):
             skipped.setdefault(str(each.refusal), []).append(each.name)
     return [f"skipped {', '.join(names)}: {reason}" for reason, names in skipped.items()]
-
-
-def _remedy(outcome: Outcome) -> str:
-    if outcome.rehearsed:
-        return "--fit finds what does"
-    if not outcome.remedies:
-        return "no stage and no number of ranks helps: use a smaller model or unit"
-    return f"its model states would with {', or with '.join(outcome.remedies)}"

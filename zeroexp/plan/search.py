@@ -1,6 +1,5 @@
 """Changes of a point, planned: what every answer that compares is made of.
 
-    remedies        later stages and more ranks, by closed forms: the first at which model states fit
     fewest_ranks    more ranks, rehearsed: the first at which a step fits
     advise          stages, recomputation and micro-batches, rehearsed: the fastest that fits
     explain_plan    every other value of one setting, and what it changes
@@ -10,8 +9,8 @@ Closed forms come first everywhere: what does not fit by its model states alone 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Collection, Iterable, Iterator
+from typing import NamedTuple
 
 from zeroexp.check import check
 from zeroexp.check.try_strategy import check_strategy
@@ -19,7 +18,6 @@ from zeroexp.config.keys import Config, ConfigError
 from zeroexp.plan.changes import Change, change, complete_words
 from zeroexp.plan.outcome import PlannedPoint, RehearsedPeaks, plan_point
 
-LATER = ("zero1", "zero2", "zero3")
 MOST_RANKS = {"cuda": 4096, "cpu": 64}  # CPU ranks share a host, where each pair counts apart
 
 
@@ -84,34 +82,14 @@ def planned_changes(
         yield Candidate(complete_words(made, of.config, of.device, named), planned)
 
 
-def first_that_fits(
-    changes: Iterable[Change], of: PlannedPoint, named: Collection[str] = ()
-) -> Candidate | None:
+def first_that_fits(changes: Iterable[Change], of: PlannedPoint) -> Candidate | None:
     """Return the first change at which model states fit, by closed forms."""
-    changed = planned_changes(changes, of, named)
-    return next((each for each in changed if each.planned.outcome.fits), None)
+    return next((each for each in planned_changes(changes, of) if each.planned.outcome.fits), None)
 
 
-def remedies(planned: PlannedPoint, named: Collection[str] = ()) -> list[str]:
-    """Return the words after which model states fit: the earliest stage, and the fewest ranks (doubled each time)."""
-    config, now = planned.config, planned.config.strategy.name
-    later = LATER[LATER.index(now) + 1 if now in LATER else 0 :]
-    stages = (change(config, {"strategy": stage}) for stage in later)
-    answers = [first_that_fits(stages, planned, named)]
-    for stage in dict.fromkeys((now, "zero3")):
-        settings = {} if stage == now else {"strategy": stage}
-        ranks = more_ranks(config, planned.device, settings, above=config.world_size)
-        if more := first_that_fits(ranks, planned, named):
-            answers.append(more)
-            break
-    return [each.words for each in answers if each]
-
-
-def more_ranks(
-    config: Config, device: str, settings: Mapping[str, Any] | None = None, *, above: int = 0
-) -> Iterator[Change]:
-    """Yield the config with these settings at twice as many ranks each time, `above` so many or from one on."""
+def more_ranks(config: Config, device: str, *, above: int = 0) -> Iterator[Change]:
+    """Yield the config at twice as many ranks each time, `above` so many or from one on."""
     size = 2 * above or 1
     while size <= MOST_RANKS[device]:
-        yield change(config, {**(settings or {}), "world_size": size})
+        yield change(config, {"world_size": size})
         size *= 2
