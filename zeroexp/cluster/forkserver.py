@@ -31,7 +31,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO, NoReturn
 
-import torch
+from zeroexp.process.imports import importing
+
+with importing():
+    import torch
 
 from zeroexp.cluster import link
 from zeroexp.cluster.job import Ending
@@ -260,7 +263,8 @@ def main() -> None:
     """Run `python -m zeroexp.cluster.forkserver <socket descriptor> <module:function of a rank>`."""
     control = socket.socket(fileno=int(sys.argv[1]))
     module_name, _, function = sys.argv[2].partition(":")
-    module = importlib.import_module(module_name)
+    with importing():
+        module = importlib.import_module(module_name)
     serve(control, module, getattr(module, function))
 
 

@@ -55,6 +55,7 @@ from zeroexp.plan.outcome import plan_beside
 from zeroexp.plan.peak import rehearsed_beside
 from zeroexp.process import progress
 from zeroexp.process import world as worlds
+from zeroexp.process.imports import importing
 from zeroexp.process.world import World
 from zeroexp.tracking import attempt, failure
 from zeroexp.tracking.files import (
@@ -86,9 +87,10 @@ def prepare(folder: Path) -> None:
 
 def import_for(config: Config) -> None:
     """Import what ranks with this config need. Raises whatever the config's model or optimizer does."""
-    model = build_model(config.model, seed=0, device="meta", vocab_size=config.data.vocab_size)
-    groups = parameter_groups(model.module, config.optimizer, model.blocks)
-    optimizer_factory(config.optimizer)(groups)  # has torch import its compiler already here
+    with importing("scipy"):  # a third of a second for what transformers' detectors need
+        model = build_model(config.model, seed=0, device="meta", vocab_size=config.data.vocab_size)
+        groups = parameter_groups(model.module, config.optimizer, model.blocks)
+        optimizer_factory(config.optimizer)(groups)  # has torch import its compiler already here
 
 
 def main(folder: Path, *, device: str | None = None) -> None:

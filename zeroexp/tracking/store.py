@@ -8,10 +8,11 @@ from __future__ import annotations
 import logging
 import os
 import shlex
+import shutil
 import sqlite3
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager, nullcontext
+from contextlib import closing, contextmanager, nullcontext, suppress
 from dataclasses import replace
 from functools import cache, cached_property, partial
 from pathlib import Path
@@ -19,7 +20,10 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from urllib.parse import quote
 
 from zeroexp.config.keys import Config, ConfigError
+from zeroexp.config.paths import cache_root
 from zeroexp.process import locks
+from zeroexp.process.durable import replace_durably
+from zeroexp.process.imports import importing
 from zeroexp.process.reachable import server_answers, without_password
 from zeroexp.tracking.entries import Entry
 
@@ -245,9 +249,10 @@ def _open_server(uri: str) -> MlflowClient:
 
 
 def _open_file(database: Path) -> MlflowClient:
-    if not _has_tables(database):
-        _make_tables(database)
-    return _client_class()(f"{SQLITE}{database}")
+    with importing("pygments"):  # a tenth of a second, to colour templates
+        if not _has_tables(database):
+            _make_tables(database)
+        return _client_class()(f"{SQLITE}{database}")
 
 
 @cache
@@ -255,7 +260,7 @@ def _client_class() -> type[MlflowClient]:
     """Import MLflow's client, which takes seconds the first time, and keep it quiet."""
     for name, value in CLIENT_DEFAULTS.items():
         os.environ.setdefault(name, value)
-    with _hidden("pandas"):  # half a second, for MLflow's own data sets, of which we send none
+    with importing("pandas"):  # half a second, for MLflow's own data sets, of which we send none
         from mlflow import MlflowClient
 
     logging.getLogger("alembic").setLevel(logging.WARNING)
@@ -264,18 +269,6 @@ def _client_class() -> type[MlflowClient]:
     # This hides a warning for each retry.
     logging.getLogger("urllib3.connectionpool").setLevel(logging.ERROR)
     return MlflowClient
-
-
-@contextmanager
-def _hidden(module: str) -> Iterator[None]:
-    """Within, who imports the module finds it not installed, unless somebody has imported it before."""
-    modules: dict[str, Any] = sys.modules
-    is_hidden = modules.setdefault(module, None) is None
-    try:
-        yield
-    finally:
-        if is_hidden:
-            del modules[module]
 
 
 def _has_tables(database: Path) -> bool:
@@ -322,14 +315,36 @@ def _may_write(path: Path) -> bool:
 
 def _make_tables(database: Path) -> None:
     """Create all tables in another file, then rename it: MLflow makes 65, and never opens a file with only some."""
-    from mlflow.store.tracking.sqlalchemy_store import SqlAlchemyStore
-
     for left in database.parent.glob(f".{database.name}.*"):  # from a process that was killed
         left.unlink()
     beside = database.with_name(f".{database.name}.{os.getpid()}")
-    store = SqlAlchemyStore(f"{SQLITE}{beside}", (database.parent / "mlartifacts").as_uri())
-    store.engine.dispose()
+    with suppress(OSError, ConfigError):  # a cache that takes no file, or a user without a home
+        shutil.copyfile(_empty_tables(), beside)
+    _open_tables(beside, database.parent / "mlartifacts")
     beside.replace(database)
+
+
+def _empty_tables() -> Path:
+    """Return a file of the cache with all tables of this MLflow and no experiment: it takes a second to make them."""
+    from mlflow import __version__
+
+    path = cache_root() / f"mlflow-{__version__}.db"
+    if not path.exists():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with locks.temporary_folder() as folder:
+            made = folder / path.name
+            _open_tables(made, folder)
+            with closing(sqlite3.connect(made)) as tables, tables:
+                tables.execute("delete from experiments")  # its default one, of that folder
+            replace_durably(path, made.read_bytes())
+    return path
+
+
+def _open_tables(database: Path, artifacts: Path) -> None:
+    """Have MLflow make what the file has not: tables, and an experiment whose artifacts lie there."""
+    from mlflow.store.tracking.sqlalchemy_store import SqlAlchemyStore
+
+    SqlAlchemyStore(f"{SQLITE}{database}", artifacts.as_uri()).engine.dispose()
 
 
 def _log_batch(client: MlflowClient, run_id: str, kind: str, items: Sequence[Any]) -> None:

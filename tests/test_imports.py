@@ -1,0 +1,33 @@
+"""Imports of large libraries collect no garbage, and leave out what nobody needs of them."""
+
+from __future__ import annotations
+
+import gc
+import sys
+
+import pytest
+
+from zeroexp.process.imports import importing
+
+
+def test_what_is_left_out_can_be_imported_later_and_what_is_there_stays() -> None:
+    sys.modules.pop("this", None)
+    with importing("this", "json"):
+        import json
+
+        with pytest.raises(ImportError):
+            import this
+        assert json.loads("1") == 1 and not gc.isenabled()
+    import this
+
+    assert this.s and gc.isenabled()
+
+
+def test_who_collects_no_garbage_goes_on_so() -> None:
+    gc.disable()
+    try:
+        with importing(), pytest.raises(ZeroDivisionError), importing():
+            raise ZeroDivisionError
+        assert not gc.isenabled()
+    finally:
+        gc.enable()
