@@ -150,10 +150,6 @@ def test_weights_are_shown_and_saved_exactly(ranks):
     [
         ("strategy=zero2 strategy.gather_codec=int8", "strategy=zero2 never gathers parameters"),
         ("strategy=ddp strategy.reduce_codec=int8", "strategy=ddp all-reduces gradients"),
-        (
-            "strategy=zero3 strategy.implementation=torch strategy.gather_codec=int8",
-            "do not have it",
-        ),
     ],
 )
 def test_a_codec_without_effect_is_refused(words, line):

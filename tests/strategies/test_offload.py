@@ -104,7 +104,6 @@ def test_what_is_written_into_parameters_reaches_the_host(ranks, precision, opti
 @pytest.mark.parametrize(
     ("word", "line"),
     [
-        ("strategy.implementation=torch", "do not have it; leave it null"),
         ("strategy.offload=all", "whose parameters rest whole; use optimizer, or leave it out"),
         ("optimizer=muon", "multiplies matrices, for which a host takes too long; leave it null"),
     ],

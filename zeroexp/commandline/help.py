@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, get_type_hints
 
 from zeroexp.check.rules_of_one_key import choices_of_keys
+from zeroexp.check.witnesses import WITNESSES
 from zeroexp.config import plugins
 from zeroexp.config.keys import KEYS, Config, ConfigError, default_of
 from zeroexp.registry.did_you_mean import suggest_key
@@ -67,6 +68,8 @@ def about(key: str, conf: Path) -> str:
             lines.append(f"{phrase} {bounds[bound]}")
     shown = "null" if default is None else default
     lines.append(f"default: {shown} (a group's file may set another)")
+    if key in WITNESSES:
+        lines.append("shows in: {} ({})".format(*WITNESSES[key]))
     return "\n".join([lines[0], *(f"  {line}" for line in lines[1:]), *_below(key)])
 
 
