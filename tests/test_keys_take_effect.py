@@ -27,10 +27,11 @@ from tests.model_folders import saved
 from tests.ranks import Ranks
 from zeroexp.check import check
 from zeroexp.check.try_points import try_points
+from zeroexp.check.without_effect import check_effects
 from zeroexp.check.witnesses import HELD, NUMBERS, OPERATIONS, SENT, TABLES, WITNESSES
 from zeroexp.commandline import help
 from zeroexp.config import plugins
-from zeroexp.config.keys import KEYS, Config, ConfigError, from_mapping
+from zeroexp.config.keys import ENGINE_SETTINGS, KEYS, Config, ConfigError, from_mapping
 from zeroexp.data.batches import build_data
 from zeroexp.engines.build import build_strategy
 from zeroexp.interface.strategy import Strategy
@@ -51,6 +52,7 @@ SMALL = (
     "model=tiny data=synthetic data.seq_len=8 data.micro_batch_size=1 cluster.device=cpu "
     "train.warmup_steps=0 train.steps=2 tracking=files"
 )
+Line = tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -68,15 +70,15 @@ MUON, PAPER, BF16 = "optimizer=muon", "precision=paper16", "precision=bf16_maste
 ROWS = "data=hf data.path=rows.csv"
 LABELS = "model.task=classification data.task=classification"
 LORA, PUBLISHED = "model.lora.r=2", "model=hf model.path=one"
+RECOMPUTED = f"{PUBLISHED} train.activation_checkpointing=true"
 MINE = "strategy.name=mine strategy="
-# An engine that takes no case of a key refuses the change of the last one.
+# An engine that takes no case of a key refuses the last one, for its change or already for what is given.
 CASES: dict[str, list[Case]] = {
     "strategy.name": [
-        Case("strategy=zero2", OURS),
+        Case("strategy=zero2", [*OURS, "zero3"]),
         Case("strategy=zero1", ["ddp"]),
         Case("strategy=ddp", ["zero1"]),
         Case("strategy=zero3", ["zero2"]),
-        Case("strategy=zero2", ["zero3"]),
     ],
     "strategy.parameters.placement": [
         Case("strategy.parameters.placement=replicate", OURS, f"{MINE}zero3")
@@ -106,7 +108,7 @@ CASES: dict[str, list[Case]] = {
     "strategy.prefetch": [Case("strategy.prefetch=2", OURS)],
     "strategy.keep": [Case("strategy.keep=none", OURS)],
     "strategy.reduce_each": [Case("strategy.reduce_each=step", OURS)],
-    "strategy.bucket_mb": [Case("strategy.bucket_mb=0.001", OURS)],
+    "strategy.bucket_mb": [Case("strategy.bucket_mb=0.01", OURS)],
     "strategy.replicas": [Case("strategy.replicas=2", [*OURS, *FSDP2], world_size=4)],
     "strategy.gather_codec": [Case("strategy.gather_codec=int8", OURS)],
     "strategy.reduce_codec": [Case("strategy.reduce_codec=int8", OURS)],
@@ -173,12 +175,7 @@ CASES: dict[str, list[Case]] = {
     "model.init": [Case("model.init=random", given=PUBLISHED)],
     "model.blocks": [
         Case("model.blocks=[model.layers.1]", [*OURS, *FSDP2], PUBLISHED),
-        Case(
-            "model.blocks=[model.layers.1]",
-            DDP,
-            f"{PUBLISHED} train.activation_checkpointing=true",
-            seen=OPERATIONS,
-        ),
+        Case("model.blocks=[model.layers.1]", DDP, RECOMPUTED, seen=OPERATIONS),
     ],
     "model.published": [Case("+model.published.hidden_size=32", [])],
     "model.settings": [Case("+model.settings.mine=1", [])],
@@ -227,17 +224,17 @@ def seen_by_one_rank(line: Line) -> dict[str, Any]:
     return {HELD: records[-1].memory_bytes, SENT: dispatched.sent, OPERATIONS: dispatched.names}
 
 
-def numbers_of(world: World, config: Config) -> tuple[list[float], str]:
-    """Losses and norms, and a hash of this rank's pieces of weights and moments."""
+def numbers_of(world: World, config: Config) -> str:
+    """A hash of losses, norms, and this rank's pieces of weights and moments."""
     records, strategy = trained(world, config)
-    state = hashlib.sha256()
+    numbers = hashlib.sha256(repr([(each.loss, each.grad_norm) for each in records]).encode())
     for name, tensors in strategy.state_dict().items():
         for key, tensor in tensors.items():
             for piece in tensor.pieces:
-                state.update(f"{name} {key} {piece.start} {piece.tensor.dtype}".encode())
-                state.update(piece.tensor.contiguous().view(torch.uint8).numpy())
+                numbers.update(f"{name} {key} {piece.start} {piece.tensor.dtype}".encode())
+                numbers.update(piece.tensor.contiguous().view(torch.uint8).numpy().tobytes())
     barrier()  # no rank closes its connections while another still reads
-    return [n for each in records for n in (each.loss, each.grad_norm)], state.hexdigest()
+    return numbers.hexdigest()
 
 
 # -- the walk
@@ -252,10 +249,8 @@ def refusers_of(cases: list[Case]) -> list[str]:
     return [engine for engine in ENGINES if engine not in takers]
 
 
-Line = tuple[str, ...]
-REFUSED = re.compile(
-    r"(strategy|precision|optimizer|model)[\w.]*=.+: .+; .+"
-)  # what is wrong, and what helps
+# key=value: what is wrong; what helps
+REFUSED = re.compile(r"(strategy|precision|optimizer|model)[\w.]*=.+: .+; .+")
 
 
 class Walk:
@@ -338,6 +333,14 @@ def test_a_new_key_has_a_witness_and_a_case():
     for key in keys:
         where, what = WITNESSES[key]
         assert f"shows in: {where} ({what})" in help.about(key, CONF)
+
+
+def test_deepspeed_takes_no_setting_of_our_engine_and_none_of_torch():
+    """Where it is not installed too, for which each line is refused before."""
+    for key in (*ENGINE_SETTINGS, "gradient_as_bucket_view"):
+        changed = line_of("buffer", CASES[f"strategy.{key}"][0], changed=True)
+        config = config_of((*changed, "strategy.implementation=deepspeed"))
+        assert f"strategy.{key}" in [refused for refused, *_ in check_effects(config)]
 
 
 @pytest.mark.usefixtures("files")

@@ -4,6 +4,7 @@ refusal.py             one line: key=value: problem; remedy
 rules_of_one_key.py    rules whose breach ends a whole sweep (ConfigError)
 rules_strategy.py, rules_data.py, rules_batch.py, without_effect.py
                        rules about several keys, whose breach skips the point (UndefinedCombination)
+witnesses.py           where each key of training shows
 sweep_points.py        the points of a sweep, each checked by these rules
 readable.py            can the points read their files, and find their names on the hub?
 try_points.py          in one process, before a rank starts: try_model.py builds the model without memory,
