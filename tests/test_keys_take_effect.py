@@ -322,7 +322,7 @@ def files(tmp_path, monkeypatch) -> None:
     for name, changes in {"one": {}, "other": {"intermediate_size": 80}}.items():
         saved(name, "LlamaForCausalLM", LlamaConfig(**{**shape, **changes}))
     rows = "".join(f"a text of {number} words,{number % 2}\n" for number in range(40))
-    Path("rows.csv").write_text(f"text,label\n{rows}")
+    Path("rows.csv").write_text(f"text,label\n{rows}", encoding="utf-8")
     for remembered in (config_of, refusal, seen_by_one_rank):  # they read the files
         remembered.cache_clear()
 
