@@ -99,9 +99,14 @@ def _whole(model: nn.Module, optimizer: torch.optim.Optimizer) -> State:
     }
 
 
-def save_alone(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
+def save_alone(
+    folder: Path,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | list[torch.optim.Optimizer] | None,
+    prefix: str = "",
+) -> None:
     """What one process saves without ranks."""
-    state: dict[str, Any] = {"model": get_model_state_dict(model)}
+    state: dict[str, Any] = {f"{prefix}model": get_model_state_dict(model)}
     if optimizer is not None:
-        state["optimizer"] = get_optimizer_state_dict(model, optimizer)
+        state[f"{prefix}optimizer"] = get_optimizer_state_dict(model, optimizer)
     dcp.save(state, checkpoint_id=folder, no_dist=True)

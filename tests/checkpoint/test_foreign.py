@@ -17,6 +17,12 @@ from typing import Any
 
 import pytest
 import torch
+from torch.distributed import checkpoint as dcp
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
 
 from tests.checkpoint.other_trainers import RECIPE, SAVED, State, adamw, save_alone, train_fsdp2
 from tests.checkpoint.saving import resume_each
@@ -97,6 +103,40 @@ def test_fsdp2_takes_ours_and_goes_on(ranks, tmp_path, form):
     export.export_whole(checkpoint, tmp_path / "to", "dcp")
     (ended,), _ = ranks(call_fsdp2, {"load": tmp_path / "to", "form": form})
     require_same(assembled(states), ended)
+
+
+def test_torchs_own_muon_takes_ours(tmp_path):
+    config = config_of("muon")
+
+    def of_torch(lr: float) -> tuple[Any, list[torch.optim.Optimizer]]:
+        model: Any = build_model(config.model, seed=1).module
+        matrices = [p for n, p in model.named_parameters() if p.ndim > 1 and "layers" in n]
+        rest = [p for n, p in model.named_parameters() if p.ndim < 2 or "layers" not in n]
+        return model, [torch.optim.Muon(matrices, lr=lr), torch.optim.AdamW(rest, lr=lr)]
+
+    model, pair = of_torch(0.02)
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    for each in pair:
+        each.step()
+    save_quietly(tmp_path / "theirs", model, pair)
+    checkpoint, _ = brought_in(tmp_path / "theirs", tmp_path / "run", config)
+    export.export_whole(checkpoint, tmp_path / "to", "dcp")
+
+    other, others = of_torch(123.0)
+    options = StateDictOptions(flatten_optimizer_state_dict=True)
+    state = {"optimizer": get_optimizer_state_dict(other, others, options=options)}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of no process group
+        dcp.load(state, checkpoint_id=tmp_path / "to", no_dist=True)
+    set_optimizer_state_dict(other, others, state["optimizer"], options=options)
+    assert others[0].param_groups[0]["lr"] == config.optimizer.lr
+    for mine, theirs in zip(others, pair, strict=True):
+        of_mine, of_theirs = (list(each.state.values()) for each in (mine, theirs))
+        assert len(of_mine) == len(of_theirs) > 0
+        for own, meant in zip(of_mine, of_theirs, strict=True):
+            assert own.keys() == meant.keys()
+            assert all(torch.equal(own[key], meant[key]) for key in meant)
 
 
 def test_moments_in_8_bits_leave_as_what_they_stand_for(ranks, tmp_path):
@@ -304,6 +344,30 @@ def test_what_does_not_fit_is_refused_by_name(alone, tmp_path, config, problem):
         refused.value
     )
     assert not any(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("prefix", ["", "state.", "app.state."])
+@pytest.mark.parametrize("around", [False, True])
+def test_names_around_the_model_change_nothing(alone, tmp_path, prefix, around):
+    """The trainer's own, in which "state" may stand, and those of a module around the model, as DDP is one."""
+    model, optimizer = stepped(config_of())
+    holder = model
+    if around:
+        holder = torch.nn.Module()
+        holder.net = torch.nn.ModuleDict({"model": model})
+    save_quietly(tmp_path / "theirs", holder, optimizer, prefix)
+    checkpoint, notes = brought_in(tmp_path / "theirs", tmp_path / "run", config_of())
+    first, _ = brought_in(alone / "whole", tmp_path / "first", config_of())
+    assert notes == [] and hashes(checkpoint) == hashes(first)
+
+
+def test_moments_of_what_is_frozen_here_are_said_to_be_left_out(alone, tmp_path):
+    config = config_of()
+    config.model.freeze = ["model.layers.1.mlp.*"]
+    checkpoint, notes = brought_in(alone / "whole", tmp_path / "run", config)
+    frozen = "model.layers.1.mlp.gate_proj.weight"
+    assert notes == [f"left out, as frozen here: the moments of {frozen} and 2 more"]
+    assert read_manifest(checkpoint).state[frozen].keys() == {"weight"}
 
 
 def test_moments_of_another_shape_are_refused(tmp_path):

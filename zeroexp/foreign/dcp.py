@@ -94,8 +94,15 @@ def _prefix_of_weights(keys: Collection[str], names: Collection[str]) -> str:
 def _place_of(key: str, prefix: str, names: Collection[str]) -> Place | None:
     """Return which tensor of the model or optimizer the key names; None for what is of neither."""
     plain = _without_wrappers(key)
-    is_weight = bool(prefix) and plain.startswith(prefix)
-    if is_weight or plain in names:
+    if plain in names:
+        return Place(plain, WEIGHT)
+    own, _, moment = plain.rpartition(".")
+    # A module around the model is in both names: model.net.<name> and optimizer.state.net.<name>.exp_avg.
+    ends = tuple(f".state.{inner}" for inner in (*_suffixes(prefix), ""))
+    for name in _suffixes(own):
+        if name in names and f".{own.removesuffix(name)}".endswith(ends):
+            return Place(name, moment)
+    if prefix and plain.startswith(prefix):
         return Place(plain.removeprefix(prefix), WEIGHT)
     if found := OF_OPTIMIZER.search(plain):
         return Place(found["name"], found["key"])

@@ -54,6 +54,10 @@ def match(found: Found, built: BuiltModel, config: Config) -> Matched:
     trained = [name for name, p in built.module.named_parameters() if p.requires_grad]
     if without := [name for name in trained if not any(place.name == name for place in moments)]:
         notes.append(f"no moments of {_first(without)}: the optimizer begins anew there")
+    theirs = {place.name for place in found.tensors if place.key != WEIGHT}
+    frozen = [own for own in names if own not in trained and theirs.intersection(names[own])]
+    if frozen:
+        notes.append(f"left out, as frozen here: the moments of {_first(frozen)}")
     if found.left_out:
         notes.append(f"left out, as neither weights nor moments: {_first(found.left_out)}")
     return Matched({**ours, **moments}, tied, notes)

@@ -21,6 +21,7 @@ from zeroexp.interface.moment_codes import at_rest, to_step
 from zeroexp.interface.whole_matrices import WholeMatrices
 
 ADJUSTMENTS = ("match_rms_adamw", "original")
+COEFFICIENTS = _muon.DEFAULT_A, _muon.DEFAULT_B, _muon.DEFAULT_C
 
 
 class Muon(Optimizer):
@@ -31,9 +32,12 @@ class Muon(Optimizer):
     def __init__(
         self, groups: Iterable[dict[str, Any]], moments_dtype: torch.dtype | None, **defaults: Any
     ):
-        """defaults: of each group, lr, weight_decay, momentum, nesterov and adjust_lr; and ns_steps, of all groups."""
-        self._ns_steps = defaults.pop("ns_steps")
-        super().__init__(groups, defaults)
+        """defaults: lr, weight_decay, momentum, nesterov and adjust_lr_fn of each group, and ns_steps of all.
+
+        Groups have the keys of torch's own, so that it takes our checkpoints.
+        """
+        self._ns_steps = defaults["ns_steps"]
+        super().__init__(groups, {**defaults, "ns_coefficients": COEFFICIENTS, "eps": _muon.EPS})
         self.moments_dtype = moments_dtype
 
     @torch.no_grad()
@@ -45,7 +49,7 @@ class Muon(Optimizer):
         directions = self.matrices.apply(self._orthogonalize, [p for p, _ in held], values)
         for (p, group), direction in zip(held, directions, strict=True):
             lr, shape = float(group["lr"]), torch.Size(self.matrices.shape_of(p))
-            adjusted = _muon._adjust_lr(lr, group["adjust_lr"], shape)
+            adjusted = _muon._adjust_lr(lr, group["adjust_lr_fn"], shape)
             p.mul_(1 - lr * group["weight_decay"]).add_(direction, alpha=-adjusted)
 
     def _momentum(self, p: Tensor, gradient: Tensor, group: dict[str, Any]) -> Tensor:
@@ -60,14 +64,13 @@ class Muon(Optimizer):
         return ahead.to(torch.bfloat16, copy=True)
 
     def _orthogonalize(self, matrix: Tensor) -> Tensor:
-        coefficients = _muon.DEFAULT_A, _muon.DEFAULT_B, _muon.DEFAULT_C
-        return _muon._zeropower_via_newtonschulz(matrix, coefficients, self._ns_steps, _muon.EPS)
+        return _muon._zeropower_via_newtonschulz(matrix, COEFFICIENTS, self._ns_steps, _muon.EPS)
 
 
 def make_muon(groups: Iterable[Any], config: OptimizerConfig) -> Optimizer:
     """Make it over groups of matrices. Raises ConfigError for settings that have no meaning."""
     settings = {**OPTIMIZERS["muon"].settings, **config.settings}
-    steps, adjust = settings["ns_steps"], settings["adjust_lr"]
+    steps, adjust = settings["ns_steps"], settings.pop("adjust_lr")
     if type(steps) is not int or not 1 <= steps < 100:
         raise ConfigError(f"optimizer.settings.ns_steps={steps}: no number of steps; use 1 to 99")
     if type(settings["nesterov"]) is not bool:
@@ -77,4 +80,4 @@ def make_muon(groups: Iterable[Any], config: OptimizerConfig) -> Optimizer:
         raise ConfigError(f"optimizer.settings.adjust_lr={adjust}: unknown word; {remedy}")
     moments_dtype = getattr(torch, config.moments) if config.moments else None
     own = {name: getattr(config, name) for name in ("lr", "weight_decay", "momentum")}
-    return Muon(groups, moments_dtype, **own, **settings)
+    return Muon(groups, moments_dtype, adjust_lr_fn=adjust, **own, **settings)
