@@ -62,6 +62,19 @@ def test_a_step_becomes_metrics_with_units_in_their_names() -> None:
     assert {(entry.step, entry.timestamp) for entry in made} == {(7, 12_500)}
 
 
+def test_quotients_have_seven_digits_and_what_is_compared_has_all() -> None:
+    step = record(0, loss=1 / 3, step_seconds=0.7, peak_bytes=12_345_678_901)
+    made = {entry.key: entry.value for entry in entries.step_entries(1.0, step)}
+    assert made["memory/step_peak_mib"] == 11_773.76  # of 11773.756886482239
+    assert made["tokens_per_s"] == 2194.286 and made["loss"] == 1 / 3
+
+
+def test_a_byte_of_difference_to_the_plan_stays_one(summary: RunSummary) -> None:
+    held = summary.memory.by_kind["gradients"].fullest
+    made = metrics(replace(summary, plan={"gradients": held - 1}))
+    assert made["plan_error_grads_mib"] == pytest.approx(1 / MIB)
+
+
 def test_a_step_that_was_validated_has_one_metric_more() -> None:
     made = entries.step_entries(1.0, record(3, validation_loss=1.5))
     assert ("validation_loss", 1.5, 1000, 3) in made

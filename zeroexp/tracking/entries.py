@@ -38,7 +38,7 @@ def step_entries(written_at: float, record: StepRecord) -> list[Entry]:
         "grad_norm": record.grad_norm,
         "lr": record.lr,
         "time/step_ms": _milliseconds(record.step_seconds),
-        "tokens_per_s": record.num_tokens / record.step_seconds,
+        "tokens_per_s": _digits(record.num_tokens / record.step_seconds),
         **{f"phase/{name}_ms": _milliseconds(s) for name, s in record.phase_seconds.items()},
     }
     if record.validation_loss is not None:
@@ -48,11 +48,11 @@ def step_entries(written_at: float, record: StepRecord) -> list[Entry]:
     if record.saving_seconds:
         values["time/saving_ms"] = _milliseconds(record.saving_seconds)
     if record.peak_bytes is not None:
-        values["memory/step_peak_mib"] = record.peak_bytes / MIB
+        values["memory/step_peak_mib"] = _mib(record.peak_bytes)
     if record.verbs:
         exposed = sum(verb.exposed for verb in record.verbs.values())
         values["time/step_exposed_ms"] = _milliseconds(exposed)
-    values["traffic/step_sent_mib"] = sum(record.traffic.bytes_by_kind.values()) / MIB
+    values["traffic/step_sent_mib"] = _mib(sum(record.traffic.bytes_by_kind.values()))
     return [Entry(key, value, _timestamp(written_at), record.step) for key, value in values.items()]
 
 
@@ -64,8 +64,8 @@ def summary_entries(at: float, summary: RunSummary) -> list[Entry]:
     world_size = summary.world_size
     scaling = {
         "scaling/step_ms": _milliseconds(summary.step_seconds_median),
-        "scaling/tokens_per_s": summary.tokens_per_second,
-        "scaling/memory_total_mib": summary.memory.total.fullest / MIB,
+        "scaling/tokens_per_s": _digits(summary.tokens_per_second),
+        "scaling/memory_total_mib": _mib(summary.memory.total.fullest),
     }
     plain = {
         **_time_entries(summary),
@@ -99,7 +99,7 @@ def _time_entries(summary: RunSummary) -> dict[str, float]:
     return {
         "time/step_ms_median": _milliseconds(summary.step_seconds_median),
         "time/step_ms_p95": _milliseconds(summary.step_seconds_p95),
-        "tokens_per_s_mean": summary.tokens_per_second,
+        "tokens_per_s_mean": _digits(summary.tokens_per_second),
         **{f"phase/{name}_ms_median": _milliseconds(s) for name, s in phases.items()},
     }
 
@@ -112,7 +112,7 @@ def _speed_entries(summary: RunSummary) -> dict[str, float]:
         "peak_tflop_per_s_per_rank": (summary.peak_flops_per_second, 1e-12),
         "mfu_percent": (summary.mfu, 100),
     }
-    return {name: n * factor for name, (n, factor) in values.items() if n is not None}
+    return {name: _digits(n * factor) for name, (n, factor) in values.items() if n is not None}
 
 
 def _verb_entries(summary: RunSummary) -> dict[str, float]:
@@ -143,8 +143,8 @@ def _memory_entries(summary: RunSummary) -> dict[str, float]:
         spreads["host"] = memory.host
     if memory.host_peak is not None:
         spreads["host_peak"] = memory.host_peak
-    fullest = {f"memory/{name}_mib": s.fullest / MIB for name, s in spreads.items()}
-    mean = {f"memory/{name}_mib_mean": s.mean / MIB for name, s in spreads.items()}
+    fullest = {f"memory/{name}_mib": _mib(s.fullest) for name, s in spreads.items()}
+    mean = {f"memory/{name}_mib_mean": _mib(s.mean) for name, s in spreads.items()}
     return fullest | mean
 
 
@@ -158,10 +158,10 @@ def _traffic_entries(summary: RunSummary) -> dict[str, float]:
     values: dict[str, float] = {}
     for name, ranks in spreads.items():
         if ranks is not None:
-            values[f"traffic/{name}_mib_per_step"] = ranks.fullest / MIB
-            values[f"traffic/{name}_mib_per_step_mean"] = ranks.mean / MIB
+            values[f"traffic/{name}_mib_per_step"] = _mib(ranks.fullest)
+            values[f"traffic/{name}_mib_per_step_mean"] = _mib(ranks.mean)
     for kind, num_bytes in summary.sent_bytes_by_kind.items():
-        values[f"traffic/{kind}_mib_per_step"] = num_bytes / MIB
+        values[f"traffic/{kind}_mib_per_step"] = _mib(num_bytes)
     return values
 
 
@@ -171,15 +171,24 @@ def _plan_entries(summary: RunSummary) -> dict[str, float]:
     whole |= {"sent": "sent_per_step", "link": "link_per_step"}
     whole |= {"host": "host", "bus": "bus_per_step"}
     names = {**KIND_NAMES, **whole}
-    planned = {f"plan_{names[name]}_mib": v / MIB for name, v in summary.plan.items()}
-    errors = {f"plan_error_{names[name]}_mib": v / MIB for name, v in summary.plan_errors.items()}
+    planned = {f"plan_{names[name]}_mib": _mib(v) for name, v in summary.plan.items()}
+    errors = {f"plan_error_{names[name]}_mib": _mib(v) for name, v in summary.plan_errors.items()}
     if (peak := summary.rehearsed.get("peak")) is not None:
-        planned["plan_peak_mib"] = peak / MIB
+        planned["plan_peak_mib"] = _mib(peak)
         if summary.memory.peak:
-            errors["plan_error_peak_mib"] = (summary.memory.peak.fullest - peak) / MIB
+            errors["plan_error_peak_mib"] = _mib(summary.memory.peak.fullest - peak)
     seconds = {name: summary.rehearsed[name] for name in STEP_SECONDS if name in summary.rehearsed}
     times = {f"plan_{n.replace('seconds', 'ms')}": _milliseconds(s) for n, s in seconds.items()}
     return planned | errors | times
+
+
+def _mib(num_bytes: float) -> float:
+    """Convert to MiB of seven digits, because the page shows every digit; one byte is not 0, and files have all."""
+    return _digits(num_bytes / MIB)
+
+
+def _digits(value: float) -> float:
+    return float(f"{value:.7g}")
 
 
 def _milliseconds(seconds: float) -> float:
