@@ -172,6 +172,72 @@ def scheduled_faster() -> Loop:
     return scheduled(4)
 
 
+class Gained(nn.Module):
+    """A model with a weight of one element, and some of few."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.gain = Model(), nn.Parameter(torch.ones(1))
+
+    def forward(self, words: Tensor) -> Tensor:
+        return self.inner(words) * self.gain
+
+
+def of_two(model: nn.Module, rate: float = 5e-3, decay: float = 0.0) -> list[torch.optim.Optimizer]:
+    """An optimizer for matrices, and one for the rest."""
+    matrices = [each for each in model.parameters() if each.ndim > 1]
+    rest = [each for each in model.parameters() if each.ndim < 2]
+    return [
+        torch.optim.AdamW(matrices, lr=1e-2, weight_decay=0.1),
+        torch.optim.AdamW(rest, lr=rate, weight_decay=decay),
+    ]
+
+
+def two(optimizers: Any = of_two, ranks_of_gain: float = 0.0) -> Loop:
+    """ranks_of_gain: what the gain's gradient is divided by where it is not right; not summed if negative."""
+
+    def train(model: nn.Module) -> Any:
+        own = optimizers(model)
+
+        def step(batches: Sequence[Batch]) -> None:
+            for batch in batches:
+                (loss_of(model, batch) / len(batches)).backward()
+            for name, each in model.named_parameters():
+                gradient: Any = each.grad
+                is_off = bool(ranks_of_gain) and name == "gain"
+                if not is_off or ranks_of_gain > 0:
+                    dist.all_reduce(gradient)
+                    gradient /= ranks_of_gain if is_off else dist.get_world_size()
+            for each in own:
+                each.step()
+            model.zero_grad()
+
+        return step
+
+    words: Any = {"loss": loss_of, "batch": batch_of, "optimizer": of_two, "train": train}
+    return Loop(model=Gained(), **words)
+
+
+def second_decays() -> Loop:
+    return two(lambda model: of_two(model, decay=0.1))
+
+
+def second_is_first() -> Loop:
+    return two(lambda model: of_two(model, rate=1e-2))
+
+
+def gain_steps_twice() -> Loop:
+    return two(lambda model: [*of_two(model), torch.optim.AdamW([model.gain], lr=5e-3)])
+
+
+def gain_is_left_out() -> Loop:
+    return two(ranks_of_gain=-1.0)
+
+
+def gain_is_summed() -> Loop:
+    return two(ranks_of_gain=1.0)
+
+
 def not_a_number() -> Loop:
     """One gradient overflows on its way on rank 1."""
     loop = scheduled()

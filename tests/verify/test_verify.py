@@ -78,6 +78,23 @@ def test_loops_by_hand_are_equal_or_named_by_their_kind():
     assert {n: each and each[0] for n, each in zip(BY_HAND, said, strict=True)} == BY_HAND
 
 
+# Loops with two optimizers and weights of one element, and how what is said of them begins
+OF_TWO = {
+    "two": None,
+    "second_decays": "weight_decay is 0.1, and the plain process has 0.0",
+    "second_is_first": "lr is 0.01, and the plain process has 0.005",
+    "gain_steps_twice": "it steps 2 times",
+    "gain_is_left_out": "each rank has the gradient of its own batches",
+    "gain_is_summed": "it is x 3: the number of ranks",
+}
+
+
+def test_what_differs_in_one_of_two_optimizers_or_in_one_number_is_named():
+    said = answers(HERE / "loops_by_hand.py", [(name, 3) for name in OF_TWO])
+    for (name, begins), each in zip(OF_TWO.items(), said, strict=True):
+        assert (each and each[1][: len(begins or "")]) == begins, name
+
+
 @pytest.mark.slow
 def test_all_faults_are_named_by_their_kind():
     assert len([each for each in BUGS.values() if each.thread]) >= 25

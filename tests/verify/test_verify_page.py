@@ -69,6 +69,20 @@ def test_programs_read_the_same(tmp_path: Path) -> None:
     assert found["bound"] < 1e-4 < 1.9 < found["distance"] < 2.1  # three times as long
 
 
+def test_a_setting_that_no_weight_shows_is_said(tmp_path: Path) -> None:
+    """A decay of a rate that float32 rounds away in three steps is another model after a million."""
+    text = CODE.replace("lr=1e-3", "lr=1e-8").replace(
+        "optimizer = build_optimizer(model)",
+        "optimizer = torch.optim.AdamW(model.parameters(), lr=1e-8, weight_decay=0.0)",
+    )
+    code, printed, _ = verify(tmp_path, text, "loop.py:my_loop", "--json", "--worlds", "2")
+    (world,) = json.loads(printed)
+    said = (
+        "0.weight: weight_decay is 0.0, and the plain process has 0.1; its weights do not show it"
+    )
+    assert (code, world["difference"], world["notes"]) == (0, None, [said])
+
+
 # Functions behind the page's loop, and what is said of them
 CANNOT = {
     "nothing": "no such function; name one that returns a Loop",

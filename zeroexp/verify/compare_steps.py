@@ -133,11 +133,15 @@ class _Judge:
     def _update(self, step: int, seen: list[Seen]) -> Difference | None:
         gradients = self._whole([each.gradients for each in seen])
         gradients = {name: each for name, each in gradients.items() if not each.isnan().any()}
-        settings = explain_difference.of_settings(self.updates.optimizer, seen[0])
-        before = self.weights[step]
+        before, settings = self.weights[step], (self.updates.settings(), seen)
         expected = self.updates.step(before, gradients)
-        look = UpdateLook(before, expected[0], len(seen), settings, self.oracle.shapes)
-        return self._first(step, UPDATE, self._held(step + 1), expected, look.explain)
+        look = UpdateLook(before, expected[0], *settings, self.oracle.shapes)
+        found = self._first(step, UPDATE, self._held(step + 1), expected, look.explain)
+        for name in () if found else before:
+            if unseen := look.settings_of_one_class(name):
+                self._note(f"{name}: {unseen}; its weights do not show it")
+                break
+        return found
 
     def _first(
         self,

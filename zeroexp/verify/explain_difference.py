@@ -14,10 +14,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim import Optimizer
 
 from zeroexp.verify.local_elements import Piece
-from zeroexp.verify.observe import Seen, settings_of
+from zeroexp.verify.observe import Seen, Settings
 from zeroexp.verify.oracle import Oracle, Whole, distance
 
 Wrong = list[tuple[int, Piece]]  # (rank, what it holds), in the order of weights
@@ -59,7 +58,7 @@ class GradientLook:
         near = (distance(p, exact) < 0.05 * float(exact[p.name].norm()) for _, p in wrong)
         if (low := _bits(piece for _, piece in wrong)) and all(near):
             return Cause("dtype", f"it was rounded to {low} on its way: no element has more bits")
-        of_rows = self._by_rows(wrong) or self._by_rows(first)
+        of_rows = self._by_rows(wrong) or self._by_rows(first) or self._of_few_elements(first)
         return of_rows or self._of_one_weight(
             [piece for _, piece in first], exact[first[0][1].name]
         )
@@ -78,6 +77,29 @@ class GradientLook:
             if self._factors(wrong, self.oracle.contributions(self.weights[self.step], step)):
                 return Cause("data", f"it is the gradient of the batches of step {step}")
         return None
+
+    def _of_few_elements(self, wrong: Wrong) -> Cause | None:
+        """Explain a weight of too few elements for a fit by one factor: of all rows, or of each rank's own."""
+        size, bound = self.oracle.world_size, self.bounds[wrong[0][1].name]
+        rows = self.rows[wrong[0][1].name]
+        of_ranks = rows.view(size, -1, rows.shape[1]).sum(1)
+
+        def scales(basis: dict[int, Tensor]) -> dict[int, float]:
+            fits = {r: _fit(basis[r][p.where, None], p.values.double(), bound, 1) for r, p in wrong}
+            return {rank: float(each) for rank, each in fits.items() if each is not None}
+
+        of_all, of_own = (
+            scales(each)
+            for each in ({r: of_ranks.sum(0) for r, _ in wrong}, dict(enumerate(of_ranks)))
+        )
+        if len(of_own) == len(wrong) and all(
+            min(abs(each - 1), abs(each / size - 1)) < CLOSE for each in of_own.values()
+        ):
+            return Cause("no sum", "each rank has the gradient of its own batches, and no other's")
+        # Any number is a multiple of one other: the factor must have a name.
+        names = [_named(each, size, self.oracle.loop.microbatches) for each in of_all.values()]
+        is_told = all(names) if rows.shape[1] == 1 else len(of_all) == len(wrong)
+        return self._of_scales(of_all) if is_told else None
 
     def _factors(self, wrong: Wrong, rows: Whole) -> dict[int, Tensor] | None:
         """Return, for each rank, the factors [ranks, microbatches] that make its pieces; None if there are none."""
@@ -193,18 +215,20 @@ class UpdateLook:
 
     before: Whole
     after: Whole  # as the plain optimizer leaves them
-    num_ranks: int
-    settings: str  # in what the loop's optimizer differs, if in anything
+    settings: dict[str, Settings]  # of the plain optimizer, for each weight
+    seen: list[Seen]  # of each rank
     shapes: dict[str, torch.Size]
 
     def explain(self, wrong: Wrong) -> Cause:
         rank, piece = wrong[0]
         own = [(r, each) for r, each in wrong if each.name == piece.name]
-        if self.settings:
-            return Cause("optimizer", self.settings)
+        if (calls := self.seen[rank].calls.get(piece.name, 0)) > 1:
+            return Cause("optimizer", f"it steps {calls} times")
+        if differing := self._settings(rank, piece.name):
+            return Cause("optimizer", differing)
         still = {r for r, each in own if _is_copy(each, self.before)}
         if rank in still:
-            kind = "frozen" if len(still) == self.num_ranks else "stale"
+            kind = "frozen" if len(still) == len(self.seen) else "stale"
             return Cause(kind, f"rank {_listed(still)} keeps the weights from before the step")
         if low := _bits(piece for _, piece in wrong):
             return Cause("dtype", f"they have no more bits than {low}")
@@ -221,27 +245,43 @@ class UpdateLook:
             return Cause("scale", f"the update is x {k:.3g} of the plain optimizer's")
         return Cause("optimizer", "it is not the plain optimizer's update from the same gradients")
 
+    def settings_of_one_class(self, name: str) -> str:
+        """Say how the settings of optimizers of one class differ, as where a rate is too small to show it."""
+        classes = {each.settings[name][0] for each in self.seen if name in each.settings}
+        is_one = name in self.settings and classes == {self.settings[name][0]}
+        return (
+            next(filter(None, (self._settings(r, name) for r in range(len(self.seen)))), "")
+            if is_one
+            else ""
+        )
+
+    def _settings(self, rank: int, name: str) -> str:
+        """Say how the optimizer of this rank, or of the weight's owner, differs from the plain one, if it does."""
+        used = [each.settings[name] for each in self.seen if name in each.settings]
+        own = self.seen[rank].settings.get(name, *used[:1])
+        return _unlike(own, self.settings[name]) if own and name in self.settings else ""
+
 
 def _is_copy(piece: Piece, weights: Whole) -> bool:
     return torch.equal(piece.values, weights[piece.name][piece.where].to(piece.values.dtype))
 
 
-def of_settings(plain: Optimizer, seen: Seen) -> str:
-    """Say how the loop's optimizer differs from the plain one; an empty text if it does not."""
-    if seen.optimizer != type(plain).__name__:
-        return f"it is {seen.optimizer}, and the plain process has {type(plain).__name__}"
-    for key, meant in settings_of(plain).items():
-        if not _alike(used := seen.settings.get(key, meant), meant):
-            return f"{key} is {used}, and the plain process has {meant}"
+def _unlike(used: Settings, plain: Settings) -> str:
+    """Say how the loop's optimizer of a weight differs from the plain one; an empty text if it does not."""
+    if used[0] != plain[0]:
+        return f"it is {used[0]}, and the plain process has {plain[0]}"
+    for key, meant in plain[1].items():
+        if not _alike(own := used[1].get(key, meant), meant):
+            return f"{key} is {own}, and the plain process has {meant}"
     return ""
 
 
 def of_missing(lacking: Tensor, whole: bool, shape: torch.Size) -> Cause:
     if whole:
         return Cause(
-            "frozen", "no optimizer holds it or has a gradient of it, and it never changes"
+            "frozen", "no optimizer holds it or has a gradient of it, and it does not change"
         )
-    return Cause("rows", f"no optimizer holds {_rows(lacking, shape)}, which never change")
+    return Cause("rows", f"no optimizer holds {_rows(lacking, shape)}, which do not change")
 
 
 def _without(wrong: Wrong, rows: Whole) -> Wrong:
@@ -278,9 +318,12 @@ def _named(k: float, ranks: int, microbatches: int) -> str:
     return ": " + ", or ".join(fitting) if fitting else ""
 
 
-def _fit(basis: Tensor, values: Tensor, bound: float) -> Tensor | None:
-    """Return the factors of the columns that make the values within the bound; None if there are none."""
-    if len(values) < 2 * basis.shape[1] or not values.isfinite().all():
+def _fit(basis: Tensor, values: Tensor, bound: float, least: int = 2) -> Tensor | None:
+    """Return the factors of the columns that make the values within the bound; None if there are none.
+
+    least: elements for each factor, below which none is told.
+    """
+    if len(values) < least * basis.shape[1] or not values.isfinite().all():
         return None
     factors = torch.linalg.lstsq(basis, values[:, None], driver="gelsd").solution[:, 0]
     largest = max(1.0, float(factors.abs().max()))

@@ -64,6 +64,10 @@ class Places:
                 pieces += [Piece(name, where, gradient[at].clone()) for name, where, at in places]
         return pieces
 
+    def names(self, tensor: Tensor) -> list[str]:
+        """The weights that an optimizer's tensor is, or holds elements of, once it had a gradient."""
+        return [name for name, _, _ in self._known.get(id(tensor), (tensor, []))[1]]
+
     @property
     def has_strangers(self) -> bool:
         """Whether an optimizer has gradients of tensors that are no weights, as far as can be told."""

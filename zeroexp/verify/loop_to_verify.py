@@ -30,13 +30,13 @@ class Loop:
     # (model, microbatch): the mean over its labels, or (sum, count)
     loss: Callable[[Any, Any], Any]
     batch: Callable[[torch.Generator], Any]  # draws one microbatch of one rank
-    optimizer: Callable[[nn.Module], Optimizer]  # of the plain model
+    optimizer: Callable[[nn.Module], Optimizer | Sequence[Optimizer]]  # of the plain model
     # shards the model; (sharded model, step) if it is another
     train: Callable[[Any], Step | tuple[Any, Step]]
     microbatches: int = 2  # of a rank in a step
     max_grad_norm: float | None = None
     dtype: torch.dtype = torch.float32  # in which forward and backward compute
-    scheduler: Callable[[Optimizer], Any] | None = None
+    scheduler: Callable[[Optimizer], Any] | None = None  # of each optimizer
 
 
 class NoLoop(ValueError):
@@ -102,13 +102,22 @@ def _refuse_what_differs_by_itself(loop: Loop) -> None:
         raise NoLoop(
             "Loop(batch=...): equal generators give different microbatches; draw from the generator alone"
         )
-    optimizer = loop.optimizer(model)
-    if not isinstance(optimizer, Optimizer):
-        kind = type(optimizer).__name__
-        raise NoLoop(f"Loop(optimizer=...): returns {kind}; return one torch.optim.Optimizer")
-    held = {id(each) for group in optimizer.param_groups for each in group["params"]}
+    made: Any = loop.optimizer(model)
+    optimizers = made if isinstance(made, list | tuple) else [made]
+    for each in optimizers:
+        if not isinstance(each, Optimizer):
+            problem = f"returns {type(each).__name__}; return one torch.optim.Optimizer, or a list"
+            raise NoLoop(f"Loop(optimizer=...): {problem}")
+    groups = [group for each in optimizers for group in each.param_groups]
+    held = {id(each) for group in groups for each in group["params"]}
     if not held <= {id(each) for each in model.parameters()}:
         raise NoLoop("Loop(optimizer=...): holds others than the weights of the model it is given")
+
+
+def optimizers_of(loop: Loop, model: nn.Module) -> Sequence[Optimizer]:
+    """Return what steps the plain model, one after the other."""
+    made = loop.optimizer(model)
+    return [made] if isinstance(made, Optimizer) else made
 
 
 def _value(result: Any) -> float:

@@ -18,6 +18,8 @@ from torch.optim.optimizer import (
 
 from zeroexp.verify.local_elements import Piece, Places, add
 
+Settings = tuple[str, dict[str, Any]]
+
 
 @dataclass
 class Seen:
@@ -27,8 +29,8 @@ class Seen:
     raw: list[Piece] = field(default_factory=list)  # gradients as torch's clipping finds them
     gradients: list[Piece] = field(default_factory=list)  # as the optimizer finds them
     calls: dict[str, int] = field(default_factory=dict)  # of an optimizer, for each weight
-    optimizer: str = ""  # its class
-    settings: dict[str, Any] = field(default_factory=dict)
+    # Of each weight, the class of the optimizer that holds it and the settings of its group
+    settings: dict[str, Settings] = field(default_factory=dict)
 
 
 @dataclass
@@ -67,7 +69,6 @@ class Observer:
     def _begins(self, stepping: Optimizer, *_: Any) -> None:
         self._depth += 1
         seen = self.record.steps[-1]
-        seen.optimizer, seen.settings = type(stepping).__name__, settings_of(stepping)
         if self._depth == 1:
             tensors = [each for group in stepping.param_groups for each in group["params"]]
             pieces = self._places.gradients(tensors)
@@ -75,15 +76,23 @@ class Observer:
                 seen.calls[name] = seen.calls.get(name, 0) + 1
             add(seen.gradients, pieces)
             add(seen.weights, self._places.held())  # from its first step on it is known
+        seen.settings |= settings_of(stepping, self._places.names)
 
     def _ends(self, *_: Any) -> None:
         self._depth -= 1
 
 
-def settings_of(stepping: Optimizer) -> dict[str, Any]:
-    """Return what an optimizer's first group sets, but for the choice among equal kernels."""
+def settings_of(
+    stepping: Optimizer, names: Callable[[Tensor], Iterable[str]]
+) -> dict[str, Settings]:
+    """Return of each weight the optimizer's class and what its group sets, but for the choice among equal kernels."""
     kernels = ("params", "foreach", "fused", "capturable", "differentiable", "initial_lr")
-    return {key: value for key, value in stepping.param_groups[0].items() if key not in kernels}
+    return {
+        name: (type(stepping).__name__, {k: v for k, v in group.items() if k not in kernels})
+        for group in stepping.param_groups
+        for tensor in group["params"]
+        for name in names(tensor)
+    }
 
 
 _listeners: list[Callable[[list[Tensor]], None]] = []

@@ -14,7 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from zeroexp.verify.local_elements import Piece
-from zeroexp.verify.loop_to_verify import Loop, as_dtype, batch_of
+from zeroexp.verify.loop_to_verify import Loop, as_dtype, batch_of, optimizers_of
+from zeroexp.verify.observe import Settings, settings_of
 
 # How many times the measured rounding a right loop may be away: it adds its own to the oracle's, and both are one
 # sample each. Of 100 right loops (tests/verify/loops.py) the farthest is at a quarter of this.
@@ -80,19 +81,28 @@ class Updates:
 
     def __init__(self, loop: Loop) -> None:
         self._models = [copy.deepcopy(loop.model), copy.deepcopy(loop.model).double()]
-        self._optimizers = [loop.optimizer(model) for model in self._models]
+        self._optimizers = [optimizers_of(loop, model) for model in self._models]
         schedule = loop.scheduler
-        self._schedulers = [schedule(each) for each in self._optimizers] if schedule else []
-        self.optimizer = self._optimizers[0]
+        each_one = [each for of_model in self._optimizers for each in of_model]
+        self._schedulers = [schedule(each) for each in each_one] if schedule else []
+
+    def settings(self) -> dict[str, Settings]:
+        """Return with what the next step updates each weight."""
+        names: dict[Tensor, str] = {
+            parameter: name for name, parameter in self._models[0].named_parameters()
+        }
+        of_each = (settings_of(each, lambda p: [names[p]]) for each in self._optimizers[0])
+        return {name: own for settings in of_each for name, own in settings.items()}
 
     def step(self, weights: Whole, gradients: Whole) -> Expected:
         """Return what a step makes of these weights; a weight without a gradient is left as it is."""
-        for model, optimizer in zip(self._models, self._optimizers, strict=True):
+        for model, optimizers in zip(self._models, self._optimizers, strict=True):
             _fill(model, weights)
             for name, parameter in model.named_parameters():
                 own = gradients.get(name)
                 parameter.grad = None if own is None else own.view_as(parameter).to(parameter.dtype)
-            optimizer.step()
+            for optimizer in optimizers:
+                optimizer.step()
         for scheduler in self._schedulers:
             scheduler.step()
         worked, exact = map(_flat_weights, self._models)
