@@ -380,8 +380,9 @@ def test_moments_of_another_shape_are_refused(tmp_path):
 
 
 def test_weights_without_moments_are_said_to_be_so(ranks, alone, tmp_path):
-    with pytest.raises(ConfigError, match="holds no number of steps; set --step"):
-        brought_in(alone / "weights", tmp_path / "run", config_of())
+    for step in (None, 0, -3):
+        with pytest.raises(ConfigError, match="holds no number of steps; set --step to 1 or more"):
+            brought_in(alone / "weights", tmp_path / "run", config_of(), step)
     checkpoint, notes = brought_in(alone / "weights", tmp_path / "run", config_of(), step=7)
     first = "model.embed_tokens.weight and 19 more"
     assert notes == [f"no moments of {first}: the optimizer begins anew there"]

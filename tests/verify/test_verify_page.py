@@ -91,7 +91,8 @@ CANNOT = {
     "divides": "rank 0 of 1: loop.py:{line}: ZeroDivisionError: division by zero",
     "with_dropout": "Loop(loss=...): the same weights and microbatch give {number} and {number}: dropout, or",
     "of_an_iterator": "Loop(batch=...): equal generators give different microbatches; draw from the",
-    "two_optimizers": "Loop(optimizer=...): returns list; return one torch.optim.Optimizer",
+    "no_optimizer": "Loop(optimizer=...): returns list; return one torch.optim.Optimizer, or a list",
+    "half_a_list": "Loop(optimizer=...): returns int; return one torch.optim.Optimizer, or a",
     "of_another_model": "Loop(optimizer=...): holds others than the weights of the model it is given",
     "of_a_float": "Loop(loss=...): returns float; return one number that trained weights make, or",
     "not_a_number": "Loop(loss=...): is nan at the start; nothing can be compared",
@@ -132,7 +133,8 @@ def in_a_closure():
         return step
     return replace(my_loop(), train=train)
 
-two_optimizers = lambda: replace(my_loop(), optimizer=lambda model: [build_optimizer(model)] * 2)
+no_optimizer = lambda: replace(my_loop(), optimizer=lambda model: [])
+half_a_list = lambda: replace(my_loop(), optimizer=lambda model: [build_optimizer(model), 3])
 of_another_model = lambda: replace(my_loop(), optimizer=lambda model: build_optimizer(build_model()))
 of_a_float = lambda: replace(my_loop(), loss=lambda model, batch: 1.0)
 not_a_number = lambda: replace(my_loop(), loss=lambda model, batch: loss_of(model, batch) * torch.nan)

@@ -83,8 +83,9 @@ def _steps_done(found: Found, matched: Matched, asked: int | None) -> int:
     counted = found.step or int(max(counters.values(), default=0))
     if counted and asked not in (None, counted):
         raise CheckpointError(f"--step={asked}: {found.folder} counts {counted}; leave it out")
-    if not counted and not asked:
-        raise CheckpointError(f"--step=null: {found.folder} holds no number of steps; set --step")
+    if not counted and (asked is None or asked < 1):
+        problem = f"{found.folder} holds no number of steps; set --step to 1 or more"
+        raise CheckpointError(f"--step={'null' if asked is None else asked}: {problem}")
     return counted or asked or 0
 
 

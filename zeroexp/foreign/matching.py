@@ -111,7 +111,7 @@ def _match_moments(
         if not there:
             continue
         if there.keys() | {STEP} != keeps | {STEP}:
-            ours, theirs = ", ".join(sorted(keeps)), ", ".join(sorted(there))
+            ours, theirs = ", ".join(sorted(keeps)) or "nothing", ", ".join(sorted(there))
             problem = f"it keeps {ours}, and {found.folder} holds {theirs} of {name}"
             word = f"optimizer.name={config.optimizer.name}"
             raise CheckpointError(f"{word}: {problem}; name the optimizer that wrote it")

@@ -104,7 +104,7 @@ def _refuse_what_differs_by_itself(loop: Loop) -> None:
         )
     made: Any = loop.optimizer(model)
     optimizers = made if isinstance(made, list | tuple) else [made]
-    for each in optimizers:
+    for each in optimizers or [made]:
         if not isinstance(each, Optimizer):
             problem = f"returns {type(each).__name__}; return one torch.optim.Optimizer, or a list"
             raise NoLoop(f"Loop(optimizer=...): {problem}")
