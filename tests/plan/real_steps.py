@@ -20,14 +20,15 @@ from zeroexp.comm.collectives import held_shared_bytes
 from zeroexp.config.keys import Config
 from zeroexp.data import Microbatch
 from zeroexp.engines.build import build_strategy
+from zeroexp.engines.sharded import Sharded
 from zeroexp.interface.strategy import Strategy
 from zeroexp.measure.instruments import Instruments
 from zeroexp.measure.memory import AllocationMeter, bytes_by_kind, count_cpu_allocations
-from zeroexp.measure.record import Traffic
+from zeroexp.measure.record import MOMENTS, Traffic
 from zeroexp.models.checkpointing import checkpoint_as_configured
 from zeroexp.models.module import build_model
-from zeroexp.plan.closed_forms import ShardedForm
-from zeroexp.plan.form_of_config import build_on_meta
+from zeroexp.plan.closed_forms import ClosedForm, ShardedForm
+from zeroexp.plan.form_of_config import build_on_meta, form_of
 from zeroexp.plan.rehearse import UNDISTURBED_STEP, RehearsedRank, prepared
 from zeroexp.plan.stand_ins import NoData
 from zeroexp.process.world import World, barrier, fake_world, joined_process_group
@@ -124,6 +125,22 @@ def one_step(
     read("after_step")
     strategy.zero_grad()
     read("at_rest")
+
+
+def assert_as_planned(config: Config, transport: str = "native") -> ClosedForm:
+    """Return the form of the config, of which every rank among fake peers holds and sends what it says."""
+    form, tokens = form_of(config, build_on_meta(config), transport), torch.zeros(1, 4).long()
+    for rank in range(config.world_size):
+        with fake_world(rank, config.world_size) as world:
+            strategy = build_strategy(config, build_model(config.model, seed=1), world)
+            assert isinstance(strategy, Sharded)
+            held: dict[str, dict[str, int]] = {}
+            for _ in range(2):
+                strategy.wire.take_traffic()
+                one_step(strategy, tokens, 1, held, drain=True)
+            assert strategy.wire.take_traffic() == form.traffic(rank)
+        assert held == {moment: form.held_bytes(moment, rank) for moment in MOMENTS}
+    return form
 
 
 def _allocated() -> int:

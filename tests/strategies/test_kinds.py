@@ -23,6 +23,7 @@ from tests.oracle import (
     train_third_step,
     train_two_steps,
 )
+from tests.plan.real_steps import assert_as_planned
 from tests.strategies.engine import Ours
 from tests.strategies.pairwise import Row, pairwise
 from tests.strategies.test_muon import make, make_of, momenta
@@ -33,12 +34,8 @@ from zeroexp.config.keys import ConfigError
 from zeroexp.config.optimizer import describe_groups, optimizer_factory, parameter_groups
 from zeroexp.config.parameter_kinds import kinds_of_parameters
 from zeroexp.cut.stage import STAGES
-from zeroexp.engines.build import build_strategy
 from zeroexp.interface.canonical import merge
-from zeroexp.measure.memory import bytes_by_kind
-from zeroexp.models.module import build_model
-from zeroexp.plan.form_of_config import build_on_meta, form_of
-from zeroexp.process.world import fake_world
+from zeroexp.plan.form_of_config import build_on_meta
 from zeroexp.zero.options import Options
 
 ELEMENTWISE = {
@@ -209,19 +206,10 @@ KINDS_OF_TINY = (
 @pytest.mark.parametrize(
     ("stage", "layout"), [("zero1", "parameter"), ("zero2", "tensor"), ("zero3", "buffer")]
 )
-def test_a_plan_is_what_the_engine_holds(stage, layout) -> None:
+def test_a_plan_is_what_the_engine_holds_and_sends(stage, layout) -> None:
     words = (f"strategy={stage}", f"strategy.implementation={layout}", "world_size=3")
     more = ("data.global_batch_size=3", "model.hf_config.tie_word_embeddings=false")
-    config = composed("model=tiny", *words, *more, *KINDS_OF_TINY)
-    form = form_of(config, build_on_meta(config), "native")
-    for rank in range(3):
-        with fake_world(rank, 3) as world:
-            strategy = build_strategy(config, build_model(config.model, seed=1), world)
-            with strategy.microbatch(last=True):
-                tokens = torch.zeros(1, 4, dtype=torch.long)
-                strategy.backward(strategy.model(input_ids=tokens).logits.float().sum())
-            strategy.step(drain=True)
-            assert bytes_by_kind(strategy.model_states()) == form.held_bytes("after_step", rank)
+    assert_as_planned(composed("model=tiny", *words, *more, *KINDS_OF_TINY))
 
 
 def test_a_run_says_what_went_where() -> None:

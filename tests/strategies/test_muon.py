@@ -35,6 +35,7 @@ from tests.oracle import (
     train_third_step,
     train_two_steps,
 )
+from tests.plan.real_steps import assert_as_planned
 from tests.strategies.engine import Ours
 from tests.strategies.pairwise import Row, pairwise
 from zeroexp.check import check
@@ -44,15 +45,11 @@ from zeroexp.config.keys import ConfigError, OptimizerConfig
 from zeroexp.config.optimizer import optimizer_factory, parameter_groups
 from zeroexp.cut.matrix_step import orthogonalizing_cost
 from zeroexp.cut.stage import STAGES
-from zeroexp.engines.build import build_strategy
-from zeroexp.engines.sharded import Sharded
 from zeroexp.interface.canonical import merge
 from zeroexp.interface.strategy import CanonicalState, CanonicalTensor
-from zeroexp.measure.memory import bytes_by_kind
-from zeroexp.models.module import build_model
 from zeroexp.plan.closed_forms import ShardedForm
 from zeroexp.plan.form_of_config import build_on_meta, form_of
-from zeroexp.process.world import World, fake_world
+from zeroexp.process.world import World
 from zeroexp.zero.options import Options
 
 RECIPE = Recipe(optimizer="muon", max_grad_norm=1e6)
@@ -258,24 +255,8 @@ def test_a_plan_is_what_the_engine_holds_and_sends(index, cut) -> None:
     more = ("optimizer=muon", "data.global_batch_size=3")
     config = composed("model=tiny", *words, *more)
     config.strategy.matrix_step = matrix_step
-    form = form_of(config, build_on_meta(config), transport)
-    for rank in range(3):
-        with fake_world(rank, 3) as world, over(transport):
-            strategy = build_strategy(config, build_model(config.model, seed=1), world)
-            assert isinstance(strategy, Sharded)
-            for _ in range(2):
-                strategy.zero_grad()
-                strategy.wire.take_traffic()
-                with strategy.microbatch(last=True):
-                    tokens = torch.zeros(1, 4, dtype=torch.long)
-                    strategy.backward(strategy.model(input_ids=tokens).logits.float().sum())
-                strategy.step(drain=True)
-            assert bytes_by_kind(strategy.model_states()) == form.held_bytes("after_step", rank)
-            assert strategy.wire.take_traffic() == form.traffic(rank)
-
-
-def over(transport: str) -> Any:
-    return patch.dict(TRANSPORTS, dict.fromkeys(("auto", "messages"), TRANSPORTS[transport]))
+    with patch.dict(TRANSPORTS, dict.fromkeys(("auto", "messages"), TRANSPORTS[transport])):
+        assert_as_planned(config, transport)
 
 
 @pytest.mark.parametrize(("matrix_step", "times"), [("gather", 3), ("alltoall", 2)])

@@ -29,16 +29,14 @@ from tests.oracle import (
     train_oracle,
     train_two_steps,
 )
+from tests.plan.real_steps import assert_as_planned
 from zeroexp.config.optimizer import optimizer_factory
 from zeroexp.cut.moment_blocks import BLOCK, ROW_BYTES
-from zeroexp.engines.build import build_strategy
 from zeroexp.interface.canonical import merge
 from zeroexp.interface.moment_codes import decode, encode
 from zeroexp.interface.strategy import CanonicalState
-from zeroexp.measure.memory import bytes_by_kind
-from zeroexp.models.module import build_model
 from zeroexp.plan.form_of_config import build_on_meta, form_of
-from zeroexp.process.world import World, fake_world
+from zeroexp.process.world import World
 from zeroexp.training import rounded_moments
 
 # Fused is what a run asks for; rounded moments do without.
@@ -240,26 +238,15 @@ SHARE = {"bfloat16": 0.51, "int8": 0.35}
         ("zero3", "parameter", "bfloat16"),
     ],
 )
-def test_a_plan_is_what_the_engine_holds(stage, layout, moments, optimizer) -> None:
+def test_a_plan_is_what_the_engine_holds_and_sends(stage, layout, moments, optimizer) -> None:
     words = (f"strategy={stage}", f"optimizer={optimizer}", f"strategy.implementation={layout}")
     more = ("world_size=3", "data.global_batch_size=3", f"optimizer.moments={moments}")
     config = composed("model=tiny", *words, *more)
-    form = form_of(config, build_on_meta(config), "native")
-    plain = form_of(
-        replace(config, optimizer=replace(config.optimizer, moments=None)),
-        build_on_meta(config),
-        "native",
-    )
+    form = assert_as_planned(config)
+    plain = replace(config, optimizer=replace(config.optimizer, moments=None))
+    wider = form_of(plain, build_on_meta(plain), "native")
     for rank in range(3):
-        with fake_world(rank, 3) as world:
-            strategy = build_strategy(config, build_model(config.model, seed=1), world)
-            with strategy.microbatch(last=True):
-                tokens = torch.zeros(1, 4, dtype=torch.long)
-                strategy.backward(strategy.model(input_ids=tokens).logits.float().sum())
-            strategy.step(drain=True)
-            held = form.held_bytes("after_step", rank)
-            assert bytes_by_kind(strategy.model_states()) == held
-        wide = plain.held_bytes("after_step", rank)
+        held, wide = (each.held_bytes("after_step", rank) for each in (form, wider))
         assert held["optimizer"] < SHARE[moments] * wide["optimizer"]
         if layout == "parameter":  # others cut elsewhere, between blocks
             assert {**held, "optimizer": 0} == {**wide, "optimizer": 0}

@@ -33,6 +33,7 @@ from zeroexp.config import plugins
 from zeroexp.config.keys import ConfigError
 from zeroexp.plan.composed_points import ComposedPoints
 from zeroexp.process import locks, safe_output, signals
+from zeroexp.process.imports import importing
 
 ADVISE, REHEARSE = "--advise", "--rehearse"
 # Flags -> the function of zeroexp.plan that answers; torch takes a second to import, and a refusal needs none.
@@ -96,10 +97,11 @@ def composed_points(words: Sequence[str]) -> ComposedPoints:
 
 
 def _answer_of(points: ComposedPoints, form: str, *, rehearses: bool) -> str:
-    from zeroexp.plan.plan_points import Plans
-
     module, _, name = FORMS[form].partition(":")
-    answer = getattr(importlib.import_module(f"zeroexp.plan.{module}"), name)
+    with importing():
+        from zeroexp.plan.plan_points import Plans
+
+        answer = getattr(importlib.import_module(f"zeroexp.plan.{module}"), name)
     return answer(Plans(points, rehearses=rehearses))
 
 
