@@ -33,10 +33,11 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # read once, when torch is import
 from benchmarks.real_runs import config_of, step_seconds_of, summary_of
 from benchmarks.table import grid, machine, tell
 from zeroexp.calibrate.__main__ import calibrate
+from zeroexp.config.job_shape import JobShape
 from zeroexp.config.keys import Config
 from zeroexp.plan.closed_forms import ShardedForm
 from zeroexp.plan.form_of_config import build_on_meta, form_of
-from zeroexp.plan.machines import JobShape, Machines
+from zeroexp.plan.machines import Machines
 from zeroexp.plan.outcome import RankPeak, RehearsedPeaks, plan_point
 from zeroexp.plan.peak import rehearse_point
 from zeroexp.plan.rehearse import rehearse

@@ -22,8 +22,8 @@ from zeroexp.cluster.slurm_state import Sighting, conclude_state
 from zeroexp.cluster.snapshot import PACKAGE, take_snapshot
 from zeroexp.cluster.submit import _complaint
 from zeroexp.cluster.task import DUTY, ENDED, PREEMPTED, Duty
+from zeroexp.config.job_shape import JobShape
 from zeroexp.config.keys import ClusterConfig, Config, SlurmConfig, save
-from zeroexp.plan.machines import JobShape
 from zeroexp.process.world import device_index
 from zeroexp.tracking import attempt, failure
 from zeroexp.tracking.files import write_json

@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from tests.test_rank import make_job, run
-from zeroexp.plan.machines import JobShape, Machines
+from zeroexp.config.job_shape import JobShape
+from zeroexp.plan.machines import Machines
 from zeroexp.plan.speed import calibrated_speed, calibration_path, load
 from zeroexp.tracking.files import read_records
 

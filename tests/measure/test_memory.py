@@ -37,6 +37,7 @@ def test_every_storage_counts_once_under_the_first_kind_that_shows_it():
         gradients=[torch.zeros(7, dtype=torch.bfloat16)],
         master=[flat[:50]],  # a master of the same dtype aliases its parameters
         optimizer=[torch.zeros(5), torch.zeros(5)],
+        secondary=[torch.zeros(9)],
         buffers=[torch.zeros(11, dtype=torch.uint8)],
         hidden_bytes=1000,
     )
@@ -45,6 +46,7 @@ def test_every_storage_counts_once_under_the_first_kind_that_shows_it():
         "gradients": 14,
         "optimizer": 20 + 20,
         "master": 0,
+        "secondary": 36,
         "buffers": 11 + 1000,
     }
 

@@ -107,7 +107,7 @@ def form_of(
     units = [tuple(tensors.chunk for tensors in unit.held) for unit in strategy.units]
     world_size = strategy.wire.world.size
     row, kind = stage_for_world(STAGES[stage], world_size), OPTIMIZERS[optimizer][1]
-    more = {"replicas": options.replicas, "offload": options.offload}
+    more = {name: getattr(options, name) for name in ("replicas", "offload", "secondary_partition")}
     return ShardedForm(units, row, world_size, schedule, precision, kind, **more)
 
 
@@ -134,10 +134,15 @@ def check_step(strategy: Sharded, form: ShardedForm, accumulation: int) -> None:
 def situations(draw):
     # zero3 has most schedules.
     stage = draw(st.sampled_from([*STAGES, "zero3", "zero3"]))
-    world_size = draw(st.sampled_from([1, 2, 3, 4, 6, 7]))
+    world_size = draw(st.sampled_from([1, 2, 3, 4, 6, 7, 8]))
     groups = [1] if stage == "ddp" else [k for k in (1, 2, 3) if world_size in (2 * k, 3 * k)]
     codecs = st.sampled_from([None, None, *CODE_BITS])
     is_sharded = stage == "zero3" and world_size > 1
+    replicas = draw(st.sampled_from(groups or [1]))
+    shards = world_size // replicas
+    nodes = [n for n in range(2, shards) if shards % n == 0] if is_sharded else []
+    secondary = draw(st.sampled_from([None, *nodes]))
+    offloads = ["all"] if is_sharded and secondary is None else []
     options = Options(
         layout=draw(st.sampled_from(["parameter", "tensor", "buffer"])),
         owners=draw(st.sampled_from(["contiguous", "greedy"])),
@@ -148,10 +153,11 @@ def situations(draw):
         reduce_each="step" if stage == "zero1" else draw(st.sampled_from(["step", "microbatch"])),
         bucket_mb=draw(st.sampled_from([None, 40 / MIB, 500 / MIB])),
         transport=draw(st.sampled_from(["gloo", "native"])),
-        replicas=draw(st.sampled_from(groups or [1])),
+        replicas=replicas,
+        secondary_partition=secondary,
         gather_codec=draw(codecs) if stage == "zero3" else None,
         reduce_codec=draw(codecs) if stage in ("zero1", "zero2", "zero3") else None,
-        offload=draw(st.sampled_from([None, "optimizer", "all" if is_sharded else None])),
+        offload=draw(st.sampled_from([None, "optimizer", *offloads])),
     )
     schedule = ScheduleForm(
         accumulation=draw(st.integers(1, 3)),

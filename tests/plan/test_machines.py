@@ -7,7 +7,8 @@ from fractions import Fraction
 import pytest
 
 from tests.composing import composed
-from zeroexp.plan.machines import JobShape, Machines, device_of, machines_of
+from zeroexp.config.job_shape import JobShape
+from zeroexp.plan.machines import Machines, device_of, machines_of
 from zeroexp.plan.speed import prior_speed, speed_of
 
 

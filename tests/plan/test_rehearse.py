@@ -32,12 +32,13 @@ from tests.plan.real_steps import (
 )
 from tests.strategies.pairwise import Row, pairwise
 from zeroexp.config.families import MODELS
+from zeroexp.config.job_shape import JobShape
 from zeroexp.config.keys import Config, ConfigError, ModelConfig
 from zeroexp.config.optimizer import OPTIMIZERS, OptimizerKind
 from zeroexp.models.mlp import build as build_mlp
 from zeroexp.plan.closed_forms import ShardedForm
 from zeroexp.plan.form_of_config import build_on_meta, form_of
-from zeroexp.plan.machines import JobShape, Machines
+from zeroexp.plan.machines import Machines
 from zeroexp.plan.rehearse import RehearsedRank, rehearse
 from zeroexp.plan.stand_ins import NoData
 
@@ -66,6 +67,7 @@ RECOMPUTES = "train.activation_checkpointing=true"
 MIXTRAL = ("model=mixtral_tiny", *LLAMA[1:])
 CODECS = ("strategy.gather_codec=int8", "strategy.reduce_codec=int4")
 GROUPS = "strategy.replicas=2"
+COPIES = "strategy.secondary_partition=2"
 OFFLOAD = "strategy.offload=optimizer"
 BELOW_ALL_GRADIENTS = "model.freeze=[*embed*,*layers.0.*]"
 CELLS = [*itertools.product(STAGES, LAYOUTS)]
@@ -84,6 +86,8 @@ POINTS = [
     (1, llama("zero2", "tensor")),
     (4, llama("zero3", "buffer", "block", *CODECS)),
     (FAKE, (*LLAMA, *point("zero3", "parameter", *CODECS))),
+    (2, llama("zero3", "buffer", "block", COPIES)),
+    (FAKE, (*LLAMA, *point("zero3", "parameter", COPIES, *CODECS))),
     (4, llama("zero3", "buffer", "block", OFFLOAD)),
     (4, llama("zero3", "buffer", "block", "strategy.offload=all")),
     (FAKE, (*LLAMA, *point("zero3", "tensor", "strategy.offload=all", "precision=bf16_master"))),

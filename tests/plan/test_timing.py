@@ -17,9 +17,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from zeroexp.comm.base import Pending
 from zeroexp.config.gpus import GPUS as CATALOGUE
 from zeroexp.config.gpus import LINK_SHARE, NETWORKS
+from zeroexp.config.job_shape import JobShape
 from zeroexp.config.keys import Config, ConfigError
 from zeroexp.measure.verb_seconds import meter
-from zeroexp.plan.machines import JobShape, Machines
+from zeroexp.plan.machines import Machines
 from zeroexp.plan.speed import (
     Calibration,
     Speed,
@@ -171,6 +172,8 @@ def test_the_prior_of_a_gpu_is_its_data_sheet_and_the_network_between_nodes(name
         assert inside.link_bytes_per_second == LINK_SHARE * gpu.link_bytes_per_second
         slower = min(inside.link_bytes_per_second, network.node_bytes_per_second)
         assert between.link_bytes_per_second == slower
+        assert between.link_rate("gather") == slower
+        assert between.link_rate("secondary") == inside.link_bytes_per_second
         assert between.latency_seconds > inside.latency_seconds
 
 

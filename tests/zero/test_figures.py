@@ -110,6 +110,7 @@ def test_alone_nothing_is_gathered_copied_or_freed(stage, transport):
         "gradients": 0,
         "optimizer": 0,
         "master": 0,
+        "secondary": 0,
         "buffers": 0,
     }
     assert sizes == [32 * 32] * 2, "readable between steps"

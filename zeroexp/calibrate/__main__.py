@@ -29,7 +29,8 @@ from zeroexp.calibrate.practice import practise
 from zeroexp.calibrate.rates import measure_rates
 from zeroexp.check.rules_batch import num_gpus
 from zeroexp.comm.tuning import PROBED_BYTES, fit_link
-from zeroexp.plan.machines import JobShape, Machines
+from zeroexp.config.job_shape import JobShape
+from zeroexp.plan.machines import Machines
 from zeroexp.plan.speed import (
     Calibration,
     calibrated_speed,

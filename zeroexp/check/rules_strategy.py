@@ -7,10 +7,11 @@ from collections.abc import Iterator
 from zeroexp.check.refusal import Refusal
 from zeroexp.config.engines import ENGINES
 from zeroexp.config.families import MODELS
+from zeroexp.config.job_shape import shape_of
 from zeroexp.config.keys import TORCH_DDP, Config, StrategyConfig
 from zeroexp.config.optimizer import OPTIMIZERS, rows_of
 from zeroexp.cut.moment_blocks import CODES_PER_OCTAVE, INT8
-from zeroexp.cut.stage import STAGES, Stage, why_no_replicas
+from zeroexp.cut.stage import STAGES, Stage, why_no_replicas, why_no_secondary_copy
 
 # What a moment of this dtype may be multiplied by in a step at most, and get smaller.
 MOST_DECAY = {"bfloat16": 1 - 2**-8, INT8: (1 + 2 ** (-1 / CODES_PER_OCTAVE)) / 2}
@@ -152,6 +153,38 @@ def check_replicas(config: Config) -> Iterator[Refusal]:
         yield "strategy.replicas", problem, "use zero2 or zero3, which are FSDP2"
 
 
+def check_secondary_partition(config: Config) -> Iterator[Refusal]:
+    """Require nodes inside of which groups of so many ranks lie, and gathers that would leave them otherwise."""
+    strategy, key = config.strategy, "strategy.secondary_partition"
+    size, data = strategy.secondary_partition, config.data
+    if size is None:
+        return
+    if _is_fsdp2(strategy):
+        problem = "FSDP2 has its own, fully_shard(reshard_after_forward=ranks of a node)"
+        yield key, f"{problem}, and no key sets it", "use buffer, or leave it out"
+    if strategy.implementation in ENGINES:
+        return
+    rows = (strategy.parameters, strategy.gradients, strategy.optimizer)
+    stage = Stage.of(*(row.placement for row in rows))
+    shards = config.world_size // (strategy.replicas or 1)
+    if problem := why_no_secondary_copy(size, stage, shards):
+        yield key, *problem
+    is_planned_for_gpus = config.cluster.gpu or config.cluster.network
+    on_node = shape_of(config, "cuda" if is_planned_for_gpus else "cpu").ranks_per_node
+    if shards <= on_node:
+        problem = f"the {shards} ranks that shard are on one node, which no gather leaves"
+        yield key, problem, "use cluster=slurm or cluster.link, or leave it out"
+    if on_node % size:
+        sizes = ", ".join(str(n) for n in range(2, on_node + 1) if on_node % n == 0)
+        yield key, f"nodes of {on_node} ranks cut such groups", f"use {sizes or 'null'}"
+    microbatch = data.micro_batch_size * config.world_size
+    if strategy.keep == "all" and data.global_batch_size == microbatch:
+        yield key, "strategy.keep=all gathers each unit once a step", "use keep=last"
+    if strategy.offload == "all":
+        problem = "keeps on the device what strategy.offload=all puts on the host"
+        yield key, problem, "use one of them"
+
+
 def check_reduce_each(config: Config) -> Iterator[Refusal]:
     strategy = config.strategy
     if strategy.gradients.placement == "partial" and strategy.reduce_each == "microbatch":
@@ -214,6 +247,7 @@ RULES = (
         check_whole_matrices,
         check_moments,
         check_replicas,
+        check_secondary_partition,
         check_reduce_each,
         check_selective_recomputation,
         check_compiled_blocks,

@@ -27,8 +27,8 @@ from zeroexp.cluster.job import Job
 from zeroexp.cluster.snapshot import take_snapshot
 from zeroexp.cluster.task import HEARTBEAT_AT, HOSTS, PREEMPTED, TIME_LIMIT, WANTS_ANOTHER, Duty
 from zeroexp.config import plugins
+from zeroexp.config.job_shape import JobShape
 from zeroexp.config.keys import ClusterConfig
-from zeroexp.plan.machines import JobShape
 from zeroexp.process.ports import RANGE, SCHEME, SECRET
 from zeroexp.tracking import attempt
 from zeroexp.tracking.files import working_folder_of

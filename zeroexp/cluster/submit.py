@@ -20,8 +20,8 @@ from zeroexp.cluster.job import Job
 from zeroexp.cluster.local import RANK_MAIN
 from zeroexp.cluster.slurm_state import SlurmSilent, find_by_comment
 from zeroexp.cluster.task import DUTY
+from zeroexp.config.job_shape import JobShape
 from zeroexp.config.keys import ConfigError
-from zeroexp.plan.machines import JobShape
 from zeroexp.tracking.files import read_json, write_json
 from zeroexp.tracking.run import HELD_FILE, SLURM_FILE
 

@@ -11,6 +11,7 @@ direct.py          every rank hands each peer what that peer owns, and sums in r
                      offers.py (what they tell each other), wake_up.py (how they wait), sizes.py (how much memory)
 codec.py           around any of these: what a move carries is rounded to fewer bytes
 replicas.py        sums once more, between groups of ranks, what each group has summed
+secondary.py       a copy of parameters inside each node, from which later gathers of a step come (hpZ)
 bus.py             between a rank's device and its host: optimizer state there, gradients to it and parameters back
 tuning.py          what a reduction costs on these links, for `zeroexp calibrate`
 """

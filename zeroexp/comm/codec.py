@@ -26,6 +26,7 @@ from torch.nn.functional import pad
 
 from zeroexp.comm.base import GatherPart, Pending, ReducePart, Sent, Transport
 from zeroexp.comm.direct import sum_into
+from zeroexp.cut.chunk import Chunk
 from zeroexp.cut.codes import CODE_BITS, CODES_IN_BLOCK, encoded_bytes, encoded_chunk
 from zeroexp.process.world import World
 
@@ -65,29 +66,32 @@ def decode(codec: str, encoded: Tensor, numel: int, dtype: torch.dtype) -> Tenso
     return blocks.view(num_rows, -1)[:, :numel].to(dtype)
 
 
-def all_gather_encoded(
-    transport: Transport,
-    codec: str,
-    world: World,
-    parts: Sequence[GatherPart],
-    offer: int | None,
-    what: str,
-) -> Sent:
-    """Start an all-gather that carries codes; `full` of every part gets what they stand for."""
-    chunk = encoded_chunk(codec, tuple(part.chunk for part in parts))
-    mine = encode(codec, torch.cat([part.piece for part in parts]))
-    full = mine.new_empty(chunk.padded_numel)
-    gathered, num_bytes = transport.all_gather([GatherPart(chunk, full, mine)], offer, what)
+def encoded_part(codec: str, parts: Sequence[GatherPart]) -> GatherPart:
+    """Return what an all-gather of these parts moves: the codes of this rank's pieces, and room for those of all."""
+    codes = encode(codec, torch.cat([part.piece for part in parts]))
+    return GatherPart(_chunk_of_codes(codec, parts), empty_codes(codec, parts), codes)
 
-    def unpack() -> None:
-        if all(part.by_rank is not None for part in parts):
-            _decode_into(codec, full.view(world.size, -1), [part.by_rank for part in parts])
-            return
-        for rank in range(world.size):
-            sections = [part.full[part.chunk.section(rank)].unsqueeze(0) for part in parts]
-            _decode_into(codec, full[chunk.section(rank)].unsqueeze(0), sections)
 
-    return Pending([gathered], unpack), num_bytes
+def empty_codes(codec: str, parts: Sequence[GatherPart]) -> Tensor:
+    """Return room for the codes of all ranks' pieces."""
+    numel = _chunk_of_codes(codec, parts).padded_numel
+    return parts[0].full.new_empty(numel, dtype=torch.uint8)
+
+
+def decode_gathered(codec: str, codes: Tensor, parts: Sequence[GatherPart]) -> None:
+    """Write what the codes of all ranks' pieces stand for into `full` of every part."""
+    chunk = _chunk_of_codes(codec, parts)
+    num_ranks = len(chunk.cuts) - 1
+    if all(part.by_rank is not None for part in parts):
+        _decode_into(codec, codes.view(num_ranks, -1), [part.by_rank for part in parts])
+        return
+    for rank in range(num_ranks):
+        sections = [part.full[part.chunk.section(rank)].unsqueeze(0) for part in parts]
+        _decode_into(codec, codes[chunk.section(rank)].unsqueeze(0), sections)
+
+
+def _chunk_of_codes(codec: str, parts: Sequence[GatherPart]) -> Chunk:
+    return encoded_chunk(codec, tuple(part.chunk for part in parts))
 
 
 def reduce_scatter_encoded(

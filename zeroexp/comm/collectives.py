@@ -23,11 +23,17 @@ from zeroexp.comm.base import (
     Transport,
 )
 from zeroexp.comm.bus import Bus
-from zeroexp.comm.codec import all_gather_encoded, reduce_scatter_encoded
+from zeroexp.comm.codec import (
+    decode_gathered,
+    empty_codes,
+    encoded_part,
+    reduce_scatter_encoded,
+)
 from zeroexp.comm.direct import Direct
 from zeroexp.comm.facts import Facts
 from zeroexp.comm.native import Native
 from zeroexp.comm.replicas import BetweenReplicas, common_facts
+from zeroexp.comm.secondary import Node, SecondaryCopy
 from zeroexp.measure.record import Traffic, sum_of_traffic
 from zeroexp.measure.verb_seconds import TimedMove, meter
 from zeroexp.process import progress
@@ -92,8 +98,9 @@ class Collectives:
     world: all ranks. group: those that shard among themselves. holders: those that hold the same pieces, one of each
     of the `replicas` groups. With one replica the group is the world, and this rank the only holder.
     reductions_apart: see `Transport.reduce_apart`. gather_codec, reduce_codec: of gathers and of reduce-scatters in the
-    group; None: they are exact. offload: what rests on the host, to which `bus` leads. Codecs, and pieces on the host,
-    travel by messages, since memory that is shared is not sent.
+    group; None: they are exact. secondary_partition: ranks of a node, which keep a secondary copy of what is gathered;
+    None: nobody does. offload: what rests on the host, to which `bus` leads. Codecs, secondary copies and pieces on the
+    host travel by messages, since memory that is shared is not sent.
     """
 
     def __init__(
@@ -105,6 +112,7 @@ class Collectives:
         reductions_apart: bool = False,
         gather_codec: str | None = None,
         reduce_codec: str | None = None,
+        secondary_partition: int | None = None,
         offload: str | None = None,
     ):
         self.world = world
@@ -113,9 +121,8 @@ class Collectives:
         sends = self.group.size > 1  # else nothing travels, and nothing is rounded
         self._gather_codec = gather_codec if sends else None
         self._reduce_codec = reduce_codec if sends else None
-        if transport == "auto" and (
-            self._gather_codec or self._reduce_codec or self.bus.keeps_pieces
-        ):
+        sent = (self._gather_codec, self._reduce_codec, secondary_partition, self.bus.keeps_pieces)
+        if transport == "auto" and any(sent):
             transport = "messages"
         self._moves = Moves(world)
         self._transport = TRANSPORTS[transport](self.group, self._moves)
@@ -125,6 +132,10 @@ class Collectives:
         if replicas > 1:
             other = TRANSPORTS[transport](self.holders, self._moves)
             self._between = BetweenReplicas(other, replicas)
+        self._node: Node | None = None
+        if secondary_partition:
+            node, _ = world.split(world.size // secondary_partition)
+            self._node = Node(node, TRANSPORTS[transport](node, self._moves))
         self._common_facts: Facts | None = None
         self._messages = self._transport  # that carries exchanges
         self.traffic = Traffic()
@@ -135,6 +146,8 @@ class Collectives:
         if self._between is not None:
             self.group.join()
             self.holders.join()
+        if self._node is not None:
+            self._node.world.join()
         for transport in self._transports:
             transport.connect()
         if self.world.size == 1 or self.world.is_fake:
@@ -145,7 +158,8 @@ class Collectives:
 
     @property
     def _transports(self) -> list[Transport]:
-        return [self._transport, *([self._between.transport] if self._between else [])]
+        beside = (self._between, self._node)
+        return [self._transport, *(each.transport for each in beside if each is not None)]
 
     def reserve(self, resting: Sequence[int], slot_bytes: int, slot_bytes_of_sums: int = 0) -> None:
         """See `Transport.reserve`. slot_bytes_of_sums: of the largest sum between replicas."""
@@ -205,17 +219,64 @@ class Collectives:
         what: str = "parameters",
         *,
         exact: bool = False,
+        secondary: SecondaryCopy | None = None,
     ) -> Pending:
-        """Start sharded -> replicated. Parts without an `offer` are offered now. `exact`: without a codec."""
-        name, transport, codec = f"the {kind} of {what}", self._transport, self._gather_codec
+        """Start sharded -> replicated. Parts without an `offer` are offered now. `exact`: without a codec.
+
+        secondary: keeps what has arrived.
+        """
+        codec = None if exact else self._gather_codec
         with meter.issuing(kind, what) as move:
             parts = self.bus.pieces_to_device(parts, self.group.rank)
-            if codec is None or exact:
-                sent = transport.all_gather(parts, offer, name)
-            else:
-                sent = all_gather_encoded(transport, codec, self.group, parts, offer, name)
+            moved = parts if codec is None else [encoded_part(codec, parts)]
+            gathered, num_bytes = self._transport.all_gather(moved, offer, f"the {kind} of {what}")
             move.moves_on_wait = self.facts.moves_on_wait
-            return self._count(kind, sent, move)
+            fulls = [part.full for part in moved]
+            arrived = self._unpacked(gathered, codec, fulls, parts, secondary)
+            return self._count(kind, (arrived, num_bytes), move)
+
+    def secondary_copy(self, parts: Sequence[GatherPart]) -> SecondaryCopy | None:
+        """Make room for what this rank keeps of these parts for its node; None: all gathers go over all ranks.
+
+        All ranks call it in one order.
+        """
+        if self._node is None:
+            return None
+        codec = self._gather_codec
+        return self._node.copy_of(parts if codec is None else [encoded_part(codec, parts)])
+
+    def gather_in_node(
+        self, parts: Sequence[GatherPart], secondary: SecondaryCopy, what: str
+    ) -> Pending:
+        """Start sharded -> replicated between the ranks of a node, from what they have kept of these parts."""
+        assert self._node is not None
+        codec, name = self._gather_codec, f"the gather in the node of {what}"
+        with meter.issuing("secondary", what) as move:
+            fulls = [part.full for part in parts] if codec is None else [empty_codes(codec, parts)]
+            kept = secondary.parts(fulls)
+            gathered, num_bytes = self._node.transport.all_gather(kept, secondary.offer, name)
+            arrived = self._unpacked(gathered, codec, fulls, parts)
+            return self._count("secondary", (arrived, num_bytes), move)
+
+    @staticmethod
+    def _unpacked(
+        gathered: Pending,
+        codec: str | None,
+        fulls: Sequence[Tensor],
+        parts: Sequence[GatherPart],
+        secondary: SecondaryCopy | None = None,
+    ) -> Pending:
+        """Return the gather that also keeps what it brings into `fulls`, and decodes it into `parts`."""
+        if codec is None and secondary is None:
+            return gathered
+
+        def unpack() -> None:
+            if secondary is not None:
+                secondary.keep(fulls)
+            if codec is not None:
+                decode_gathered(codec, fulls[0], parts)
+
+        return Pending([gathered], unpack)
 
     def reduce_scatter(
         self,

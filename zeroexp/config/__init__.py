@@ -4,5 +4,6 @@ keys.py            the keys, as dataclasses, and how they become a run's config.
 families.py        what `model.family` may name; data_sources.py: `data.kind`; engines.py: native engines;
                    optimizer.py: `optimizer.name`, parameter groups and the learning rate of a step
 plugins.py         code that others add: the modules of `plugins=[...]`, and the settings of their words
+job_shape.py       how the ranks of a point share nodes
 paths.py           where a run's local files and caches lie; vocabulary.py: how many words its data has
 """

@@ -12,7 +12,7 @@ from __future__ import annotations
 import zlib
 from bisect import bisect_right
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 FROZEN = "frozen"  # the kind of parameters that get no gradient
@@ -108,6 +108,11 @@ class Chunk:
     def whole(self) -> tuple[Span, ...]:
         """Return a span for each whole member, as a rank owns it where nothing is sharded; `offset` is in the chunk."""
         return tuple(Span(i, 0, m.stop - m.start, m.start) for i, m in enumerate(self.members))
+
+    def for_ranks(self, num_ranks: int) -> Chunk:
+        """Return the chunk cut for fewer ranks, each of which holds what as many neighbours own together."""
+        neighbours = (len(self.cuts) - 1) // num_ranks
+        return self if neighbours == 1 else replace(self, cuts=self.cuts[::neighbours])
 
     def shares(self, start: int, stop: int) -> Iterator[tuple[int, int, int]]:
         """Yield (rank, start, stop) for each part of these elements that one rank owns."""

@@ -140,3 +140,18 @@ def why_no_replicas(replicas: int, stage: Stage, world_size: int) -> tuple[str, 
     if world_size == replicas:
         return "a group of one rank shards nothing: this is ddp", "use fewer replicas, or ddp"
     return None
+
+
+def why_no_secondary_copy(num_ranks: int, stage: Stage, group_size: int) -> tuple[str, str] | None:
+    """Return why nodes of so many ranks can keep no copy of parameters that `group_size` ranks shard, and what to do.
+
+    None where they can.
+    """
+    if stage.gather is not Move.ALL_GATHER:
+        return "parameters that rest whole are not gathered", "use zero3"
+    sizes = [str(n) for n in range(2, group_size) if group_size % n == 0]
+    if num_ranks >= group_size or not sizes:
+        return f"no gather leaves the {group_size} ranks that shard", "leave it out"
+    if str(num_ranks) not in sizes:
+        return f"{group_size} ranks form no equal nodes of it", f"use {', '.join(sizes)}"
+    return None

@@ -27,6 +27,7 @@ class ModelStates:
     gradients: list[Tensor] = field(default_factory=list)
     optimizer: list[Tensor] = field(default_factory=list)
     master: list[Tensor] = field(default_factory=list)
+    secondary: list[Tensor] = field(default_factory=list)  # copies of parameters for one's node
     buffers: list[Tensor] = field(default_factory=list)  # memory units are gathered into, buckets
     hidden_bytes: int = 0  # in buffers that no tensor shows (DistributedDataParallel's buckets)
     # What rests on the host beside the device, of any kind; None where nothing is kept there.

@@ -9,13 +9,15 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 MOMENTS = ("at_rest", "after_forward", "after_backward", "after_step")
-KINDS = ("parameters", "gradients", "optimizer", "master", "buffers")
+# secondary: copies of parameters for gathers inside of a node (strategy.secondary_partition); runs of earlier versions
+# have no such entry.
+KINDS = ("parameters", "gradients", "optimizer", "master", "secondary", "buffers")
 HOST = (
     "host"  # a further kind, in no total: states that rest on the host instead (strategy.offload)
 )
-# What the bytes at a peak are for. The first four are kinds; "pools" and "buckets" are the kind "buffers".
+# What the bytes at a peak are for. The first five are kinds; "pools" and "buckets" are the kind "buffers".
 CAUSES = (
-    *("parameters", "gradients", "optimizer", "master"),
+    *("parameters", "gradients", "optimizer", "master", "secondary"),
     "pools",  # memory that units are gathered into
     "buckets",  # gradients and parameters packed for the wire, by our engine or inside of DDP
     "shared memory",  # what ranks of one host share beyond the kinds above: slots of reductions

@@ -36,6 +36,7 @@ from zeroexp.measure.record import Peak, VerbSeconds
 from zeroexp.measure.verb_seconds import TimedMove
 
 BACKEND = ("c10d::", "gloo:", "nccl:", "FSDP::")
+GATHERS = ("gather", "secondary")  # verbs that fill pools
 OUTSIDE = "(outside of blocks)"
 LOSS = "(loss)"
 
@@ -180,8 +181,8 @@ class StepTrace:
 
     def _moves(self) -> list[Interval]:
         """Return when this thread issued moves or waited for them; gathers count first."""
-        moves = sorted(self.moves, key=lambda move: move.verb != "gather")
-        causes = ["pools" if move.verb == "gather" else "buckets" for move in moves]
+        moves = sorted(self.moves, key=lambda move: move.verb not in GATHERS)
+        causes = ["pools" if move.verb in GATHERS else "buckets" for move in moves]
         return [
             (cause, *span)
             for cause, move in zip(causes, moves, strict=True)

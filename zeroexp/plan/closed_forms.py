@@ -95,6 +95,7 @@ class ClosedForm:
             "gradients": self._gradient_bytes(moment, rank) if has_gradients else 0,
             "optimizer": self.optimizer.num_bytes(held, itemsize),
             "master": itemsize * held.owned if has_master else 0,
+            "secondary": 0,
             "buffers": self._buffer_bytes(moment, rank),
         }
 
@@ -137,7 +138,8 @@ class ShardedForm(ClosedForm):
 
     units: the root first, then the others as the model lists them. stage: the row as `world_size` ranks carry it out.
     gathers: of each unit in one microbatch; None: one for each forward and backward of a unit that is freed between
-    them, else one for both. replicas: groups of neighbours that are sharded inside.
+    them, else one for both. replicas: groups of neighbours that are sharded inside. secondary_partition: ranks of a
+    node that keep a secondary copy; then one gather of a unit in a step goes over all ranks, and the others stay there.
 
     `place` is the number of a rank in its group, by which chunks are cut.
     """
@@ -152,6 +154,7 @@ class ShardedForm(ClosedForm):
     replicas: int = 1
     matrices: Sequence[Sequence[CutMatrix]] = ()
     offload: str | None = None  # see Options
+    secondary_partition: int | None = None
     at_rest = "compute"
     of_states = "master"
 
@@ -161,8 +164,12 @@ class ShardedForm(ClosedForm):
         traffic = Traffic()
         place = rank % self.group_size
         for chunks, num_units, num_gathers, buckets in self.units_by_shape:
+            num_over_all = self._num_over_all(num_gathers)
             gathered = self._gather_bytes(chunks, place) if num_gathers else 0
-            _add(traffic, "gather", num_units * num_gathers, gathered)
+            _add(traffic, "gather", num_units * num_over_all, gathered)
+            if num_in_node := num_gathers - num_over_all:
+                kept = self._gather_bytes(chunks, rank, self.secondary_partition)
+                _add(traffic, "secondary", num_units * num_in_node, kept)
             if not trainable(chunks):
                 continue
             for bucket in buckets:
@@ -203,13 +210,19 @@ class ShardedForm(ClosedForm):
             for chunk in alike.chunks
         )
 
-    def _gather_bytes(self, chunks: Sequence[Chunk], place: int) -> int:
-        """Return the bytes a rank sends in an all-gather: its part, to every peer."""
-        itemsize = self._compute
-        if codec := self.schedule.gather_codec:
-            chunks, itemsize = [encoded_chunk(codec, tuple(chunks))], 1
-        _, own = self._moved_numel(chunks, place, itemsize)
-        return (self.group_size - 1) * own * itemsize
+    def _gather_bytes(self, chunks: Unit, rank: int, num_ranks: int | None = None) -> int:
+        """Return the bytes a rank sends in an all-gather of its group, or of its node of so many: its part, to all."""
+        size = num_ranks or self.group_size
+        moved, itemsize = self._gathered_chunks(chunks)
+        cut = [chunk.for_ranks(size) for chunk in moved]
+        _, own = self._moved_numel(cut, rank % size, itemsize)
+        return (size - 1) * own * itemsize
+
+    def _gathered_chunks(self, chunks: Unit) -> tuple[Unit, int]:
+        """Return what an all-gather of these chunks moves, and the bytes of one element of it."""
+        if (codec := self.schedule.gather_codec) and chunks:
+            return (encoded_chunk(codec, chunks),), 1
+        return chunks, self._compute
 
     def _reduction_bytes(self, chunks: Sequence[Chunk], place: int) -> int:
         """Return the bytes a rank sends in a reduction.
@@ -293,6 +306,10 @@ class ShardedForm(ClosedForm):
             for num, unit in zip(uses, self.units, strict=True)
         ]
 
+    def _num_over_all(self, num_gathers: int) -> int:
+        """Return how many of a unit's gathers in a step go over all ranks that shard."""
+        return min(num_gathers, 1) if self.secondary_partition else num_gathers
+
     def is_kept(self, index: int) -> bool:
         """Tell whether a unit stays gathered between forward and backward; the first one is the root."""
         return self.schedule.keep == "all" or (self.schedule.keep == "last" and index == 0)
@@ -341,6 +358,7 @@ class ShardedForm(ClosedForm):
 
     def held_bytes(self, moment: str, rank: int) -> dict[str, int]:
         held = super().held_bytes(moment, rank)
+        held["secondary"] = self._secondary_bytes(rank)
         if self.offload is None:
             return held
         owned = self.held_elements(rank).owned
@@ -352,12 +370,24 @@ class ShardedForm(ClosedForm):
         on_host = held["optimizer"] + (ITEMSIZE[master] + transit) * owned
         return {**held, "optimizer": 0, "master": 0, HOST: on_host}
 
+    def _secondary_bytes(self, rank: int) -> int:
+        """Return the bytes that a rank keeps of all gathered units for its node."""
+        size = self.secondary_partition
+        if size is None or self.stage.gather is not Move.ALL_GATHER:
+            return 0
+        kept = 0
+        for unit in self.units_by_shape:
+            chunks, itemsize = self._gathered_chunks(unit.chunks)
+            numel = sum(chunk.for_ranks(size).section_numel(rank % size) for chunk in chunks)
+            kept += unit.num_units * itemsize * numel
+        return kept
+
     def equivalence_key(self, rank: int) -> Hashable:
         facts, place = self.schedule.facts, rank % self.group_size
         has_uneven_sums = self.replicas > 1 and not facts.is_collective
         if facts.shares_memory or has_uneven_sums or any(map(exchanges_of, self.matrices)):
             return rank  # what peers read of it differs, or which matrices it has whole
-        return tuple(
+        return self._secondary_bytes(rank), *(
             (chunk.section_numel(place), chunk.real_numel(place), len(spans))
             for chunk, _ in self._chunks
             for spans in (chunk.spans(place),)

@@ -53,8 +53,8 @@ def _sharded_form(config: Config, model: BuiltModel, transport: str, between: st
     strategy, world_size = config.strategy, config.world_size
     options, stage = options_of(strategy), stage_for_world(stage_of(strategy), world_size)
     group_size = world_size // options.replicas
-    sends = options.gather_codec or options.reduce_codec or options.offload == "all"
-    if sends and not TRANSPORTS[transport].is_collective:
+    sends = options.gather_codec, options.reduce_codec, options.secondary_partition
+    if (any(sends) or options.offload == "all") and not TRANSPORTS[transport].is_collective:
         transport = between = "gloo"
     settled = settle_options(options, stage, TRANSPORTS[transport], world_size)
     of_optimizer = parameter_groups(model.module, config.optimizer, model.blocks)
@@ -86,6 +86,7 @@ def _sharded_form(config: Config, model: BuiltModel, transport: str, between: st
         replicas=options.replicas,
         matrices=_matrices(layout, model, options, stage, group_size, whole),
         offload=options.offload,
+        secondary_partition=options.secondary_partition,
     )
     if stage.gather is not Move.ALL_GATHER:
         return form

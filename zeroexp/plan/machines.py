@@ -8,23 +8,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
+from zeroexp.config.job_shape import JobShape, shape_of
 from zeroexp.config.keys import Config
-
-
-@dataclass(frozen=True)
-class JobShape:
-    """The size of one point's job: `nodes * ranks_per_node` is its world size."""
-
-    nodes: int
-    ranks_per_node: int
-
-    @classmethod
-    def of(cls, world_size: int, most_per_node: int) -> JobShape:
-        """Return the fewest nodes that share the ranks evenly."""
-        nodes = -(-world_size // most_per_node)
-        while world_size % nodes:
-            nodes += 1
-        return cls(nodes, world_size // nodes)
 
 
 @dataclass(frozen=True)
@@ -75,6 +60,7 @@ class Machines:
         between = self.share_inside_node(replicas, size)
         return self.share_inside_node(size), {
             "replicas": between,
+            "secondary": 1.0,  # of the ranks of one node
             "norm": self.share_inside_node(),
         }
 
@@ -93,15 +79,8 @@ def processor_name() -> str:
 
 
 def machines_of(config: Config, device: str) -> Machines:
-    """Return where the ranks of a point are.
-
-    On Slurm and on GPUs at most cluster.slurm.ranks_per_node share a node. The ranks of a local run on CPUs share one
-    machine, or the nodes behind cluster.link.
-    """
-    world_size, cluster = config.world_size, config.cluster
-    if cluster.kind == "slurm" or device == "cuda":
-        return Machines(device, JobShape.of(world_size, cluster.slurm.ranks_per_node))
-    return Machines(device, JobShape(cluster.num_nodes, world_size // cluster.num_nodes))
+    """Return where the ranks of a point are."""
+    return Machines(device, shape_of(config, device))
 
 
 def device_of(configs: Iterable[Config], num_gpus: int, num_cpus: int) -> str:

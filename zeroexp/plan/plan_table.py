@@ -19,7 +19,8 @@ MEANINGS = (
     "gathered units, gradients on their way): --rehearse tells the peak. fits: tight where model states fit, but "
     "perhaps not the peak. skew: what the rank that owns most updates, over the mean; idle: ranks that update nothing. "
     "sent: per step, of the rank that sends most; inside, between: nodes, the mean over ranks. host, bus: what rests "
-    "on the host, in no total, and what travels to it and back (strategy.offload)."
+    "on the host, in no total, and what travels to it and back (strategy.offload). second.: the secondary copy of "
+    "parameters, and the gathers that it keeps inside of a node (strategy.secondary_partition)."
 )
 # Columns of the tables: figures of a row, and the heads that have room for them.
 POINT = {
@@ -33,6 +34,7 @@ MEMORY = {
     "gradients_bytes": "grads",
     "optimizer_bytes": "optim",
     "master_bytes": "master",
+    "secondary_bytes": "second.",
     "buffers_bytes": "buffers",
     "total_bytes": "total",
     "total_bytes_mean": "mean",
@@ -42,6 +44,7 @@ MEMORY = {
 TRAFFIC = {  # of what a step sends all but the few bytes of the norm
     "sent_bytes": "sent",
     "sent_gather_bytes": "gather",
+    "sent_secondary_bytes": "second.",
     "sent_reduce_bytes": "reduce",
     "sent_replicas_bytes": "replicas",
     "sent_publish_bytes": "publish",

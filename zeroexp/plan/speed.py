@@ -19,9 +19,10 @@ from pathlib import Path
 import torch
 
 from zeroexp.config.gpus import GPUS, LINK_SHARE, NETWORKS, USUAL_GPU, USUAL_NETWORK, Gpu, Network
+from zeroexp.config.job_shape import JobShape
 from zeroexp.config.keys import Config, ConfigError
 from zeroexp.measure.traffic import payload_rate
-from zeroexp.plan.machines import JobShape, Machines, processor_name
+from zeroexp.plan.machines import Machines, processor_name
 
 OUTPUTS = "outputs"  # where runs and calibrations are kept
 NOT_CALIBRATED = "not calibrated"
@@ -223,6 +224,7 @@ def prior_speed(
         launch_seconds=LAUNCH_SECONDS,
         latency_seconds=network.latency_seconds + network.hop_seconds * (nodes - 1),
         link_bytes_per_second=min(rate, network.node_bytes_per_second) if nodes > 1 else rate,
+        rates_by_kind={"secondary": rate},  # inside of a node
         overlaps_launch=True,
     )
 

@@ -49,7 +49,10 @@ SLOW = (
 )
 CACHE_BYTES = 1 << 20  # an operation on so much finds it in a core's cache
 # which verbs cost alike
-VERBS = {"publish": "gather", "matrices": "gather", "hand_over": "reduce", "replicas": "reduce"}
+VERBS = {
+    **dict.fromkeys(("publish", "matrices", "secondary"), "gather"),
+    **dict.fromkeys(("hand_over", "replicas"), "reduce"),
+}
 PRODUCTS = "products"
 NO_KERNEL = "views"  # the kind of an operation that the host does alone
 # Operations that allocate, or show the same memory otherwise than as a view.

@@ -20,7 +20,7 @@ SKEW = 1.02  # smaller differences between ranks are not shown
 ABSENT = "–"
 LONGEST = 24  # characters of a setting; the end of a path says more than its beginning
 RARE = (
-    *("master", "buffers", "build", "by link"),
+    *("master", "secondary", "buffers", "build", "by link"),
     *("host", "host peak", "over bus"),
 )  # bytes that most runs do not have, or know
 FOR_READERS = ("interval", "predicted", "outcome")  # programs have their parts
@@ -169,6 +169,7 @@ SPREADS: dict[str, tuple[str, Callable[[RunSummary], Spread | None]]] = {
     "gradients_bytes": ("grads", lambda s: s.memory.by_kind["gradients"]),
     "optimizer_bytes": ("optimizer", lambda s: s.memory.by_kind["optimizer"]),
     "master_bytes": ("master", lambda s: s.memory.by_kind["master"]),
+    "secondary_bytes": ("secondary", lambda s: s.memory.by_kind.get("secondary")),
     "buffers_bytes": ("buffers", lambda s: s.memory.by_kind["buffers"]),
     "total_bytes": ("total", lambda s: s.memory.total),
     "peak_bytes": ("peak", lambda s: s.memory.peak),

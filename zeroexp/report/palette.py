@@ -14,6 +14,7 @@ KIND_NAMES = {
     "gradients": "gradients",
     "optimizer": "optimizer state",
     "master": "master weights",
+    "secondary": "secondary copy",
     "buffers": "buffers",
 }
 KIND_COLOURS = {
@@ -21,6 +22,7 @@ KIND_COLOURS = {
     "gradients": ORANGE,
     "optimizer": GREEN,
     "master": PINK,
+    "secondary": NAVY,
     "buffers": GREY,
 }
 # What bytes are for, as measure/record.py names causes.
@@ -29,6 +31,7 @@ CAUSE_COLOURS = {
     "gradients": ORANGE,
     "optimizer": GREEN,
     "master": PINK,
+    "secondary": NAVY,
     "pools": "#7f9ed6",
     "buckets": RED,
     "shared memory": "#a3a3a3",
@@ -47,6 +50,7 @@ PART_COLOURS = {
     "data": GREY,
     "hand_over": RED,
     "gather": BLUE,
+    "secondary": NAVY,
     "reduce": ORANGE,
     "publish": GREEN,
     "norm": PINK,

@@ -12,7 +12,7 @@ from yaml import YAMLError
 
 from zeroexp.config.keys import ConfigError
 from zeroexp.measure.formats import NewerFormat, from_json
-from zeroexp.measure.record import KINDS, RunSummary, StepRecord
+from zeroexp.measure.record import RunSummary, StepRecord
 from zeroexp.tracking.files import RECORDS, SUMMARY, read_records
 from zeroexp.tracking.run import Run, read_run
 
@@ -93,7 +93,7 @@ def _checked(run: Run) -> Run:
 def _check_summary(num_ranks: int, summary: RunSummary) -> None:
     """Raise ValueError for ranks that the run had not, and for seconds that are none."""
     memory = summary.memory
-    sizes = {len(memory.by_kind[kind].per_rank) for kind in KINDS}
+    sizes = {len(each.per_rank) for each in memory.by_kind.values()}
     if {*sizes, summary.world_size} != {num_ranks}:
         raise ValueError(f"{SUMMARY}: not of {num_ranks} ranks")
     for name in ("step_seconds_median", "step_seconds_p95", "tokens_per_second"):

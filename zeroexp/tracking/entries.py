@@ -19,6 +19,7 @@ KIND_NAMES = {
     "gradients": "grads",
     "optimizer": "optim",
     "master": "master",
+    "secondary": "secondary",
     "buffers": "buffers",
 }
 
@@ -134,7 +135,8 @@ def _verb_entries(summary: RunSummary) -> dict[str, float]:
 
 def _memory_entries(summary: RunSummary) -> dict[str, float]:
     memory = summary.memory
-    spreads = {KIND_NAMES[kind]: memory.by_kind[kind] for kind in KINDS} | {"total": memory.total}
+    known = [kind for kind in KINDS if kind in memory.by_kind]
+    spreads = {KIND_NAMES[kind]: memory.by_kind[kind] for kind in known} | {"total": memory.total}
     if memory.peak is not None:
         spreads["peak"] = memory.peak
     if memory.build_peak is not None:

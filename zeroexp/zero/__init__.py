@@ -17,6 +17,9 @@ uses. Every collective takes a tensor from where it rests to where it is needed 
 
     * in forward, and again in backward
 
+With a secondary copy in each node (hpZ, zeroexp/comm/secondary.py) the gathers of a unit in a step, but for the first,
+stay inside of a node of G ranks: 2 P (N-1)/N are sent over all ranks, and P (G-1)/G there.
+
 With replicas N is the size of a group of ranks, and what its ranks have summed is summed between groups in the last
 microbatch (zeroexp/comm/replicas.py). Nothing else changes.
 

@@ -63,6 +63,9 @@ class Options:
     # What travels in fewer bytes, and is rounded: int8, float8 or int4 (comm/codec.py); None: it is exact.
     gather_codec: str | None = None  # parameters that rest sharded
     reduce_codec: str | None = None  # gradients that are reduce-scattered
+    # Ranks of a node, who keep what they gather until weights change, so that later gathers of a step stay among them
+    # (ZeRO++: hpZ, comm/secondary.py); None: every gather goes over all ranks.
+    secondary_partition: int | None = None
     # `optimizer`: masters and optimizer state rest on the host, where the update is. `all`: parameters that rest
     # sharded too. None: on the device.
     offload: str | None = None
@@ -71,7 +74,8 @@ class Options:
     def of_moves(self) -> dict[str, Any]:
         """Those that the moves between ranks, and to the host, are made with."""
         names = ("transport", "replicas", "reductions_apart", "gather_codec", "reduce_codec")
-        return {name: getattr(self, name) for name in (*names, "offload")}
+        names = (*names, "secondary_partition", "offload")
+        return {name: getattr(self, name) for name in names}
 
 
 @dataclass(frozen=True)

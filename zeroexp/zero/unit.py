@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from zeroexp.comm.base import GatherPart, Pending
 from zeroexp.comm.collectives import Collectives
+from zeroexp.comm.secondary import SecondaryCopy
 from zeroexp.cut.bucket import Bucket, cut_in_buckets
 from zeroexp.cut.chunk import FROZEN
 from zeroexp.cut.stage import Move, Stage
@@ -50,6 +51,7 @@ class Unit:
         self.residence = Residence.READY
         self.is_sharded = stage.gather is Move.ALL_GATHER and bool(held)
         self.full: FullStorage | None = None  # of the full parameters, where they rest sharded
+        self.secondary: SecondaryCopy | None = None  # for gathers inside of the node
         self.generation = 0  # number of optimizer steps that the weights have taken
         self.trainable = [each for each in held if each.is_trainable]
         self.parameters = [parameter for each in held for parameter in each.parameters]
@@ -82,17 +84,26 @@ class Unit:
         self.show()
         self.full = FullStorage(self.held, self._wire.world.device)
         self._parts = self.full.parts
+        self.secondary = self._wire.secondary_copy(self._parts)
         self.offer()
 
     # -- gather: P -> replicate, before forward and before backward ------------------------------
 
-    @timed_as_verb("gather")
     def gather(self) -> None:
-        """Start P -> replicate; `arrive` ends it."""
+        """Start P -> replicate; `arrive` ends it. With a secondary copy of these weights no other node is asked."""
         assert self.full is not None
         self._become(Residence.GATHERING)
-        self.full.take_up()
-        self._arriving = self._wire.all_gather(self._parts, "gather", self._offer, str(self))
+        copy, what = self.secondary, str(self)
+        if copy is not None and copy.is_current:
+            with meter.issuing("secondary", what):
+                self.full.take_up()
+                self._arriving = self._wire.gather_in_node(self._parts, copy, what)
+            return
+        with meter.issuing("gather", what):
+            self.full.take_up()
+            self._arriving = self._wire.all_gather(
+                self._parts, "gather", self._offer, what, secondary=copy
+            )
 
     def arrive(self) -> None:
         """Return when nothing is in flight, and show the full parameters to the module."""
@@ -167,6 +178,8 @@ class Unit:
                 self._wire.bus.to_device(elements, masters)
         if self.is_sharded:
             self.offer()
+        if self.secondary is not None:
+            self.secondary.is_current = False
         if self._publishes:
             self._become(Residence.GATHERING)
             self._arriving = self._wire.all_gather(self._parts_published, "publish", what=str(self))
@@ -197,6 +210,7 @@ class Unit:
             "parameters": [h.piece if self.is_sharded else h.whole for h in self.held],
             "gradients": [tensor for each in self._gradients for tensor in each.tensors],
             "master": [h.master_flat for h in self.held if h.master_flat is not None],
+            "secondary": [] if self.secondary is None else self.secondary.kept,
             "buffers": [] if self.full is None else [self.full.memory],
         }
 

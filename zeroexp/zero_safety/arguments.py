@@ -18,7 +18,7 @@ from zeroexp.cut.codes import CODE_BITS
 from zeroexp.cut.layout import LAYOUTS
 from zeroexp.cut.matrix_step import MATRIX_STEPS
 from zeroexp.cut.owners import OWNERS
-from zeroexp.cut.stage import Placement, Stage, why_no_replicas
+from zeroexp.cut.stage import Placement, Stage, why_no_replicas, why_no_secondary_copy
 from zeroexp.interface.values import Values
 from zeroexp.zero.options import Options
 from zeroexp.zero_safety.guard import is_guarded
@@ -51,6 +51,7 @@ def refuse_arguments(
     """Raise ValueError in one line that names what is wrong, its value and the remedy."""
     refuse_options(options, stage, world_size)
     refuse_replicas(options.replicas, stage, world_size)
+    refuse_secondary_partition(options, stage, world_size)
     _refuse_missing_or_double_values(module, values)
     if max_grad_norm is not None and not (is_number(max_grad_norm) and max_grad_norm > 0):
         raise ValueError(f"max_grad_norm={max_grad_norm!r}: use a number above 0, or None")
@@ -208,6 +209,26 @@ def refuse_replicas(replicas: int, stage: Stage, world_size: int) -> None:
         raise ValueError(f"options.replicas={replicas!r}: use a number of groups, 1 or more")
     if replicas > 1 and (problem := why_no_replicas(replicas, stage, world_size)):
         raise ValueError(f"options.replicas={replicas}: {problem[0]}; {problem[1]}")
+
+
+def refuse_secondary_partition(options: Options, stage: Stage, world_size: int) -> None:
+    """Raise ValueError unless the ranks that shard form nodes of so many, which send what they keep."""
+    num_ranks = options.secondary_partition
+    if num_ranks is None:
+        return
+    key = f"options.secondary_partition={num_ranks!r}"
+    if type(num_ranks) is not int or num_ranks < 2:
+        raise ValueError(f"{key}: use the number of ranks of a node, 2 or more, or None")
+    if problem := why_no_secondary_copy(num_ranks, stage, world_size // options.replicas):
+        raise ValueError(f"{key}: {problem[0]}; {problem[1]}")
+    if options.transport == "direct":
+        raise ValueError(
+            "options.transport=direct: ranks read each other's memory, so that a secondary copy saves nothing; use auto"
+        )
+    if options.offload == ALL:
+        raise ValueError(
+            f"{key}: keeps on the device what options.offload=all puts on the host; use one of them"
+        )
 
 
 def is_number(value: object) -> bool:

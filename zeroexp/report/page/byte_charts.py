@@ -91,7 +91,7 @@ def where_peak_comes(peak: Peak) -> str:
 
 # ---- bytes that the busiest rank sends in a step, by kind of message, beside the closed form
 
-MESSAGES = ("gather", "reduce", "replicas", "matrices", "publish", "norm", "loss")
+MESSAGES = ("gather", "secondary", "reduce", "replicas", "matrices", "publish", "norm", "loss")
 
 
 def traffic_chart(points: Sequence[Point]) -> Chart:
