@@ -1,0 +1,141 @@
+"""Any optimizer's weights and state are the same bits for 1 to 4 ranks in any layout, and go on on any other number.
+
+The reference are ranks that hold and step everything whole (`ddp`); tests/strategies/test_parity.py compares the steps
+themselves with one process. What needs whole matrices or all parameters at once is refused where it would be cut
+(tests/strategies/test_elementwise.py), and Muon with 8-bit moments has a bound
+(tests/strategies/test_rounded_moments.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+import torch
+
+from tests.oracle import (
+    Recipe,
+    assembled,
+    build_on_rank,
+    pieces_of,
+    run_steps,
+    train_two_steps,
+)
+from tests.strategies.engine import Ours
+from zeroexp.config.optimizer import parameter_groups
+from zeroexp.cut.stage import STAGES
+from zeroexp.engines.sharded import Sharded
+from zeroexp.interface.canonical import merge
+from zeroexp.interface.strategy import CanonicalState, Strategy
+from zeroexp.models.module import BuiltModel
+from zeroexp.process.world import World
+from zeroexp.zero.options import Options
+
+SIZES, LAYOUTS = (1, 2, 3, 4), ("parameter", "tensor", "buffer")
+RECIPES = {
+    "adamw": Recipe(),
+    "sgd": Recipe(optimizer="sgd"),
+    "muon": Recipe(optimizer="muon"),
+    "adamw in bfloat16": Recipe(moments="bfloat16"),
+    "adamw in int8": Recipe(moments="int8", model="large"),
+    "sgd in int8": Recipe(optimizer="sgd", moments="int8", model="large"),
+    "adagrad": Recipe(),
+    "adamax": Recipe(),
+}
+FACTORIES: dict[str, Callable[..., Any]] = {
+    "adagrad": torch.optim.Adagrad,
+    "adamax": torch.optim.Adamax,
+}
+Saved = dict[tuple[str, int], CanonicalState]
+
+
+@dataclass(frozen=True)
+class Make:
+    name: str
+    stage: str
+    layout: str
+
+    def __call__(self, built: BuiltModel, recipe: Recipe, world: World) -> Strategy:
+        options = Options(layout=self.layout, reduce_each="step")
+        if self.name not in FACTORIES:
+            return Ours(self.stage, options)(built, recipe, world)
+        return Sharded(
+            built.module,
+            blocks=built.blocks,
+            stage=STAGES[self.stage],
+            param_groups=parameter_groups(built.module, recipe.optimizer_config(), built.blocks),
+            optimizer_factory=lambda groups: FACTORIES[self.name](groups, lr=0.02, foreach=False),
+            world=world,
+            options=options,
+        )
+
+
+def two_steps(world: World, makes: list[Make]) -> list[CanonicalState]:
+    return [train_two_steps(world, recipe_of(make, world.size), make) for make in makes]
+
+
+def third_steps(
+    world: World, runs: list[tuple[Make, CanonicalState]]
+) -> list[tuple[CanonicalState, CanonicalState]]:
+    """What each run holds once it has loaded, and after another step."""
+    states: list[tuple[CanonicalState, CanonicalState]] = []
+    for make, state in runs:
+        recipe = recipe_of(make, world.size)
+        strategy = build_on_rank(world, recipe, make)
+        strategy.load_state_dict(state)
+        loaded = pieces_of(strategy)
+        run_steps(strategy, world, recipe, range(2, 3))
+        states.append((loaded, pieces_of(strategy)))
+    return states
+
+
+def recipe_of(make: Make, world_size: int) -> Recipe:
+    return replace(RECIPES[make.name], world_size=world_size)
+
+
+def require_equal(one: CanonicalState, other: CanonicalState, where: str) -> None:
+    ours, expected = assembled([one]), assembled([other])
+    assert ours.keys() == expected.keys()
+    for name, tensors in expected.items():
+        assert ours[name].keys() == tensors.keys(), f"{where}: {name}"
+        for key, tensor in tensors.items():
+            found = ours[name][key]
+            assert found.dtype == tensor.dtype, f"{where}: {name}.{key}"
+            assert torch.equal(found, tensor), f"{where}: {name}.{key}"
+
+
+@pytest.fixture(scope="module")
+def saved(ranks) -> Saved:
+    """By optimizer and number of ranks, after two steps; every layout has the bits of whole parameters."""
+    states: Saved = {}
+    cuts = [("ddp", "tensor"), *(("zero3", layout) for layout in LAYOUTS)]
+    makes = [Make(name, *cut) for name in RECIPES for cut in cuts]
+    for size in SIZES:
+        answers = ranks(two_steps, makes, world_size=size)
+        for make, of_ranks in zip(makes, zip(*answers, strict=True), strict=True):
+            state = merge(of_ranks)
+            if make.stage == "zero3":
+                require_equal(state, states[make.name, size], f"{make} on {size}")
+            states[make.name, size] = state
+    return states
+
+
+@pytest.mark.parametrize("size", [3, *(pytest.param(n, marks=pytest.mark.slow) for n in (1, 2, 4))])
+def test_a_state_of_any_number_of_ranks_goes_on(ranks, saved, size):
+    """In each layout by turns, as ranks that hold everything whole."""
+    sources = [(name, source) for name in RECIPES for source in SIZES]
+    cut = [Make(name, "zero3", LAYOUTS[(i + size) % 3]) for i, (name, _) in enumerate(sources)]
+    whole = [Make(name, "ddp", "tensor") for name, _ in sources]
+    states = [saved[source] for source in sources]
+    runs = [*zip(cut, states, strict=True), *zip(whole, states, strict=True)]
+    answers = ranks(third_steps, runs, world_size=size)
+    loaded, stepped = (
+        [merge([answer[run][moment] for answer in answers]) for run in range(len(runs))]
+        for moment in (0, 1)
+    )
+    for index, source in enumerate(sources):
+        where = f"{source} on {size}, {cut[index]}"
+        require_equal(loaded[index], states[index], where)
+        require_equal(stepped[index], stepped[index + len(sources)], where)
