@@ -13,7 +13,7 @@ moe_*      module-list experts, skipped on one rank, on all ranks, or by turns
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from zeroexp.config.keys import ModelConfig
 from zeroexp.models.loss import IGNORED
 from zeroexp.models.module import BuiltModel, build_model
-from zeroexp.models.moe import allow_experts
+from zeroexp.models.moe import Experts
 
 VOCABULARY = 11
 MANY_WORDS = 37  # more than a microbatch has tokens
@@ -175,6 +175,13 @@ _moe = partial(
     top_k=1,
     max_positions=SEQ_LEN,
 )
+
+
+def allow_experts(model: nn.Module, experts: Iterable[int] | None) -> None:
+    """Allow only these experts in every block from now on; None allows all, () skips all."""
+    for module in model.modules():
+        if isinstance(module, Experts):
+            module.allowed = None if experts is None else tuple(experts)
 
 
 def _skip_on_one_rank(model: nn.Module, step: int, microbatch: int, rank: int) -> None:

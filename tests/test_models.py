@@ -10,12 +10,13 @@ import torch
 from torch import nn
 
 from tests.composing import composed, options
+from tests.models_for_tests import allow_experts
 from zeroexp.check.try_model import check_model
 from zeroexp.config.keys import ConfigError, ModelConfig
 from zeroexp.models import find_weights
 from zeroexp.models.loss import IGNORED, loss_sum
 from zeroexp.models.module import build_model
-from zeroexp.models.moe import Experts, allow_experts
+from zeroexp.models.moe import Experts
 
 TINY = ["gpt2_tiny", "mixtral_tiny", "mlp_tiny", "moe_tiny", "tiny"]
 

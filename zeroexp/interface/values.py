@@ -29,11 +29,6 @@ class Values(Protocol):
         ...
 
 
-def is_deferred(module: nn.Module) -> bool:
-    """Tell whether a parameter of `module` is on meta, which means that it has no values yet."""
-    return any(parameter.is_meta for parameter in module.parameters())
-
-
 def exchange(parameter: nn.Parameter, tensor: Tensor) -> None:
     """Put `tensor`, which may be on another device, into `parameter`, which stays the same object."""
     made = nn.Parameter(tensor, requires_grad=parameter.requires_grad)

@@ -10,7 +10,6 @@ can be built on meta, but its forward cannot run on meta or fake tensors.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
@@ -64,7 +63,7 @@ class Experts(nn.Module):
     def __init__(self, shape: MoeShape) -> None:
         super().__init__()
         self.top_k = shape.top_k
-        self.allowed: tuple[int, ...] | None = None  # None = all
+        self.allowed: tuple[int, ...] | None = None  # None: all; tests let ranks skip some
         self.norm = nn.LayerNorm(shape.width)
         self.router = nn.Linear(shape.width, shape.num_experts, bias=False)
         self.experts = nn.ModuleList(Expert(shape.width) for _ in range(shape.num_experts))
@@ -114,14 +113,6 @@ class MoeTransformer(nn.Module):
         for block in self.blocks:
             x = block(x)
         return self.head(self.norm(x))
-
-
-def allow_experts(model: nn.Module, experts: Iterable[int] | None) -> None:
-    """Allow only these experts in every block from now on; None allows all, () skips all."""
-    allowed = None if experts is None else tuple(experts)
-    for module in model.modules():
-        if isinstance(module, Experts):
-            module.allowed = allowed
 
 
 def build(config: ModelConfig, vocab_size: int | None) -> MoeTransformer:
