@@ -78,8 +78,9 @@ def test_where_nothing_fits_it_says_so():
 
 def test_every_candidate_is_what_a_plan_of_its_words_rehearses(plans_of):
     """As far as model states fit; the work is the line's, in each of them."""
-    limit = "cluster.device_memory_gib=0.0012"
-    (entry,) = json.loads(advice_json(plans_of(f"{LINE} strategy=ddp,zero3 {limit} --rehearse")))
+    limit = "cluster.device_memory_gib=0.0012 cluster.device=cpu"
+    line = LINE.replace("cluster.device=cuda ", "")
+    (entry,) = json.loads(advice_json(plans_of(f"{line} strategy=ddp,zero3 {limit} --rehearse")))
     found = {each["words"]: each for each in entry["candidates"]}
     assert len(found) == 2 * 2 * 2 and {e["global_batch_size"] for e in found.values()} == {4}
     assert {(e["micro_batch_size"], e["recomputes"]) for e in found.values()} == {
@@ -91,7 +92,7 @@ def test_every_candidate_is_what_a_plan_of_its_words_rehearses(plans_of):
     words, chosen = entry["use"], found[entry["use"]]
     seconds = [e["rehearsed"]["step_seconds"][1] for e in fitting.values() if e["fits"] == "yes"]
     assert chosen["rehearsed"]["step_seconds"][1] <= 1.01 * min(seconds)
-    (again,) = plans_of(f"{LINE} {limit} {words} precision=bf16_master --rehearse").planned
+    (again,) = plans_of(f"{line} {limit} {words} precision=fp32 --rehearse").planned
     assert again.outcome.rehearsed
     assert json.loads(json.dumps(asdict(again.outcome.rehearsed))) == chosen["rehearsed"]
 
@@ -115,6 +116,7 @@ def test_on_gpus_a_line_that_leaves_it_open_means_what_people_run(monkeypatch, t
         plans.entries = [plan_point(composed("model=tiny", "world_size=2"), None, device)]
         (found,) = advise(plans, now=iter(range(0, 10**6, 3600)).__next__)
         planned = found.candidates[-1].planned
+        assert (" reserved, " in as_text(found)) == (device == "cuda")
         config, data = planned.config, planned.config.data
         assert planned.outcome.memory_gib == (80 if device == "cuda" else None)
         assert (config.precision.name, data.seq_len, data.global_batch_size) == expected

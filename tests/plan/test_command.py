@@ -171,8 +171,9 @@ def test_a_point_is_tight_until_a_rehearsal_finds_its_peak(plans_of):
     (point,) = plans_of(f"{VECTORS} strategy=zero3 cluster.device=cuda").planned
     states, rehearsed = point.outcome.total.fullest, with_rehearsal(point)
     assert rehearsed.outcome.rehearsed
-    peak = rehearsed.outcome.rehearsed.fullest.num_bytes
-    assert states < peak
+    fullest = rehearsed.outcome.rehearsed.fullest
+    peak = fullest.reserved_bytes or 0  # the allocator holds what is allocated, and more
+    assert states < fullest.num_bytes < peak == fullest.needed_bytes
     for each, limit, verdict in (
         (point, states - 1, "no"),
         (point, states, "tight"),
@@ -180,6 +181,39 @@ def test_a_point_is_tight_until_a_rehearsal_finds_its_peak(plans_of):
         (rehearsed, peak, "yes"),
     ):
         assert replace(each.outcome, memory_gib=limit / GIB).verdict == verdict
+
+
+def test_what_is_reserved_stands_beside_what_is_allocated_on_gpus_alone(plans_of, monkeypatch):
+    """Of a CPU there is no allocator that keeps memory; the settings are those of the environment."""
+    for device, setting in (("cpu", None), ("cuda", "False"), ("cuda", "True")):
+        monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", f"expandable_segments:{setting or True}")
+        plans = plans_of(f"{VECTORS} strategy=zero3 cluster.device={device} --rehearse")
+        text, (entry,) = one_line(render(plans)), json.loads(as_json(plans))
+        ranks, allocator = entry["rehearsed"]["ranks"], entry["rehearsed"]["allocator"]
+        reserved = [rank["reserved_bytes"] for rank in ranks]
+        assert (" reserved " in text) == (None not in reserved) == bool(setting)
+        assert allocator in text
+        assert allocator == (f"expandable_segments:{setting}" if setting else "")
+        assert setting is None or all(rank["reserved_bytes"] > rank["num_bytes"] for rank in ranks)
+        row = next(csv.DictReader(io.StringIO(as_csv(plans))))
+        assert row.get("reserved_bytes") == (str(max(reserved)) if setting else None)
+
+
+def test_a_step_fits_tightly_where_the_allocator_must_make_room_in_it(plans_of):
+    """Above what is allocated and below what it takes alone, it gives back segments that are free."""
+    words = "data.seq_len=512 data.micro_batch_size=2 data.global_batch_size=4"
+    line = f"model=tiny world_size=2 strategy=zero3 cluster.device=cuda {words}"
+    (point,) = plans_of(line).planned
+    unlimited = with_rehearsal(point).outcome.rehearsed
+    assert unlimited
+    most = unlimited.fullest.reserved_bytes or 0
+    for limit, verdict in ((most, "yes"), (most - 4 * MIB, "tight"), (most - 8 * MIB, "no")):
+        outcome = replace(point.outcome, memory_gib=limit / GIB)
+        limited = with_rehearsal(point._replace(outcome=outcome)).outcome
+        peak = limited.rehearsed and limited.rehearsed.fullest
+        assert peak and limited.verdict == verdict
+        assert (peak.num_retries > 0) == (verdict == "tight")
+        assert (peak.reserved_bytes == most) == (verdict != "tight")
 
 
 @pytest.mark.slow
@@ -212,8 +246,9 @@ def test_explain_names_what_makes_the_peak_and_what_levers_change(plans_of):
     rehearsed = with_rehearsal(point).outcome.rehearsed
     assert rehearsed and "no lever was rehearsed; add --rehearse" in one_line(out)
     peak = rehearsed.fullest
-    told = f"rank {peak.rank} holds {peak.num_bytes / MIB:.1f} MiB at most, in {peak.phase}:"
-    assert told in one_line(out)
+    told = f"rank {peak.rank} holds {peak.num_bytes / MIB:.1f} MiB at most, in {peak.phase}, "
+    told += "for which torch's caching allocator (expandable_segments:False) reserves "
+    assert f"{told}{(peak.reserved_bytes or 0) / MIB:.1f}:" in one_line(out)
     kinds = [text.split()[1] for text in out.splitlines() if text.startswith("     ")]
     assert {*peak.by_kind, "parameters", "optimizer"} <= {*kinds}
     assert all(line.split()[2] == "-" for line in lever_lines(out))

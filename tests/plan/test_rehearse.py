@@ -36,6 +36,7 @@ from zeroexp.config.job_shape import JobShape
 from zeroexp.config.keys import Config, ConfigError, ModelConfig
 from zeroexp.config.optimizer import OPTIMIZERS, OptimizerKind
 from zeroexp.models.mlp import build as build_mlp
+from zeroexp.plan.caching_allocator import replay
 from zeroexp.plan.closed_forms import ShardedForm
 from zeroexp.plan.form_of_config import build_on_meta, form_of
 from zeroexp.plan.machines import Machines
@@ -298,3 +299,17 @@ def test_a_rehearsed_step_has_no_more_microbatches_than_the_real_one(most, given
     data = NoData(config, most, holds_others=True)
     batch = data.step_batch(0, rank=0, world_size=NUM_RANKS)
     assert (len(batch.microbatches), len(data._others)) == (given, others)
+
+
+# -- what an allocator sees ------------------------------------------------------------------------
+
+
+def test_fsdp2_allocates_on_three_streams_and_never_a_whole_tensor_in_the_first_step():
+    """DTensor asks for the shapes of an optimizer's state with whole tensors, which no rank holds."""
+    words = ("data.global_batch_size=48", "world_size=48", "data.seq_len=8", "model=tiny")
+    (rank,) = rehearse(config_of(*words, "data=synthetic", *point("zero3", "torch")), ranks=[0])
+    first, second = rank.changes
+    assert len({stream for _, num_bytes, stream in first if num_bytes}) == 3
+    held = replay(first, second, expandable=False)
+    # The first step holds no more than the second, but for the rounding of each storage to 512 bytes.
+    assert rank.peak_bytes <= held.peak_allocated_bytes <= rank.peak_bytes + 512 * len(first)

@@ -101,7 +101,9 @@ def _describe(config: Config, outcome: Outcome, machines: Machines) -> str:
 
 
 def _peak(rehearsed: RehearsedPeaks) -> str:
-    return f"{gib(rehearsed.fullest.num_bytes)} with activations"
+    peak = rehearsed.fullest
+    reserved = "" if peak.reserved_bytes is None else f", {gib(peak.reserved_bytes)} reserved"
+    return f"{gib(peak.num_bytes)} with activations{reserved}"
 
 
 def _node_hours(config: Config, rehearsed: RehearsedPeaks, nodes: int) -> str:

@@ -8,6 +8,7 @@ What rests and what is sent
 The peak and the seconds: the real engine as one rank, on tensors without memory
     rehearse.py, peak.py                      how; the peak of a planned point
     storages.py, hidden_memory.py             what lives when; what fake tensors do not show
+    caching_allocator.py                      what torch's allocator reserves of a GPU for it
     stand_ins.py                              peers, reducer and samples
     speed.py, timing.py                       how fast a rank and its links are; the seconds of a rehearsed step
 Answers

@@ -58,8 +58,8 @@ def _lines(advice: Advice) -> list[str]:
     unit, size = unit_of([each.peak_bytes for each in rows])
     speeds = "; ".join(dict.fromkeys(each.rehearsed.speed for each in rows if each.rehearsed))
     notes = (
-        f"Rehearsed, with activations: {unit} of the fullest rank, and expected ms of a step ({speeds}). * is on the "
-        "frontier: no other is as fast and holds less."
+        f"Rehearsed, with activations: {unit} of the fullest rank{_allocator(advice)}, and expected ms of a step "
+        f"({speeds}). * is on the frontier: no other is as fast and holds less."
     )
     best_of = advice.frontier
     figures = [{"frontier": "*" if each in best_of else "", **_row(each)} for each in rows]
@@ -91,7 +91,7 @@ def _first_line(advice: Advice) -> list[str]:
     limit = best.planned.outcome.memory_gib
     line = (
         f"use {best.stage}, micro-batch {best.micro}, recomputation {_on(best.recomputes)}: "
-        f"{_size(best.peak_bytes)}{f' of {limit:g} GiB' if limit else ''}, "
+        f"{_size(best.peak_bytes)}{f' of {limit:g} GiB' if limit else ''}{_reserved(best)}, "
         f"{expected:.3g} s a step ({least:.3g}-{most:.3g})"
     )
     others = [each for each in advice.fitting if each.stage != best.stage]
@@ -113,10 +113,15 @@ def _reasons(advice: Advice) -> list[str]:
     if best and best.rehearsed:
         peak, computes = best.rehearsed.fullest, best.rehearsed.compute_seconds
         states, waits = states_at_peak(peak.by_kind), max(0.0, best.seconds - computes)
+        kept = ""
+        if peak.reserved_bytes is not None:
+            kept = f"; the allocator reserves {_size(peak.needed_bytes - peak.num_bytes)} more"
+        if peak.num_retries:
+            kept += f", and must make room {peak.num_retries} times a step, which costs time beyond the estimate"
         reasons.append(
             f"Why: at its peak, in {peak.phase}, {_size(states)} are model states and gathered units, and "
-            f"{_size(peak.num_bytes - states)} are activations, logits and what exists for a moment. Of its step it "
-            f"computes {1e3 * computes:,.1f} ms and waits {1e3 * waits:,.1f} ms for messages."
+            f"{_size(peak.num_bytes - states)} are activations, logits and what exists for a moment{kept}. Of its step "
+            f"it computes {1e3 * computes:,.1f} ms and waits {1e3 * waits:,.1f} ms for messages."
         )
     for stage in dict.fromkeys(each.stage for each in advice.candidates):
         of_stage = [each for each in advice.candidates if each.stage == stage]
@@ -161,6 +166,16 @@ def _work(config: Config) -> str:
 def _size(num_bytes: float) -> str:
     unit, size = ("GiB", GIB) if num_bytes >= GIB else ("MiB", MIB)
     return f"{num_bytes / size:.3g} {unit}"
+
+
+def _reserved(each: Candidate) -> str:
+    return " reserved" if each.rehearsed and each.rehearsed.allocator else ""
+
+
+def _allocator(advice: Advice) -> str:
+    """Return whose reservations are meant, where the ranks are GPUs."""
+    settings = {each.rehearsed.allocator for each in advice.rehearsed if each.rehearsed} - {""}
+    return f" reserved by torch's caching allocator ({', '.join(settings)})" if settings else ""
 
 
 def _name(each: Candidate) -> str:

@@ -65,10 +65,13 @@ def _rehearsed_lines(outcome: Outcome) -> list[str]:
     if outcome.rehearsed is None:
         return wrapped(f"Its peak is not rehearsed: {outcome.not_rehearsed}.")
     peak = outcome.rehearsed.fullest
-    head = f"Rehearsed, with activations: rank {peak.rank} holds {mib(peak.num_bytes)} MiB at most, in {peak.phase}:"
+    head = f"Rehearsed, with activations: rank {peak.rank} holds {mib(peak.num_bytes)} MiB at most, in {peak.phase}"
+    if peak.reserved_bytes is not None:
+        allocator = f"torch's caching allocator ({outcome.rehearsed.allocator})"
+        head += f", for which {allocator} reserves {mib(peak.reserved_bytes)}"
     largest = [(size, f"{kind}, {made}") for size, kind, made in peak.largest[:NUM_LARGEST]]
     return [
-        *wrapped(head),
+        *wrapped(f"{head}:"),
         *_amounts((num_bytes, kind) for kind, num_bytes in peak.by_kind.items()),
         *["", "The largest storages there, and the operation that made each:"],
         *_amounts(largest),

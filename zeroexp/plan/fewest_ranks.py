@@ -82,8 +82,8 @@ def _ranks(world_size: int, num_bytes: float, limit: int) -> Row:
 
 
 def _peak(config: Config, of: PlannedPoint) -> int:
-    """Return the most bytes that a rank may hold in a step. Raises ConfigError for what can not be rehearsed."""
-    return rehearse_point(plan_point(config, of.model, of.device)).fullest.num_bytes
+    """Return the bytes that a rank's device must have room for. Raises ConfigError."""
+    return rehearse_point(plan_point(config, of.model, of.device)).fullest.needed_bytes
 
 
 def _most_work(config: Config, of: PlannedPoint, limit: int) -> tuple[int | None, int | None]:

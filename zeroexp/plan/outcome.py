@@ -28,6 +28,13 @@ class RankPeak:
     by_kind: dict[str, int]  # largest first
     by_phase: dict[str, int]
     largest: list[tuple[int, str, str]]  # bytes, kind, and the operation that made it
+    reserved_bytes: int | None = None  # of a GPU, by torch's caching allocator; None: of a CPU
+    num_retries: int = 0  # how often the allocator gives back what is free in a step, to have room
+
+    @property
+    def needed_bytes(self) -> int:
+        """What the device must have room for: what is reserved where that is known."""
+        return self.num_bytes if self.reserved_bytes is None else self.reserved_bytes
 
 
 @dataclass(frozen=True)
@@ -39,10 +46,11 @@ class RehearsedPeaks:
     step_seconds: tuple[float, float, float] = (0.0, 0.0, 0.0)  # least, expected, most; estimated
     compute_seconds: float = 0.0  # the part of the expected seconds in which the rank computes
     speed: str = ""  # whose speed: calibrated, or a prior
+    allocator: str = ""  # the setting under which a GPU's memory is reserved
 
     @property
     def fullest(self) -> RankPeak:
-        return max(self.ranks, key=lambda rank: rank.num_bytes)
+        return max(self.ranks, key=lambda rank: rank.needed_bytes)
 
 
 @dataclass(frozen=True)
@@ -78,16 +86,19 @@ class Outcome:
         """Whether the peak fits, or where nothing was rehearsed model states; None where no limit is set."""
         if self.memory_gib is None:
             return None
-        most = self.rehearsed.fullest.num_bytes if self.rehearsed else self.total.fullest
+        most = self.rehearsed.fullest.needed_bytes if self.rehearsed else self.total.fullest
         return most <= self.memory_gib * 2**30
 
     @property
     def verdict(self) -> str | None:
-        """yes: the rehearsed peak fits; tight: model states do, which alone are known; no; None without a limit."""
+        """yes: the rehearsed peak fits; no; None without a limit.
+
+        tight: model states do, which alone are known, or the peak does once free memory is given back in each step.
+        """
         if self.fits is None:
             return None
-        fitting = "yes" if self.rehearsed else "tight"
-        return fitting if self.fits else "no"
+        is_sure = self.rehearsed and not self.rehearsed.fullest.num_retries
+        return ("yes" if is_sure else "tight") if self.fits else "no"
 
     @property
     def fullest_rank(self) -> int:

@@ -8,26 +8,34 @@ FSDP2 frees what it gathered in the last one alone, so that one in the middle, w
 CPU ranks of one host read each other's memory, and send messages to other hosts; they are rehearsed so
 (stand_ins.py).
 
+What a GPU rank allocates is replayed through a model of torch's caching allocator, with the device's limit, as
+PYTORCH_CUDA_ALLOC_CONF sets it here: ranks inherit the environment. Beside it are the workspaces of cuBLAS.
+
 What rehearses is imported when the first point is rehearsed: fake tensors and the training loop take a second.
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from zeroexp.config.keys import Config, ConfigError
 from zeroexp.measure.record import STEP_SECONDS
+from zeroexp.plan.caching_allocator import OutOfDeviceMemory, expands_segments, replay
 from zeroexp.plan.changes import with_settings
 from zeroexp.plan.closed_forms import ClosedForm, ShardedForm
 from zeroexp.plan.outcome import PlannedPoint, RankPeak, RehearsedPeaks, plan_point
 from zeroexp.plan.speed import NOT_CALIBRATED, Speed, prior_speed, speed_of
+from zeroexp.plan.text_table import GIB
 from zeroexp.plan.torch_closed_forms import DdpForm
 
 if TYPE_CHECKING:
     from zeroexp.plan.rehearse import RehearsedRank
 
+# cuBLAS has one for forward and one for backward on a GPU since Hopper; earlier ones have 8 MiB.
+WORKSPACE_BYTES = 32 << 20
 MOST_MICROBATCHES, MOST_MICROBATCHES_OF_OTHERS = 2, 3  # the first beside reductions in flight
 
 
@@ -72,12 +80,19 @@ def rehearse_point(
     microbatches = max(1.0, form.accumulation / most)  # for each rehearsed one
     times = [step_seconds(r.seconds, microbatches, untold, speed.unsure) for r in rehearsed]
     slowest = max(range(len(times)), key=lambda index: times[index][1])
+    peaks = [_rank_peak(each) for each in rehearsed]
+    expandable, gib = expands_segments(os.environ), planned.outcome.memory_gib
+    if not on_host:
+        limit = None if gib is None else int(gib * GIB)
+        of_ranks = zip(peaks, rehearsed, strict=True)
+        peaks = [_with_reserved(peak, rank, expandable, limit) for peak, rank in of_ranks]
     return RehearsedPeaks(
-        [_rank_peak(each) for each in rehearsed],
+        peaks,
         rehearsed[0].device,
         step_seconds=times[slowest],
         compute_seconds=compute_seconds(rehearsed[slowest].seconds, microbatches),
         speed=speed.label,
+        allocator="" if on_host else f"expandable_segments:{expandable}",
     )
 
 
@@ -134,3 +149,20 @@ def _rank_peak(rehearsed: RehearsedRank) -> RankPeak:
         by_phase={name: each.num_bytes for name, each in peaks.items() if name != "build"},
         largest=peak.largest,
     )
+
+
+def _with_reserved(
+    peak: RankPeak, rehearsed: RehearsedRank, expandable: bool, limit: int | None
+) -> RankPeak:
+    """Return the peak with what the allocator reserves: below the limit, if it holds once free memory is given back."""
+    stream = rehearsed.changes[0][0][2]
+    kernels = [(-1, WORKSPACE_BYTES, stream), (-2, WORKSPACE_BYTES, stream)]
+    changes = kernels, *rehearsed.changes
+    free = replay(*changes, expandable=expandable)
+    if limit is None or free.peak_bytes <= limit:
+        return replace(peak, reserved_bytes=free.peak_bytes)
+    try:
+        held = replay(*changes, expandable=expandable, limit=limit)
+    except OutOfDeviceMemory:
+        return replace(peak, reserved_bytes=free.peak_bytes)
+    return replace(peak, reserved_bytes=held.peak_bytes, num_retries=held.num_retries)

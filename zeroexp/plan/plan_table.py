@@ -17,10 +17,11 @@ from zeroexp.plan.text_table import Row, lines_of, unit_of, wrapped
 MEANINGS = (
     "total: the most held at one named moment; mean: over ranks. On top comes what exists for a moment (activations, "
     "gathered units, gradients on their way): --rehearse tells the peak. fits: tight where model states fit, but "
-    "perhaps not the peak. skew: what the rank that owns most updates, over the mean; idle: ranks that update nothing. "
-    "sent: per step, of the rank that sends most; inside, between: nodes, the mean over ranks. host, bus: what rests "
-    "on the host, in no total, and what travels to it and back (strategy.offload). second.: the secondary copy of "
-    "parameters, and the gathers that it keeps inside of a node (strategy.secondary_partition)."
+    "perhaps not the peak, or where the allocator must make room in every step. skew: what the rank that owns most "
+    "updates, over the mean; idle: ranks that update nothing. sent: per step, of the rank that sends most; inside, "
+    "between: nodes, the mean over ranks. host, bus: what rests on the host, in no total, and what travels to it and "
+    "back (strategy.offload). second.: the secondary copy of parameters, and the gathers that it keeps inside of a "
+    "node (strategy.secondary_partition)."
 )
 # Columns of the tables: figures of a row, and the heads that have room for them.
 POINT = {
@@ -67,6 +68,7 @@ PEAK = {
     "states_bytes": "states",
     **{f"rehearsed_{kind}_bytes": name for kind, name in NO_STATES.items()},
     "rehearsed_peak_bytes": "peak",
+    "reserved_bytes": "reserved",
     "rehearsed_phase": "in",
     "rehearsed_rank": "rank",
     "step_ms": "step ms",
@@ -157,6 +159,8 @@ def row_of(each: PlannedPoint | Point) -> Row:
         peak = outcome.rehearsed.fullest
         row |= {"rehearsed_peak_bytes": peak.num_bytes, "rehearsed_phase": peak.phase}
         row |= {"rehearsed_rank": peak.rank}
+        if peak.reserved_bytes is not None:
+            row |= {"reserved_bytes": peak.reserved_bytes, "num_retries": peak.num_retries}
         least, expected, most = outcome.rehearsed.step_seconds
         row |= {"step_seconds": expected, "step_seconds_least": least, "step_seconds_most": most}
         row |= {"speed": outcome.rehearsed.speed}
@@ -210,6 +214,11 @@ def _rehearsed(plans: Plans, point: dict[str, str], rows: Sequence[Row]) -> list
         "of the fullest rehearsed rank: states are parameters, gradients, optimizer, master weights and gathered "
         f"units. Seconds are estimates, {'; '.join(dict.fromkeys(r.speed for r in rehearsals))}."
     )
+    if allocators := {each.allocator: None for each in rehearsals if each.allocator}:
+        notes += (
+            " reserved: what torch's caching allocator takes of the GPU to hold the peak, a prediction with "
+            f"{' and '.join(allocators)} (PYTORCH_CUDA_ALLOC_CONF); it decides whether a step fits."
+        )
     if any(each.config.train.compile for each in plans.planned):
         notes += (
             " Blocks are rehearsed as they are without train.compile: compiled ones keep other activations and "

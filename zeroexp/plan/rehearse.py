@@ -22,7 +22,7 @@ import traceback
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
 from typing import Any, cast
@@ -46,6 +46,7 @@ from zeroexp.measure.instruments import Instruments
 from zeroexp.measure.record import KINDS, StepRecord, Traffic
 from zeroexp.models.checkpointing import checkpoint_as_configured
 from zeroexp.models.module import allow_fake_tensors, build_model, materialize
+from zeroexp.plan.caching_allocator import Change
 from zeroexp.plan.hidden_memory import GradientSums, HostMemory
 from zeroexp.plan.speed import Speed
 from zeroexp.plan.stand_ins import NoData, absent_neighbours, buckets_in_python
@@ -73,6 +74,8 @@ class RehearsedRank:
     seconds: dict[str, Seconds]  # by phase, what is estimated; nothing without a speed
     # Moment -> kind -> model states, as a run's record has them; where they were asked for.
     held_bytes: dict[str, dict[str, int]]
+    # What is allocated after the build and in the first step, then in the undisturbed one, see Storages.changes.
+    changes: tuple[list[Change], list[Change]] = field(repr=False, compare=False)
 
     @property
     def peak_phase(self) -> str:
@@ -153,7 +156,8 @@ def _rehearse_rank(
     words = vocabulary_of_data(config)
     model = build_model(config.model, seed=config.train.seed, device="meta", vocab_size=words)
     mode = FakeTensorMode()
-    storages = Storages(mode, num_words(model.module))
+    stream = torch.get_device_module(device).current_stream
+    storages = Storages(mode, num_words(model.module), stream)
     timeline = Timeline(speed)
     with (
         _needs_of_values_told(config.model.family),
@@ -183,7 +187,8 @@ def _rehearse_rank(
                 storages.assign_kind(CHECKPOINT, copies)
         watched.end_undisturbed()
     traffic, held = records[UNDISTURBED_STEP].traffic, records[-1].memory_bytes or {}
-    return RehearsedRank(rank, device, watched.peaks, traffic, watched.seconds, held)
+    seconds, changes = watched.seconds, watched.changes
+    return RehearsedRank(rank, device, watched.peaks, traffic, seconds, held, changes)
 
 
 @contextmanager
@@ -235,6 +240,7 @@ class _Watched:
         self._num_microbatches = 0  # of this step
         self._step = 0
         self.peaks: dict[str, Peak] = {}
+        self.changes: tuple[list[Change], list[Change]] = ([], [])
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._strategy, name)
@@ -255,7 +261,7 @@ class _Watched:
     def end_undisturbed(self) -> None:
         """Take the peaks, unless they have been taken; what happens from now on counts in none."""
         if not self.peaks:
-            self.peaks = self._storages.peaks()
+            self.peaks, self.changes = self._storages.peaks(), self._storages.changes()
             self.seconds = self._timeline.phases
 
     def backward(self, loss: Tensor) -> None:

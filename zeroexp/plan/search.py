@@ -58,8 +58,8 @@ class Candidate(NamedTuple):
 
     @property
     def peak_bytes(self) -> int:
-        """The most that a rank may hold: rehearsed, else model states alone."""
-        return self.rehearsed.fullest.num_bytes if self.rehearsed else self.states_bytes
+        """What a rank's device must have room for: rehearsed, else model states alone."""
+        return self.rehearsed.fullest.needed_bytes if self.rehearsed else self.states_bytes
 
     @property
     def seconds(self) -> float:

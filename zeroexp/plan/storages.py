@@ -19,8 +19,7 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Generator, Iterable
-from contextlib import contextmanager
+from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -28,11 +27,13 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
 from zeroexp.measure.memory import on_host
 from zeroexp.measure.verb_seconds import meter
+from zeroexp.plan.caching_allocator import Change
 
 ACTIVATIONS, LOGITS, TEMPORARIES = "activations", "logits", "temporaries"
 MESSAGES = "messages"  # born while the engine issues a move
@@ -82,21 +83,40 @@ class Peak:
 
 @dataclass
 class _Phase:
-    """What happened in one phase, in order."""
+    """A phase, and which of all changes happened in it."""
 
     name: str
     # Serial number -> bytes, of the storages that lived when the phase began.
     before: dict[int, int]
-    # (serial, bytes now).
-    changes: list[tuple[int, int]] = field(default_factory=list[tuple[int, int]])
+    start: int
+    end: int | None = None  # None: it goes on
+
+
+class NotCounting:
+    """No storage counts that is born inside: it is of another rank, or has a shape or an address alone."""
+
+    depth = 0
+
+    def __enter__(self) -> None:
+        self.depth += 1
+
+    def __exit__(self, *error: object) -> None:
+        self.depth -= 1
 
 
 class Storages(LocalOperations):
     """Follows all storages of fake tensors of `mode`; enter it inside of that mode."""
 
-    def __init__(self, mode: FakeTensorMode, num_words: int | None = None) -> None:
+    def __init__(
+        self,
+        mode: FakeTensorMode,
+        num_words: int | None = None,
+        current_stream: Callable[[], Hashable] = torch.cpu.current_stream,
+    ) -> None:
         """num_words: the size of the model's output, by which logits are known from other activations."""
         super().__init__()
+        self._current_stream = current_stream
+        self.not_counting = NotCounting()
         self._mode = mode
         self._num_words = num_words
         self._all: list[Storage] = []  # by serial number
@@ -104,8 +124,8 @@ class Storages(LocalOperations):
             int, int
         ] = {}  # address of the C++ storage -> serial number, of those alive
         self._references: dict[int, weakref.ref[Any]] = {}
-        self._counts = True
-        self._phase = _Phase("build", {})
+        self._changes: list[Change] = []  # keys are serial numbers
+        self._phase = _Phase("build", {}, 0)
         self._phases: list[_Phase] = [self._phase]
 
     def __enter__(self) -> Storages:
@@ -118,10 +138,18 @@ class Storages(LocalOperations):
             return result
 
         torch.UntypedStorage.resize_ = resize_and_tell  # pyright: ignore[reportAttributeAccessIssue]
+        self._propagate = propagate = ShardingPropagator._propagate_tensor_meta_non_cached
+
+        def propagate_uncounted(propagator: ShardingPropagator, schema: Any) -> Any:
+            with self.not_counting:  # it asks for the shape of a result with whole tensors
+                return propagate(propagator, schema)
+
+        ShardingPropagator._propagate_tensor_meta_non_cached = propagate_uncounted  # pyright: ignore[reportAttributeAccessIssue]
         return super().__enter__()
 
     def __exit__(self, *error: Any) -> None:
         torch.UntypedStorage.resize_ = self._resize
+        ShardingPropagator._propagate_tensor_meta_non_cached = self._propagate
         super().__exit__(*error)
 
     def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -129,7 +157,6 @@ class Storages(LocalOperations):
             return args[0]._fake_device  # [Note: guarded parameters]
         result = func(*args, **kwargs)
         for tensor in tree_iter(result):
-            # DTensor asks for shapes with tensors of its own, which no rank ever holds.
             if isinstance(tensor, FakeTensor) and tensor.fake_mode is self._mode:
                 self._record(tensor, func)
         return result
@@ -142,12 +169,20 @@ class Storages(LocalOperations):
             for serial in self._serials.values():
                 self._all[serial].outlives_forward |= self._all[serial].born_in == "forward"
         alive = {serial: self._all[serial].num_bytes for serial in self._serials.values()}
-        self._phase = _Phase(phase, alive)
+        self._phase.end = len(self._changes)
+        self._phase = _Phase(phase, alive, self._phase.end)
         self._phases.append(self._phase)
 
     def forget_phases(self) -> None:
         """Drop what happened since the first phase; storages that live stay known."""
         del self._phases[1:]
+
+    def changes(self) -> tuple[list[Change], list[Change]]:
+        """Return what lives after the build and what changed until `forget_phases`; and what changed since."""
+        build, first, *_ = self._phases
+        built = {change[0]: change for change in self._changes[: build.end]}.values()
+        before = [*(each for each in built if each[1]), *self._changes[build.end : first.start]]
+        return before, self._changes[first.start :]
 
     def assign_kind(self, kind: str, tensors: Iterable[Tensor]) -> None:
         """Say what the storages behind these tensors are. The first name stays."""
@@ -156,15 +191,6 @@ class Storages(LocalOperations):
             serial = self._serials.get(local.untyped_storage()._cdata)
             if serial is not None and self._all[serial].kind is None:
                 self._all[serial].kind = kind
-
-    @contextmanager
-    def not_counting(self) -> Generator[None]:
-        """Count no storage that is born inside: it stands for memory of another rank, or for addresses alone."""
-        self._counts = False
-        try:
-            yield
-        finally:
-            self._counts = True
 
     def peaks(self) -> dict[str, Peak]:
         """Return the peak of each phase; one that came several times counts where it was highest."""
@@ -185,7 +211,7 @@ class Storages(LocalOperations):
             serial = len(self._all)
             is_logits = tensor.dim() > 1 and tensor.shape[-1] == self._num_words
             kind = MESSAGES if meter.is_issuing else None
-            counts = self._counts and not on_host.is_entered
+            counts = not self.not_counting.depth and not on_host.is_entered
             self._all.append(
                 Storage(self._phase.name, str(func), is_logits, kind=kind, counts=counts)
             )
@@ -209,18 +235,19 @@ class Storages(LocalOperations):
     def _record_size(self, serial: int, num_bytes: int) -> None:
         if self._all[serial].counts and self._all[serial].num_bytes != num_bytes:
             self._all[serial].num_bytes = num_bytes
-            self._phase.changes.append((serial, num_bytes))
+            self._changes.append((serial, num_bytes, self._current_stream()))
 
     def _peak_of(self, phase: _Phase) -> Peak:
         now = dict(phase.before)
         num_bytes = total = sum(now.values())
         when = 0  # after how many changes there were most
-        for index, (serial, size) in enumerate(phase.changes, start=1):
+        changes = [(serial, size) for serial, size, _ in self._changes[phase.start : phase.end]]
+        for index, (serial, size) in enumerate(changes, start=1):
             total += size - now.get(serial, 0)
             now[serial] = size
             if total > num_bytes:
                 num_bytes, when = total, index
-        held = {**phase.before, **dict(phase.changes[:when])}
+        held = {**phase.before, **dict(changes[:when])}
         by_kind: Counter[str] = Counter()
         for serial, size in held.items():
             by_kind[self._kind_of(serial)] += size
