@@ -31,3 +31,12 @@ def test_who_collects_no_garbage_goes_on_so() -> None:
         assert not gc.isenabled()
     finally:
         gc.enable()
+
+
+def test_blocks_may_be_nested() -> None:
+    sys.modules.pop("this", None)
+    with importing("this"), importing("this"):
+        pass
+    import this
+
+    assert this.s

@@ -24,7 +24,10 @@ def importing(*without: str) -> Generator[None]:
         yield
     finally:
         for name in hidden:
-            del modules[name]
+            if (
+                modules.get(name) is None
+            ):  # else a block inside of this one, or a thread, has imported it
+                modules.pop(name, None)
         if collects:
             gc.freeze()
             gc.enable()
