@@ -143,6 +143,7 @@ def situations(draw):
     nodes = [n for n in range(2, shards) if shards % n == 0] if is_sharded else []
     secondary = draw(st.sampled_from([None, *nodes]))
     offloads = ["all"] if is_sharded and secondary is None else []
+    reduce_codec = draw(codecs) if stage in ("zero1", "zero2", "zero3") else None
     options = Options(
         layout=draw(st.sampled_from(["parameter", "tensor", "buffer"])),
         owners=draw(st.sampled_from(["contiguous", "greedy"])),
@@ -156,7 +157,8 @@ def situations(draw):
         replicas=replicas,
         secondary_partition=secondary,
         gather_codec=draw(codecs) if stage == "zero3" else None,
-        reduce_codec=draw(codecs) if stage in ("zero1", "zero2", "zero3") else None,
+        reduce_codec=reduce_codec,
+        error_feedback=reduce_codec is not None and draw(st.booleans()),
         offload=draw(st.sampled_from([None, "optimizer", *offloads])),
     )
     schedule = ScheduleForm(
@@ -167,6 +169,7 @@ def situations(draw):
         transport=options.transport,
         gather_codec=options.gather_codec,
         reduce_codec=options.reduce_codec,
+        error_feedback=options.error_feedback,
     )
     rank = draw(st.integers(0, world_size - 1))
     precision = draw(st.sampled_from(PRECISIONS))

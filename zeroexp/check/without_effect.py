@@ -107,6 +107,9 @@ def _of_our_engine(config: Config) -> Iterator[Idle]:
         yield "strategy.offload", why, "use optimizer"
     if strategy.gradients.placement == "replicate":
         yield "strategy.reduce_codec", f"strategy={strategy.name} all-reduces gradients", None
+    if strategy.reduce_codec is None:
+        why, remedy = "gradients that are not rounded", "set strategy.reduce_codec"
+        yield "strategy.error_feedback", why, remedy
     if strategy.overlap is False and strategy.prefetch:
         yield "strategy.prefetch", "nothing is gathered ahead without overlap", None
 

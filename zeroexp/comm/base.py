@@ -87,6 +87,9 @@ class TimedWork:
         meter.blocked(self._peer, began)
 
 
+Residuals = dict[
+    int, Tensor
+]  # what rounding left out of the terms sent to each peer, flat float32 (codec.py)
 Sent = tuple[Pending, int]  # a move in flight, and the bytes this rank sends
 Between = Callable[[Sequence[Tensor]], Pending]  # the second phase of a reduction, see replicas.py
 

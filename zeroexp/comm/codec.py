@@ -13,6 +13,9 @@ same weights. A reduction carries each rank's terms as codes to the rank that su
 of the sum. That rank's own terms travel nowhere and stay exact. What the optimizer keeps, and so every checkpoint,
 never passes a codec.
 
+With error feedback (arXiv:1901.09847, 1-bit Adam) a rank keeps what rounding leaves out of each gradient that it sends,
+and adds it to the next one, so that in the long run nothing is left out.
+
 ZeRO++ (arXiv:2306.10209) calls the first qwZ; the second is qgZ in one hop.
 """
 
@@ -24,7 +27,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from zeroexp.comm.base import GatherPart, Pending, ReducePart, Sent, Transport
+from zeroexp.comm.base import GatherPart, Pending, ReducePart, Residuals, Sent, Transport
 from zeroexp.comm.direct import sum_into
 from zeroexp.cut.chunk import Chunk
 from zeroexp.cut.codes import CODE_BITS, CODES_IN_BLOCK, encoded_bytes, encoded_chunk
@@ -94,13 +97,35 @@ def _chunk_of_codes(codec: str, parts: Sequence[GatherPart]) -> Chunk:
     return encoded_chunk(codec, tuple(part.chunk for part in parts))
 
 
+def empty_residuals(world: World, chunks: Sequence[Chunk]) -> Residuals:
+    """Return what the rounding of these chunks' gradients has left out so far: nothing, of float32, by peer."""
+    peers = (rank for rank in range(world.size) if rank != world.rank)
+    numels = {peer: sum(chunk.real_numel(peer) for chunk in chunks) for peer in peers}
+    return {peer: torch.zeros(numel, device=world.device) for peer, numel in numels.items()}
+
+
 def reduce_scatter_encoded(
-    transport: Transport, codec: str, world: World, parts: Sequence[ReducePart], what: str
+    transport: Transport,
+    codec: str,
+    world: World,
+    parts: Sequence[ReducePart],
+    what: str,
+    residuals: Residuals | None = None,
 ) -> Sent:
-    """Start a reduce-scatter of which each rank's terms travel as codes to the rank that sums them."""
+    """Start a reduce-scatter of which each rank's terms travel as codes to the rank that sums them.
+
+    residuals: are added to the terms, and become what the codes leave out of the sum.
+    """
     peers = [rank for rank in range(world.size) if rank != world.rank]
     nothing = parts[0].gradients[0].new_empty(0)  # a peer may own nothing of these parts
-    sent = {p: encode(codec, torch.cat([nothing, *_terms_of(parts, p)])) for p in peers}
+    sent: dict[int, Tensor] = {}
+    for peer in peers:
+        terms = torch.cat([nothing, *_terms_of(parts, peer)])
+        if residuals is not None:
+            terms = residuals[peer].add_(terms)
+        sent[peer] = encode(codec, terms)
+        if residuals is not None:
+            terms.sub_(decode(codec, sent[peer].unsqueeze(0), len(terms), terms.dtype)[0])
     own = _terms_of(parts, world.rank)
     outs = [(out, part.accumulate) for part in parts for out in part.out]
     sizes = [term.numel() for term in own]

@@ -19,6 +19,7 @@ from zeroexp.comm.base import (
     GatherPart,
     Pending,
     ReducePart,
+    Residuals,
     Sent,
     Transport,
 )
@@ -26,6 +27,7 @@ from zeroexp.comm.bus import Bus
 from zeroexp.comm.codec import (
     decode_gathered,
     empty_codes,
+    empty_residuals,
     encoded_part,
     reduce_scatter_encoded,
 )
@@ -34,6 +36,7 @@ from zeroexp.comm.facts import Facts
 from zeroexp.comm.native import Native
 from zeroexp.comm.replicas import BetweenReplicas, common_facts
 from zeroexp.comm.secondary import Node, SecondaryCopy
+from zeroexp.cut.chunk import Chunk
 from zeroexp.measure.record import Traffic, sum_of_traffic
 from zeroexp.measure.verb_seconds import TimedMove, meter
 from zeroexp.process import progress
@@ -98,9 +101,10 @@ class Collectives:
     world: all ranks. group: those that shard among themselves. holders: those that hold the same pieces, one of each
     of the `replicas` groups. With one replica the group is the world, and this rank the only holder.
     reductions_apart: see `Transport.reduce_apart`. gather_codec, reduce_codec: of gathers and of reduce-scatters in the
-    group; None: they are exact. secondary_partition: ranks of a node, which keep a secondary copy of what is gathered;
-    None: nobody does. offload: what rests on the host, to which `bus` leads. Codecs, secondary copies and pieces on the
-    host travel by messages, since memory that is shared is not sent.
+    group; None: they are exact. error_feedback: what the second leaves out is added to the next gradient.
+    secondary_partition: ranks of a node, which keep a secondary copy of what is gathered; None: nobody does. offload:
+    what rests on the host, to which `bus` leads. Codecs, secondary copies and pieces on the host travel by messages,
+    since memory that is shared is not sent.
     """
 
     def __init__(
@@ -112,6 +116,7 @@ class Collectives:
         reductions_apart: bool = False,
         gather_codec: str | None = None,
         reduce_codec: str | None = None,
+        error_feedback: bool = False,
         secondary_partition: int | None = None,
         offload: str | None = None,
     ):
@@ -121,6 +126,7 @@ class Collectives:
         sends = self.group.size > 1  # else nothing travels, and nothing is rounded
         self._gather_codec = gather_codec if sends else None
         self._reduce_codec = reduce_codec if sends else None
+        self._feeds_back = error_feedback
         sent = (self._gather_codec, self._reduce_codec, secondary_partition, self.bus.keeps_pieces)
         if transport == "auto" and any(sent):
             transport = "messages"
@@ -285,8 +291,9 @@ class Collectives:
         what: str = "gradients",
         *,
         last: bool = True,
+        residuals: Residuals | None = None,
     ) -> Pending:
-        """Start partial -> sharded. With replicas the sums are those of the group.
+        """Start partial -> sharded. With replicas the sums are those of the group. residuals: see `residuals_of`.
 
         `last`: nothing more is added to them; they are those of all ranks once `finish_sums` has returned.
         """
@@ -295,7 +302,9 @@ class Collectives:
             if codec is None:
                 sent = self._transport.reduce_scatter(parts, name)
             else:
-                sent = reduce_scatter_encoded(self._transport, codec, self.group, parts, name)
+                sent = reduce_scatter_encoded(
+                    self._transport, codec, self.group, parts, name, residuals
+                )
             reduced = self._count(kind, sent, move)
         between = self._between
         if between is None or not last:
@@ -303,6 +312,12 @@ class Collectives:
         nothing = parts[0].gradients[0].new_empty(0)
         sums = [out for part in parts for out in part.out] or [nothing]
         return Pending([reduced], lambda: between.keep(self._sum_between(sums, what)))
+
+    def residuals_of(self, chunks: Sequence[Chunk]) -> Residuals | None:
+        """Make room for what rounding leaves out of the reductions of these chunks; None: nobody keeps it."""
+        if self._reduce_codec is None or not self._feeds_back:
+            return None
+        return empty_residuals(self.group, chunks)
 
     def finish_sums(self) -> None:
         """Return when the sums between replicas that were started are there."""

@@ -156,6 +156,8 @@ class StrategyConfig:
     # Parameters (zero3), and gradients, travel rounded in fewer bytes; None: exact. See docs/codecs.md.
     gather_codec: str | None = of_engine(None, *CODE_BITS)
     reduce_codec: str | None = of_engine(None, *CODE_BITS)
+    # What reduce_codec leaves out of a gradient is added to the next one.
+    error_feedback: bool | None = of_engine(False)
     # Ranks of a node, inside of which all gathers but a step's first of each unit stay (zero3; ZeRO++: hpZ).
     secondary_partition: int | None = of_engine(least=2, most=1 << 20)
     # How an optimizer of whole matrices steps those that are cut: each rank that has a piece gets the whole, or one.

@@ -420,10 +420,19 @@ class ShardedForm(ClosedForm):
         return self._reduce * (self.held_elements(rank).owned if sharded else self._num_trainable)
 
     def _buffer_bytes(self, moment: str, rank: int) -> int:
-        """Return the bytes of units that are kept gathered, and of memory shared with peers."""
+        """Return the bytes of units that are kept gathered, of residuals, and of memory shared with peers."""
         gathers = self.stage.gather is Move.ALL_GATHER
         kept = self._kept_bytes if gathers and moment == "after_forward" else 0
-        return kept + (self._staging_bytes(rank) if self.world_size > 1 else 0)
+        shared = self._staging_bytes(rank) if self.world_size > 1 else 0
+        return kept + shared + self._residual_bytes(rank % self.group_size)
+
+    def _residual_bytes(self, place: int) -> int:
+        """Return the bytes of what the codes of gradients leave out, of all elements that other ranks sum."""
+        if not self.schedule.error_feedback or self.reduction is not Move.REDUCE_SCATTER:
+            return 0
+        trained = ((chunk, num) for chunk, num in self._chunks if chunk.kind != FROZEN)
+        others = (num * (chunk.unpadded_numel - chunk.real_numel(place)) for chunk, num in trained)
+        return ITEMSIZE["float32"] * sum(others)
 
     @cached_property
     def _kept_bytes(self) -> int:

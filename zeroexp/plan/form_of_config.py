@@ -71,6 +71,7 @@ def _sharded_form(config: Config, model: BuiltModel, transport: str, between: st
         overlap=options.overlap,
         gather_codec=options.gather_codec,
         reduce_codec=options.reduce_codec,
+        error_feedback=options.error_feedback,
     )
     by_kind = optimizers_of(config.optimizer)
     whole = {kind for kind, own in by_kind.items() if OPTIMIZERS[own.name].whole_matrices}

@@ -25,6 +25,7 @@ class ScheduleForm:
     overlap: bool = True  # reductions travel beside backward
     gather_codec: str | None = None
     reduce_codec: str | None = None
+    error_feedback: bool = False
 
     @property
     def facts(self) -> Facts:

@@ -218,6 +218,7 @@ class Engine:
                 before_writes=self.wire.quiesce,
             )
         for unit in self.units:
+            unit.forget_residuals()
             self._schedule.gathers.publish(unit, ahead=False)
         self._schedule.gathers.await_published()
         self._observer.weights_changed()

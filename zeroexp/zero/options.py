@@ -42,7 +42,7 @@ def own_dtypes(module: nn.Module) -> Dtypes:
 
 @dataclass(frozen=True)
 class Options:
-    """How the engine carries out a stage; no option but the codecs changes what is computed."""
+    """How the engine carries out a stage; no option but codecs and error_feedback changes what is computed."""
 
     layout: str = "buffer"  # a word of LAYOUTS
     owners: str = "greedy"  # a word of OWNERS, where the layout keeps parameters whole
@@ -63,6 +63,8 @@ class Options:
     # What travels in fewer bytes, and is rounded: int8, float8 or int4 (comm/codec.py); None: it is exact.
     gather_codec: str | None = None  # parameters that rest sharded
     reduce_codec: str | None = None  # gradients that are reduce-scattered
+    # What `reduce_codec` leaves out of a gradient is kept in float32, and added to the next one.
+    error_feedback: bool = False
     # Ranks of a node, who keep what they gather until weights change, so that later gathers of a step stay among them
     # (ZeRO++: hpZ, comm/secondary.py); None: every gather goes over all ranks.
     secondary_partition: int | None = None
@@ -74,7 +76,7 @@ class Options:
     def of_moves(self) -> dict[str, Any]:
         """Those that the moves between ranks, and to the host, are made with."""
         names = ("transport", "replicas", "reductions_apart", "gather_codec", "reduce_codec")
-        names = (*names, "secondary_partition", "offload")
+        names = (*names, "error_feedback", "secondary_partition", "offload")
         return {name: getattr(self, name) for name in names}
 
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from zeroexp.comm.base import GatherPart, Pending
+from zeroexp.comm.base import GatherPart, Pending, Residuals
 from zeroexp.comm.collectives import Collectives
 from zeroexp.comm.secondary import SecondaryCopy
 from zeroexp.cut.bucket import Bucket, cut_in_buckets
@@ -69,6 +69,14 @@ class Unit:
         self.buckets = cut_in_buckets(
             [held.chunk for held in self.trainable], dtypes.reduce.itemsize, bucket_bytes
         )
+
+        # By bucket, what rounding left out of gradients that this rank has sent, in float32.
+        self._residuals = [self._residuals_of(bucket) for bucket in self.buckets]
+
+    def _residuals_of(self, bucket: Bucket) -> Residuals | None:
+        if self._sums_by is not Move.REDUCE_SCATTER:
+            return None
+        return self._wire.residuals_of([part.chunk for part in bucket.slices])
 
     def __repr__(self) -> str:
         return f"unit {self.name or '(root)'}"
@@ -142,7 +150,10 @@ class Unit:
         with meter.issuing("hand_over" if self.reduces_at_hand_over else "reduce", str(self)):
             if self._sums_by is Move.REDUCE_SCATTER:
                 parts = [self._gradients[part.index].to_scatter(part) for part in bucket.slices]
-                return self._wire.reduce_scatter(parts, "reduce", str(self), last=last)
+                left_out = self._residuals[self.buckets.index(bucket)]
+                return self._wire.reduce_scatter(
+                    parts, "reduce", str(self), last=last, residuals=left_out
+                )
             sums = [self._gradients[part.index].to_sum(part) for part in bucket.slices]
             summed = self._wire.all_reduce([part for part, _ in sums], "reduce", str(self))
 
@@ -188,6 +199,14 @@ class Unit:
         for gradients in self._gradients:
             gradients.clear()
 
+    def forget_residuals(self) -> None:
+        """Begin as if no gradient had been rounded yet."""
+        for tensor in self._left_out():
+            tensor.zero_()
+
+    def _left_out(self) -> list[Tensor]:
+        return [tensor for each in self._residuals if each for tensor in each.values()]
+
     # -- what it shows and holds -----------------------------------------------------------------
 
     def show(self) -> None:
@@ -211,7 +230,7 @@ class Unit:
             "gradients": [tensor for each in self._gradients for tensor in each.tensors],
             "master": [h.master_flat for h in self.held if h.master_flat is not None],
             "secondary": [] if self.secondary is None else self.secondary.kept,
-            "buffers": [] if self.full is None else [self.full.memory],
+            "buffers": [*self._left_out(), *([] if self.full is None else [self.full.memory])],
         }
 
     def gradient_presence(self) -> list[bool]:

@@ -168,7 +168,7 @@ def refuse_options(options: Options, stage: Stage, world_size: int) -> None:
             raise ValueError(
                 f"options.{key}={getattr(options, key)}: use {', '.join(map(str, words))}"
             )
-    for key in ("overlap", "reductions_apart"):
+    for key in ("overlap", "reductions_apart", "error_feedback"):
         if not isinstance(getattr(options, key), bool):
             raise ValueError(f"options.{key}={getattr(options, key)!r}: use True or False")
     depth = options.prefetch
@@ -184,6 +184,10 @@ def refuse_options(options: Options, stage: Stage, world_size: int) -> None:
     if options.reduce_codec and stage.gradients is Placement.REPLICATE:
         raise ValueError(
             f"options.reduce_codec={options.reduce_codec}: gradients are all-reduced, use zero1, zero2 or zero3"
+        )
+    if options.error_feedback and options.reduce_codec is None:
+        raise ValueError(
+            "options.error_feedback=True: gradients are not rounded, set reduce_codec, or use False"
         )
     if (options.gather_codec or options.reduce_codec) and options.transport == "direct":
         raise ValueError(
