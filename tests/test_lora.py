@@ -169,6 +169,12 @@ def test_a_run_is_planned_and_its_adapters_are_exported(here, monkeypatch, capsy
     monkeypatch.setattr(sys, "argv", ["zeroexp", *line])
     assert zeroexp.main() == 0
     packed, run = sorted(path.parent for path in Path("outputs").glob("*/*/summary.json"))
+    monkeypatch.setattr(sys, "argv", ["export", str(packed), "--format", "dcp", "--to", "theirs"])
+    assert export.main() == 2 and not Path("theirs").exists()
+    said = (
+        "--format=dcp: model.lora.quantize=int8 packs weights as no other trainer reads them; leave"
+    )
+    assert said in capsys.readouterr().err
     monkeypatch.setattr(sys, "argv", ["export", str(run), "--to", "adapters"])
     assert export.main() == 0
     told = capsys.readouterr().out

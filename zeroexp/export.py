@@ -150,10 +150,13 @@ def export(
 def export_whole(checkpoint: Path, target: Path, form: str) -> None:
     """Write weights and moments in the format of one of WRITERS; raises as `export` does."""
     manifest = read_manifest(checkpoint)
+    config = from_mapping(Config, manifest.config)
+    if config.model.lora.quantize is not None:
+        problem = f"model.lora.quantize={config.model.lora.quantize} packs weights as no other trainer reads them"
+        raise ConfigError(f"--format={form}: {problem}; leave it out, which exports the adapters")
     folders.refuse_existing(target)
     from zeroexp.checkpoint.weights import Weights
 
-    config = from_mapping(Config, manifest.config)
     with folders.asked_for(target) as folder:
         WRITERS[form](folder, config, manifest, Weights(checkpoint, manifest))
 
