@@ -110,6 +110,9 @@ CASES: dict[str, list[Case]] = {
     "strategy.reduce_each": [Case("strategy.reduce_each=step", OURS)],
     "strategy.bucket_mb": [Case("strategy.bucket_mb=0.01", OURS)],
     "strategy.replicas": [Case("strategy.replicas=2", [*OURS, *FSDP2], world_size=4)],
+    "strategy.secondary_partition": [
+        Case("strategy.secondary_partition=2", OURS, "cluster.link=1gbit", world_size=4)
+    ],
     "strategy.gather_codec": [Case("strategy.gather_codec=int8", OURS)],
     "strategy.reduce_codec": [Case("strategy.reduce_codec=int8", OURS)],
     "strategy.matrix_step": [

@@ -35,6 +35,7 @@ WITNESSES: dict[str, tuple[str, str]] = {
     "strategy.reduce_each": (SENT, "one reduction for each microbatch, or for each step"),
     "strategy.bucket_mb": (SENT, "how many reductions, of how many bytes each"),
     "strategy.replicas": (HELD, "K times the pieces"),
+    "strategy.secondary_partition": (SENT, "gathers after the first of a step, inside of a node"),
     "strategy.gather_codec": (SENT, "gathers, in fewer bytes"),
     "strategy.reduce_codec": (SENT, "reductions, in fewer bytes"),
     "strategy.matrix_step": (SENT, "what brings matrices together before their step"),
