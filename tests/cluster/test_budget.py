@@ -54,13 +54,14 @@ def test_points_of_this_machine_are_left_alone(capsys):
 
 
 def test_a_rehearsal_adds_activations_and_node_hours(capsys):
-    """Model states of 1.7 MiB would fit 4.1 MiB; with the activations of a step they do not."""
+    """Model states of 1.7 MiB would fit 4.1 MiB; with activations, and what torch reserves for them, they do not."""
     words = ("strategy=zero3", "cluster.device_memory_gib=0.004")
     (point,) = plan_slurm_points(points(*words))
     assert point.refusal is None and ", peak " not in capsys.readouterr().out
     (point,) = plan_slurm_points(points(*words, "cluster.rehearse_s=60"))
     told = capsys.readouterr().out
-    assert "MiB with activations; " in told and "fits 0.004 GiB: no" in told
+    assert "MiB with activations, " in told and " MiB reserved; " in told
+    assert "fits 0.004 GiB: no" in told
     assert "node-hours (" in told and "; timeout_s allows 1 node-hours" in told
     assert point.refusal and "a rank holds" in point.refusal and "use more ranks" in point.refusal
 
