@@ -1,8 +1,9 @@
 """python -m benchmarks.gpu: one GPU, bf16 with fp32 master: ours against plain PyTorch and FSDP2.
 
-Needs only torch and transformers beside this repository. Every case is a process of its own, so that none inherits
-memory or compiled code. Rank 0 of 8 and of 64 runs through a `fake` process group: what it holds and what the host
-does are real, what it would wait for the others is not; its tokens/s are no claim about many GPUs.
+Needs only torch and transformers beside this repository. Every case is a fork of a process that has imported them and
+no more, so that none inherits memory or compiled code. Rank 0 of 8 and of 64 runs through a `fake` process group: what
+it holds and what the host does are real, what it would wait for the others is not; its tokens/s are no claim about
+many GPUs.
 """
 
 from __future__ import annotations
@@ -10,11 +11,13 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import multiprocessing
 import statistics
-import subprocess
 import sys
 import time
 from dataclasses import asdict, dataclass, replace
+from multiprocessing.connection import Connection
+from multiprocessing.context import ForkServerContext
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +35,7 @@ from zeroexp.process.world import World
 RESULTS = Path("outputs/bench/gpu.json")
 CASE_SECONDS = 600
 NUM_WARMUP = 5
+PRELOADED = ["benchmarks.engines", "transformers.models.llama.modeling_llama"]
 
 LLAMA_8B = {
     "vocab_size": 128256,
@@ -65,19 +69,15 @@ def all_cases(device: str, model: str | None, num_steps: int) -> list[Case]:
         [base] if model else [base, replace(base, model="llama_8b", batch_size=1, seq_len=4096)]
     )
     engines = ["plain", "fsdp2", "zero2_buffer", "zero3_buffer"]
-    alone = [
-        replace(case, engine=engine, compiled=compiled)
-        for case in models
-        for compiled in ([False, True] if device == "cuda" else [False])
-        for engine in engines
-    ]
+    alone = [replace(case, engine=engine) for case in models for engine in engines]
     of_many = [
         replace(case, engine=engine, world_size=world_size)
         for case in models
         for world_size in (8, 64)
         for engine in engines[1:]
     ]
-    return alone + of_many
+    compiled = [replace(case, compiled=True) for case in alone if device == "cuda"]
+    return alone + of_many + compiled
 
 
 def measure(case: Case) -> dict[str, Any]:
@@ -102,7 +102,7 @@ def measure(case: Case) -> dict[str, Any]:
         _synchronize(world)
         seconds.append(time.perf_counter() - start)
     worlds.leave_process_group()
-    return {**asdict(case), **_numbers(case, config, world, seconds, host_seconds)}
+    return _numbers(case, config, world, seconds, host_seconds)
 
 
 def _numbers(
@@ -140,7 +140,10 @@ def _model(case: Case) -> ModelConfig:
 
 
 def _layers_that_fit(config: ModelConfig) -> int:
-    """At 20 bytes a parameter (bf16 weight and gradient, fp32 master, moments and gradient), in 4/5 of the memory."""
+    """At 20 bytes a parameter (bf16 weight and gradient, fp32 master, moments and gradient), in 4/5 of the memory.
+
+    At most 8: the weights are drawn on the CPU, 22 layers in more than a minute.
+    """
     built = build_model(config, seed=0, device="meta")
     total = sum(parameter.numel() for parameter in built.module.parameters())
     layer = sum(p.numel() for p in built.module.get_submodule(built.blocks[0]).parameters())
@@ -148,7 +151,7 @@ def _layers_that_fit(config: ModelConfig) -> int:
     free = 0.8 * torch.cuda.get_device_properties(0).total_memory / 20 - (
         total - num_layers * layer
     )
-    return min(num_layers, math.floor(free / layer))
+    return min(8, num_layers, math.floor(free / layer))
 
 
 def _join(case: Case) -> World:
@@ -187,30 +190,43 @@ def main() -> int:
     parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
     parser.add_argument("--model", help="one of conf/model instead of the two")
     parser.add_argument("--steps", type=int, default=20)
-    parser.add_argument("--case", help=argparse.SUPPRESS)
     args = parser.parse_args()
-    if args.case:
-        print(json.dumps(measure(Case(**json.loads(args.case)))))
-        return 0
     if args.device == "cuda" and not torch.cuda.is_available():
         raise SystemExit(
             "--device cuda: torch sees no GPU here; --device cpu --model tiny tries the code"
         )
-    rows = [_run_apart(case) for case in all_cases(args.device, args.model, args.steps)]
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(PRELOADED)
     RESULTS.parent.mkdir(parents=True, exist_ok=True)
-    RESULTS.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
+    rows: list[dict[str, Any]] = []
+    for case in all_cases(args.device, args.model, args.steps):
+        rows.append(_run_apart(case, context))
+        print(json.dumps(rows[-1]), flush=True)
+        RESULTS.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
     return 1 if any("error" in row for row in rows) else 0
 
 
-def _run_apart(case: Case) -> dict[str, Any]:
-    command = [sys.executable, "-m", "benchmarks.gpu", "--case", json.dumps(asdict(case))]
-    done = subprocess.run(command, capture_output=True, encoding="utf-8", timeout=CASE_SECONDS)
-    if done.returncode != 0:
-        row = {**asdict(case), "error": done.stderr.strip().splitlines()[-1]}
-    else:
-        row = json.loads(done.stdout.splitlines()[-1])
-    print(json.dumps(row), flush=True)
-    return row
+def _run_apart(case: Case, context: ForkServerContext) -> dict[str, Any]:
+    receiver, sender = context.Pipe(duplex=False)
+    process = context.Process(target=_measure_and_send, args=(case, sender))
+    process.start()
+    sender.close()
+    try:
+        row = receiver.recv() if receiver.poll(CASE_SECONDS) else {"error": "no answer in time"}
+    except EOFError:
+        process.join()
+        row = {"error": f"died with exit code {process.exitcode}"}
+    process.kill()
+    process.join()
+    return {**asdict(case), **row}
+
+
+def _measure_and_send(case: Case, sender: Connection) -> None:
+    try:
+        row = measure(case)
+    except Exception as error:
+        row = {"error": f"{type(error).__name__}: {error}".splitlines()[0]}
+    sender.send(row)
 
 
 if __name__ == "__main__":

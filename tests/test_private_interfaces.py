@@ -65,7 +65,6 @@ ATTRIBUTES = {
     "torch.distributed.tensor.DTensor._local_tensor",
     "torch.distributed.tensor._sharding_prop.ShardingPropagator._propagate_tensor_meta_non_cached",
     "torch.nn.utils.clip_grad._clip_grads_with_norm_",
-    "fake._fake_device",
     "torch.ops.aten.mm.default._schema",
     "torch.ops.aten.mm.default._overloadpacket",
     "torch._C",

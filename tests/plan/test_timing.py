@@ -31,7 +31,7 @@ from zeroexp.plan.speed import (
     speed_of,
     this_machine,
 )
-from zeroexp.plan.timing import Seconds, Timeline, step_seconds
+from zeroexp.plan.timing import Seconds, Timeline, _flops, step_seconds
 
 SPEED = Speed(
     label="made up",
@@ -115,6 +115,15 @@ def test_a_product_takes_the_rate_of_its_smallest_dimension_with_its_operands_in
     for shapes in [(rows, 600, 700), (600, rows, 700), (600, 700, rows)]:
         spent = seconds_of(speed, lambda _, s=shapes: torch.empty(s[:2]) @ torch.empty(s[1:])).spent
         assert spent == pytest.approx({"products: products": 2 * 600 * 700 * rows / rate})
+
+
+@pytest.mark.parametrize("kernel", ["flash", "efficient", "cudnn"])
+def test_attention_whose_heads_share_keys_counts_the_products_of_every_head(kernel):
+    attention = getattr(torch.ops.aten, f"_scaled_dot_product_{kernel}_attention")
+    query, key = torch.empty(2, 8, 64, 16, device="meta"), torch.empty(2, 2, 32, 16, device="meta")
+    assert _flops(attention, (query, key, key), {}, None) == 2 * 2 * (2 * 8 * 64 * 32 * 16)
+    backward = getattr(torch.ops.aten, f"_scaled_dot_product_{kernel}_attention_backward")
+    assert _flops(backward, (query, query, key, key), {}, None) == 5 * 2 * (2 * 8 * 64 * 32 * 16)
 
 
 def test_what_fakes_alone_are_asked_costs_no_launch():

@@ -27,6 +27,7 @@ import signal
 import socket
 import sys
 import traceback
+import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO, NoReturn
@@ -261,6 +262,9 @@ def _die_with(server: int) -> None:
 
 def main() -> None:
     """Run `python -m zeroexp.cluster.forkserver <socket descriptor> <module:function of a rank>`."""
+    # Python 3.12 warns of each fork beside a thread. Arrow's allocator has one where scikit-learn brings it in; it
+    # survives forks.
+    warnings.filterwarnings("ignore", ".*multi-threaded, use of fork", DeprecationWarning)
     control = socket.socket(fileno=int(sys.argv[1]))
     module_name, _, function = sys.argv[2].partition(":")
     with importing():

@@ -156,8 +156,7 @@ def _rehearse_rank(
     words = vocabulary_of_data(config)
     model = build_model(config.model, seed=config.train.seed, device="meta", vocab_size=words)
     mode = FakeTensorMode()
-    stream = torch.get_device_module(device).current_stream
-    storages = Storages(mode, num_words(model.module), stream)
+    storages = Storages(mode, torch.device(device), num_words(model.module))
     timeline = Timeline(speed)
     with (
         _needs_of_values_told(config.model.family),

@@ -108,16 +108,20 @@ class Storages(LocalOperations):
     """Follows all storages of fake tensors of `mode`; enter it inside of that mode."""
 
     def __init__(
-        self,
-        mode: FakeTensorMode,
-        num_words: int | None = None,
-        current_stream: Callable[[], Hashable] = torch.cpu.current_stream,
+        self, mode: FakeTensorMode, device: torch.device, num_words: int | None = None
     ) -> None:
-        """num_words: the size of the model's output, by which logits are known from other activations."""
+        """Follow nothing yet.
+
+        device: of the model's parameters. num_words: the size of the model's output, by which logits are known from
+        other activations.
+        """
         super().__init__()
-        self._current_stream = current_stream
+        self._current_stream: Callable[[], Hashable] = torch.get_device_module(
+            device
+        ).current_stream
         self.not_counting = NotCounting()
         self._mode = mode
+        self._device = device
         self._num_words = num_words
         self._all: list[Storage] = []  # by serial number
         self._serials: dict[
@@ -154,7 +158,7 @@ class Storages(LocalOperations):
 
     def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if func is torch.ops.prim.device.default and not isinstance(args[0], FakeTensor):
-            return args[0]._fake_device  # [Note: guarded parameters]
+            return self._device  # [Note: guarded parameters]
         result = func(*args, **kwargs)
         for tensor in tree_iter(result):
             if isinstance(tensor, FakeTensor) and tensor.fake_mode is self._mode:

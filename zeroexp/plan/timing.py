@@ -31,7 +31,7 @@ from zeroexp.plan.speed import Speed
 from zeroexp.plan.storages import LocalOperations
 
 DEVICE = torch.ops.prim.device.default
-ATTENTION, CPU_ATTENTION = "_scaled_dot_product", "_scaled_dot_product_flash_attention_for_cpu"
+ATTENTION = "_scaled_dot_product"
 GROUPED_PRODUCT = "_grouped_mm"  # of experts: each row with the weight of one
 # Parts of names of operations that compute more than they read: exponentials, and sums over rows.
 SLOW = (
@@ -191,7 +191,8 @@ def _operation_kind(name: str, num_bytes: int, flops: float) -> str:
 
 
 def _flops(packet: Any, args: Any, kwargs: Any, result: Any) -> float:
-    if packet.__name__.startswith(CPU_ATTENTION):
+    # torch counts none on the CPU, and before 2.13 none where heads of the query share a key.
+    if packet.__name__.startswith(ATTENTION):
         is_backward = packet.__name__.endswith("backward")
         query, key = (args[1], args[2]) if is_backward else (args[0], args[1])
         return (10 if is_backward else 4) * prod(query.shape) * key.shape[-2]

@@ -82,6 +82,8 @@ def _of_all(
     worst = max((abs(error) for _, error, _ in known), default=0)
     named = f" ({', '.join(wrong)})" if wrong else f" (worst {worst:,.0f})" if worst else ""
     text = f"{what}: {len(known) - len(wrong)} of {len(known)} points as planned, {within}{named}"
+    if not known:
+        text = f"{what}: no point has something planned to compare with, {within}"
     return Claim(text, bool(known) and not wrong)
 
 
