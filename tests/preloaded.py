@@ -17,7 +17,10 @@ import zeroexp.export
 import zeroexp.run.rank  # noqa: F401
 
 # But that of Arrow's allocator, which survives a fork: scikit-learn, where it is installed, brings it in.
-names = [Path(f"/proc/self/task/{task}/comm").read_text() for task in os.listdir("/proc/self/task")]
+names = [
+    Path(f"/proc/self/task/{task}/comm").read_text(encoding="utf-8")
+    for task in os.listdir("/proc/self/task")
+]
 assert len([name for name in names if "jemalloc" not in name]) == 1, names
 
 # Else each collection of garbage in a rank looks at 300,000 objects (0.2 s), and the kernel copies their pages for it.
