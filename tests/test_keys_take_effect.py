@@ -71,6 +71,8 @@ ROWS = "data=hf data.path=rows.csv"
 LABELS = "model.task=classification data.task=classification"
 LORA, PUBLISHED = "model.lora.r=2", "model=hf model.path=one"
 RECOMPUTED = f"{PUBLISHED} train.activation_checkpointing=true"
+GROUPS = "strategy.replicas=2"
+OUTER = f"{GROUPS} strategy.outer.every=1"
 MINE = "strategy.name=mine strategy="
 # An engine that takes no case of a key refuses the last one, for its change or already for what is given.
 CASES: dict[str, list[Case]] = {
@@ -113,6 +115,9 @@ CASES: dict[str, list[Case]] = {
     "strategy.secondary_partition": [
         Case("strategy.secondary_partition=2", OURS, "cluster.link=1gbit", world_size=4)
     ],
+    "strategy.outer.every": [Case("strategy.outer.every=1", OURS, GROUPS, world_size=4)],
+    "strategy.outer.lr": [Case("strategy.outer.lr=1", OURS, OUTER, world_size=4)],
+    "strategy.outer.momentum": [Case("strategy.outer.momentum=0", OURS, OUTER, world_size=4)],
     "strategy.gather_codec": [Case("strategy.gather_codec=int8", OURS)],
     "strategy.reduce_codec": [Case("strategy.reduce_codec=int8", OURS)],
     "strategy.matrix_step": [

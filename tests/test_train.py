@@ -227,3 +227,12 @@ def test_asking_costs_no_message_and_changes_no_bit(world, monkeypatch):
     asked += steps
     assert stop.agreed
     assert [r.loss for r in asked] == [r.loss for r in records[:2]]
+
+
+def test_a_wish_waits_for_the_outer_step_where_replicas_differ(world):
+    """Between outer steps there is no one model to save."""
+    config, stop = make_config(), Stop()
+    config.strategy.outer.every = 3
+    stop.asked = True
+    steps = train(PlainStrategy(Linear()), Numbers(config), config=config, world=world, stop=stop)
+    assert [record.step for record in steps] == [0, 1, 2] and stop.agreed

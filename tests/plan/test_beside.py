@@ -11,7 +11,7 @@ from zeroexp.cluster.job import Job
 from zeroexp.config import keys as configs
 from zeroexp.config.keys import from_mapping, resolve
 from zeroexp.data.batches import build_data
-from zeroexp.measure.record import KINDS
+from zeroexp.measure.record import KINDS, OUTER
 from zeroexp.models.module import build_model
 from zeroexp.plan.form_of_config import build_on_meta
 from zeroexp.plan.rehearse import rehearse
@@ -56,6 +56,22 @@ def test_a_run_holds_and_sends_what_its_plan_says(local, tmp_path, words):
     assert set(summary.plan) == kinds
     assert summary.plan["total"] > 0
     assert summary.plan_errors == dict.fromkeys(kinds, 0)
+
+
+def test_a_run_of_seldom_synchronised_replicas_holds_and_sends_what_its_plan_says(local, tmp_path):
+    """Of three measured steps one ends with an outer step; before and momentum are a kind of their own."""
+    words = ("strategy=zero1", "strategy.replicas=2", "strategy.outer.every=5")
+    summary = measured(local, tmp_path / "run", *words)
+    assert summary.plan_errors == dict.fromkeys(
+        [*KINDS, OUTER, "total", "after_backward", "sent"], 0
+    )
+    # In a replica of one rank both lie whole, in float32, and no other byte is sent than between replicas.
+    assert summary.num_parameters
+    num_bytes = 4 * summary.num_parameters
+    assert summary.memory.by_kind[OUTER].per_rank == [2 * num_bytes] * 2
+    kinds = {kind for kind, sent in summary.sent_bytes_by_kind.items() if sent}
+    assert kinds == {"replicas", "loss"}
+    assert summary.sent_bytes_by_kind["replicas"] == num_bytes / 3
 
 
 def test_a_model_that_names_no_vocabulary_is_planned_with_the_words_of_its_data():

@@ -8,6 +8,7 @@ test_gathers.py have real peers.
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 import torch
@@ -25,11 +26,11 @@ from zeroexp.measure.record import MOMENTS, Traffic
 from zeroexp.plan.closed_forms import ShardedForm
 from zeroexp.plan.form_of_config import build_on_meta
 from zeroexp.plan.form_of_config import form_of as form_of_config
-from zeroexp.plan.form_terms import OptimizerForm, PrecisionForm, ScheduleForm
+from zeroexp.plan.form_terms import OptimizerForm, OuterForm, PrecisionForm, ScheduleForm
 from zeroexp.plan.outcome import plan_point
 from zeroexp.process.world import World, fake_world
 from zeroexp.zero.grouping import stage_for_world
-from zeroexp.zero.options import DTYPES, MIB, Dtypes, Options
+from zeroexp.zero.options import DTYPES, MIB, Dtypes, Options, Outer
 
 NUM_BLOCKS = 4
 WORDS = 11
@@ -106,8 +107,11 @@ def form_of(
     """Built as a planner builds it, from the layouts of the units."""
     units = [tuple(tensors.chunk for tensors in unit.held) for unit in strategy.units]
     world_size = strategy.wire.world.size
-    row, kind = stage_for_world(STAGES[stage], world_size), OPTIMIZERS[optimizer][1]
-    more = {name: getattr(options, name) for name in ("replicas", "offload", "secondary_partition")}
+    row = stage_for_world(STAGES[stage], world_size // options.replicas)
+    kind, outer = OPTIMIZERS[optimizer][1], options.outer
+    names = ("replicas", "offload", "secondary_partition")
+    more = {name: getattr(options, name) for name in names}
+    more["outer"] = outer and OuterForm(2 if outer.momentum else 1)
     return ShardedForm(units, row, world_size, schedule, precision, kind, **more)
 
 
@@ -161,6 +165,11 @@ def situations(draw):
         error_feedback=reduce_codec is not None and draw(st.booleans()),
         offload=draw(st.sampled_from([None, "optimizer", *offloads])),
     )
+    may_differ = options.offload is None and options.secondary_partition is None
+    if options.replicas > 1 and may_differ and draw(st.booleans()):
+        alone = world_size if draw(st.booleans()) else options.replicas  # a replica of one rank
+        outer = draw(st.sampled_from([Outer(1), Outer(1, lr=1.0, momentum=0.0)]))
+        options = replace(options, outer=outer, replicas=alone)
     schedule = ScheduleForm(
         accumulation=draw(st.integers(1, 3)),
         keep=options.keep,

@@ -69,6 +69,7 @@ MIXTRAL = ("model=mixtral_tiny", *LLAMA[1:])
 CODECS = ("strategy.gather_codec=int8", "strategy.reduce_codec=int4")
 GROUPS = "strategy.replicas=2"
 COPIES = "strategy.secondary_partition=2"
+OUTER = "strategy.outer.every=1"
 OFFLOAD = "strategy.offload=optimizer"
 BELOW_ALL_GRADIENTS = "model.freeze=[*embed*,*layers.0.*]"
 CELLS = [*itertools.product(STAGES, LAYOUTS)]
@@ -97,6 +98,9 @@ POINTS = [
     (4, llama("zero2", "tensor", "block", GROUPS)),
     (4, llama("zero1", "buffer", "block", GROUPS)),
     (2, llama("zero3", "buffer", "block", GROUPS)),  # replicas are on another host
+    (2, llama("zero3", "buffer", "block", GROUPS, OUTER)),
+    (4, llama("zero1", "tensor", "block", "strategy.replicas=4", OUTER)),
+    (FAKE, (*MLP, *point("zero2", "parameter", GROUPS, OUTER, "precision=bf16_master"))),
     (1, by_module("tiny", "last", 1, 2)),
     (2, by_module("tiny", "last", 6, 1)),
     (2, by_module("gpt2_tiny", "none", 2, 1)),

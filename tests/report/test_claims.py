@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,8 @@ from tests.report.made import change, edit, points
 from tests.run_folders import write_run
 from zeroexp.report.compare import conclude
 from zeroexp.report.page import render
+from zeroexp.report.results_table import render as table
+from zeroexp.report.statistics import judge_losses, loss_curves
 
 MIB = 2**20
 
@@ -75,3 +78,35 @@ def test_another_study_claims_nothing(sweep: Path) -> None:
     edit(sweep / "ours/config.yaml", "plan_must_hold: true", "plan_must_hold: false")
     assert conclude(points(sweep)).claim_lines == []
     assert "What the study claims" not in render(points(sweep))
+
+
+def test_seldom_synchronised_replicas_are_in_no_verdict_of_equality(sweep: Path) -> None:
+    """Their loss stands beside that of a synchronous run at equal tokens; as far away, another one breaks the claim."""
+    far = write_run(sweep / "far", "zero2", "buffer")
+    shutil.copy(sweep / "ours/records.jsonl", far / "records.jsonl")
+    lines = [json.loads(line) for line in (far / "records.jsonl").read_text().splitlines()]
+    for line in lines:
+        line["loss"] *= 1.25
+    (far / "records.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    edit(far / "config.yaml", "plan_must_hold: false", "plan_must_hold: true")
+    edit(far / "config.yaml", "loss_agreement: null", "loss_agreement: 1.0e-05")
+    assert "DISAGREE" in conclude(points(sweep)).claim_lines[1]
+    edit(far / "config.yaml", "every: null", "every: 5")
+    given = points(sweep)
+    losses = conclude(given).claim_lines[1]
+    assert losses.startswith("  2 loss curves agree") and losses.endswith(": holds")
+    told = " ".join(table(given).split())
+    assert (
+        "far is zero2 whose replicas meet every 5 steps, by design not equal to one process;"
+        in told
+    )
+    assert "where ours had" in told and "(+25.0%)" in told
+    page = render(given)
+    assert "In no comparison, by design not equal: far." in page
+    curves = loss_curves(given, apart=True)
+    both = judge_losses({**curves, **loss_curves(given)}, bound=1e-5, apart=curves, must_fall=True)
+    assert both.holds and both.reference == "ours"
+    assert (
+        "  far: in no verdict, by design not equal to one process; off by 2.5e-01"
+        in both.lines()[2]
+    )

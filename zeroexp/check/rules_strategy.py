@@ -15,6 +15,7 @@ from zeroexp.cut.stage import STAGES, Stage, why_no_replicas, why_no_secondary_c
 
 # What a moment of this dtype may be multiplied by in a step at most, and get smaller.
 MOST_DECAY = {"bfloat16": 1 - 2**-8, INT8: (1 + 2 ** (-1 / CODES_PER_OCTAVE)) / 2}
+REPLICATE = "set strategy.replicas=2 or more"
 # Engines of others whose optimizers step whole parameters.
 WHOLE_ON_A_RANK = {("torch", stage) for stage in TORCH_DDP}
 
@@ -146,7 +147,8 @@ def check_replicas(config: Config) -> Iterator[Refusal]:
         return
     rows = (strategy.parameters, strategy.gradients, strategy.optimizer)
     stage = Stage.of(*(row.placement for row in rows))
-    if problem := why_no_replicas(replicas, stage, config.world_size):
+    differ = strategy.outer.every is not None
+    if problem := why_no_replicas(replicas, stage, config.world_size, differ=differ):
         yield "strategy.replicas", *problem
     elif strategy.implementation == "torch" and not _is_fsdp2(strategy):
         problem = "ZeroRedundancyOptimizer shards over all ranks"
@@ -183,6 +185,34 @@ def check_secondary_partition(config: Config) -> Iterator[Refusal]:
     if strategy.offload == "all":
         problem = "keeps on the device what strategy.offload=all puts on the host"
         yield key, problem, "use one of them"
+
+
+def check_outer(config: Config) -> Iterator[Refusal]:
+    """Require several replicas, and that all which needs one model comes after an outer step."""
+    strategy, train, every = config.strategy, config.train, config.strategy.outer.every
+    if every is None:
+        return
+    if (strategy.replicas or 1) == 1:
+        yield "strategy.outer.every", "there is one replica, and nothing to join", REPLICATE
+    if strategy.outer.momentum >= 1:
+        yield "strategy.outer.momentum", "a change would never fade", "use 0.9"
+    if strategy.offload is not None:
+        problem = "not with strategy.outer, whose weights and momentum stay on the device"
+        yield "strategy.offload", problem, "leave it null"
+    if train.hash_steps:
+        problem = "adds up hashes of all ranks, whose replicas differ with strategy.outer"
+        yield "train.hash_steps", problem, "leave it empty"
+    lasts = {
+        "train.steps": train.warmup_steps + train.steps,
+        "train.validate_every": train.validate_every,
+        "checkpoint.every": config.checkpoint.every,
+    }
+    for key, last in lasts.items():
+        if last is not None and last % every:
+            steps = f"{last} steps with its warm-up" if key == "train.steps" else f"{last} steps"
+            problem = f"{steps} end between outer steps, where replicas differ"
+            remedy = f"use a multiple of strategy.outer.every={every}"
+            yield key, problem, remedy if key != "train.steps" else f"{remedy} in all"
 
 
 def check_reduce_each(config: Config) -> Iterator[Refusal]:
@@ -248,6 +278,7 @@ RULES = (
         check_moments,
         check_replicas,
         check_secondary_partition,
+        check_outer,
         check_reduce_each,
         check_selective_recomputation,
         check_compiled_blocks,

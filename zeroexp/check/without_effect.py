@@ -16,6 +16,7 @@ from zeroexp.config.keys import (
     TORCH_DDP,
     Config,
     LoraKeys,
+    OuterKeys,
     SlurmConfig,
     default_of,
 )
@@ -77,6 +78,8 @@ def _of_native_engines(config: Config) -> Iterator[Idle]:
     if name in ENGINES:
         for key in (key for key in ENGINE_SETTINGS if key not in keys):
             yield f"strategy.{key}", f"{name}'s engines do not have it", None
+        for each in fields(OuterKeys):
+            yield f"strategy.outer.{each.name}", f"{name}'s engines do not have it", None
     if is_torch and (is_ddp or strategy.unit != "block"):
         yield "strategy.unit", "torch's FSDP2 wraps blocks, its DDP the model", None
 
@@ -85,6 +88,9 @@ def _of_our_engine(config: Config) -> Iterator[Idle]:
     strategy = config.strategy
     if strategy.implementation not in LAYOUTS:
         return
+    if strategy.outer.every is None:
+        for key in ("lr", "momentum"):
+            yield f"strategy.outer.{key}", "strategy.outer.every=null", "set strategy.outer.every"
     if not LAYOUTS[strategy.implementation].has_owners:
         why = f"{strategy.implementation} cuts evenly, nothing has an owner"
         yield "strategy.owners", why, None

@@ -400,7 +400,9 @@ class Sweep:
         except DamagedFile as error:
             print(f"\nno verdict: {error}")
             return False
-        verdict = judge_losses(curves, bound=study.loss_agreement, must_fall=study.loss_must_fall)
+        apart = [job.name for job in done if job.config.strategy.outer.every is not None]
+        bound, must_fall = study.loss_agreement, study.loss_must_fall
+        verdict = judge_losses(curves, bound=bound, must_fall=must_fall, apart=apart)
         diverged = [f"  {job.name}: {job.verdict}" for job in done if job.verdict]
         print("\n" + "\n".join([*verdict.lines(), *diverged]))
         return verdict.holds and not diverged

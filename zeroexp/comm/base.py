@@ -18,6 +18,7 @@ from zeroexp.comm.facts import Facts
 from zeroexp.cut.chunk import Chunk
 from zeroexp.measure.verb_seconds import TimedMove, meter
 from zeroexp.process import progress
+from zeroexp.process.world import World
 
 
 @dataclass
@@ -165,8 +166,8 @@ class Transport:
         """Send bytes to each peer, and return the tensors in which so many bytes of each peer will be."""
         raise NotImplementedError
 
-    def sum(self, value: Tensor, what: str) -> Pending:
-        """Replace a tiny tensor by its sum over all ranks, those of other groups too."""
+    def sum(self, value: Tensor, what: str, world: World | None = None) -> Pending:
+        """Replace a tiny tensor by its sum over the ranks of `world`; None: all ranks, those of other groups too."""
         raise NotImplementedError
 
     def quiesce(self) -> None:

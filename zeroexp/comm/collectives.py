@@ -96,10 +96,11 @@ def held_shared_bytes() -> int:
 
 
 class Collectives:
-    """The three moves inside of a group and the sum of a tiny tensor over all ranks, counted by kind of message.
+    """The three moves inside of a group and the sum of a tiny tensor over ranks, counted by kind of message.
 
     world: all ranks. group: those that shard among themselves. holders: those that hold the same pieces, one of each
     of the `replicas` groups. With one replica the group is the world, and this rank the only holder.
+    sums_each_step: reductions are of all ranks; False: of the group, and `sum_between` alone leaves it.
     reductions_apart: see `Transport.reduce_apart`. gather_codec, reduce_codec: of gathers and of reduce-scatters in the
     group; None: they are exact. error_feedback: what the second leaves out is added to the next gradient.
     secondary_partition: ranks of a node, which keep a secondary copy of what is gathered; None: nobody does. offload:
@@ -113,6 +114,7 @@ class Collectives:
         *,
         transport: str = "auto",
         replicas: int = 1,
+        sums_each_step: bool = True,
         reductions_apart: bool = False,
         gather_codec: str | None = None,
         reduce_codec: str | None = None,
@@ -123,6 +125,8 @@ class Collectives:
         self.world = world
         self.bus = Bus(world, offload, self._count_over_bus)
         self.group, self.holders = world.split(replicas)
+        # The ranks that take a step together.
+        self.stepping = world if sums_each_step else self.group
         sends = self.group.size > 1  # else nothing travels, and nothing is rounded
         self._gather_codec = gather_codec if sends else None
         self._reduce_codec = reduce_codec if sends else None
@@ -306,12 +310,20 @@ class Collectives:
                     self._transport, codec, self.group, parts, name, residuals
                 )
             reduced = self._count(kind, sent, move)
-        between = self._between
-        if between is None or not last:
+        if not self._sums_between_each_step or not last:
             return reduced
         nothing = parts[0].gradients[0].new_empty(0)
         sums = [out for part in parts for out in part.out] or [nothing]
-        return Pending([reduced], lambda: between.keep(self._sum_between(sums, what)))
+        return Pending([reduced], lambda: self.sum_between(sums, what))
+
+    @property
+    def _sums_between_each_step(self) -> bool:
+        return self._between is not None and self.stepping is self.world
+
+    def sum_between(self, sums: Sequence[Tensor], what: str) -> None:
+        """Start to replace flat tensors by their sums over replicas, which `finish_sums` waits for."""
+        assert self._between is not None
+        self._between.keep(self._sum_between(sums, what))
 
     def residuals_of(self, chunks: Sequence[Chunk]) -> Residuals | None:
         """Make room for what rounding leaves out of the reductions of these chunks; None: nobody keeps it."""
@@ -328,7 +340,7 @@ class Collectives:
         self, parts: Sequence[ReducePart], kind: str, what: str = "gradients"
     ) -> Pending:
         """Start partial -> replicated; the sum over all ranks replaces `gradients` in place."""
-        between = partial(self._sum_between, what=what) if self._between is not None else None
+        between = partial(self._sum_between, what=what) if self._sums_between_each_step else None
         with meter.issuing(kind, what) as move:
             sent = self._transport.all_reduce(parts, f"the {kind} of {what}", between)
             return self._count(kind, sent, move)
@@ -359,13 +371,18 @@ class Collectives:
         self.sum_scalar_later(value, kind).wait()
         return value
 
-    def sum_scalar_later(self, value: Tensor, kind: str) -> Pending:
-        """Start the sum of a tiny tensor over ranks; `value` holds it once the returned `Pending` was waited for."""
-        if self.world.size == 1:
+    def sum_scalar_later(self, value: Tensor, kind: str, over: World | None = None) -> Pending:
+        """Start the sum of a tiny tensor over ranks; `value` holds it once the returned `Pending` was waited for.
+
+        over: all ranks (None), or those of `stepping`.
+        """
+        ranks = over or self.world
+        if ranks.size == 1:
             return Pending([])
-        num_bytes = 2 * value.nbytes * (self.world.size - 1) // self.world.size
-        with meter.issuing(kind, "all ranks") as move:
-            return self._count(kind, (self._transport.sum(value, f"the {kind}"), num_bytes), move)
+        num_bytes = 2 * value.nbytes * (ranks.size - 1) // ranks.size
+        with meter.issuing(kind, "all ranks" if ranks is self.world else "the replica") as move:
+            pending = self._transport.sum(value, f"the {kind}", ranks)
+            return self._count(kind, (pending, num_bytes), move)
 
     def same_everywhere(self, number: int, what: str = "a comparison of the ranks") -> bool:
         """Whether all ranks hold the same non-negative number below 2**32; ranks that do not exist always do.

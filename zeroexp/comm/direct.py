@@ -203,9 +203,10 @@ class Direct(Transport):
         mine, theirs = ({p: [each[p]] for p in self._peers} for each in (sent, received))
         return self._exchange(mine, theirs, self._reduction_tag(), what), received
 
-    def sum(self, value: Tensor, what: str) -> Pending:
+    def sum(self, value: Tensor, what: str, world: World | None = None) -> Pending:
         self._moves.record_collective(what)
-        work = dist.all_reduce(value, group=self._moves.world.process_group, async_op=True)
+        group = (world or self._moves.world).process_group
+        work = dist.all_reduce(value, group=group, async_op=True)
         return Pending([TimedWork(self._moves.watched(work))])
 
     def quiesce(self) -> None:

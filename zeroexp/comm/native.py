@@ -129,9 +129,9 @@ class Native(Transport):
         of_ranks = dict(enumerate(received.split(sizes)))
         return self._pending([work]), of_ranks
 
-    def sum(self, value: Tensor, what: str) -> Pending:
+    def sum(self, value: Tensor, what: str, world: World | None = None) -> Pending:
         self._moves.record_collective(what)
-        group = self._moves.world.process_group
+        group = (world or self._moves.world).process_group
         return self._pending([dist.all_reduce(value, group=group, async_op=True)])
 
     def _gather(self, layout: MessageLayout, message: Tensor, mine: Tensor) -> list[Any]:

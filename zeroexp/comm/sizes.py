@@ -55,16 +55,17 @@ def slot_bytes_of_sums(
     units: Iterable[Sequence[Chunk]],
     ranks: tuple[int, int],
     num_replicas: int,
-    itemsize: int,
+    itemsizes: tuple[int, int],
     bucket_bytes: int | None = None,
 ) -> int:
     """Return the most bytes that one sum between replicas lays out for others to read.
 
-    ranks: this rank's place in its group, and its number among those of that place.
+    ranks: this rank's place in its group, and its number among those of that place. itemsizes: of reductions, by which
+    buckets are cut, and of the sums.
     """
-    place, replica = ranks
+    (place, replica), (itemsize, of_sums) = ranks, itemsizes
     handed = (
-        _handed_bytes([sums_of(bucket, place, num_replicas)], STAGES["ddp"], replica, itemsize)
+        _handed_bytes([sums_of(bucket, place, num_replicas)], STAGES["ddp"], replica, of_sums)
         for chunks in units
         for bucket in cut_in_buckets(chunks, itemsize, bucket_bytes)
     )

@@ -80,6 +80,12 @@ def stage_carried_out(implementation: str, stage: str) -> Stage | None:
     return rests.get(stage) or STAGES.get(stage)
 
 
-def label_of(implementation: str, stage: str) -> str | None:
-    """Return in words what an engine does under the name of a stage, where it is something else."""
+def label_of(implementation: str, stage: str, outer_every: int | None = None) -> str | None:
+    """Return in words what an engine does under the name of a stage, where it is something else.
+
+    outer_every: strategy.outer.every.
+    """
+    if outer_every is not None:
+        steps = "step" if outer_every == 1 else f"{outer_every} steps"
+        return f"{stage} whose replicas meet every {steps}, by design not equal to one process"
     return ENGINES[implementation].labels.get(stage) if implementation in ENGINES else None

@@ -131,6 +131,16 @@ class DataConfig:
 
 
 @dataclass
+class OuterKeys:
+    """Seldom synchronised replicas (DiLoCo, local SGD; zeroexp/zero/outer.py); see docs/codecs.md."""
+
+    # steps that each replica takes by itself between two outer steps; None: every step sums over all
+    every: int | None = number(None, least=1, most=MOST_STEPS)
+    lr: float = number(0.7, above=0)  # of the outer SGD; 1 with momentum 0 averages the weights
+    momentum: float = number(0.9, least=0, most=1)  # Nesterov's
+
+
+@dataclass
 class StrategyConfig:
     name: str = "zero3"  # ddp | zero1 | zero1_allreduce | zero2 | zero3, or a plugin's
     parameters: Row = field(default_factory=Row)
@@ -153,6 +163,7 @@ class StrategyConfig:
     bucket_mb: float | None = of_engine(least=0.001, most=1 << 20)
     # groups of neighbouring ranks that hold all states each, sharded inside of the group; None: 1
     replicas: int | None = of_engine(least=1, most=1 << 20)
+    outer: OuterKeys = field(default_factory=OuterKeys)
     # Parameters (zero3), and gradients, travel rounded in fewer bytes; None: exact. See docs/codecs.md.
     gather_codec: str | None = of_engine(None, *CODE_BITS)
     reduce_codec: str | None = of_engine(None, *CODE_BITS)

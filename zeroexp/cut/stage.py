@@ -130,14 +130,19 @@ STAGES = Registry(
 )
 
 
-def why_no_replicas(replicas: int, stage: Stage, world_size: int) -> tuple[str, str] | None:
-    """Return why a stage on these ranks can have no replicas, and what to do; None where it can."""
+def why_no_replicas(
+    replicas: int, stage: Stage, world_size: int, *, differ: bool = False
+) -> tuple[str, str] | None:
+    """Return why a stage on these ranks can have no replicas, and what to do; None where it can.
+
+    differ: the replicas are seldom synchronised, so that each may be a single rank.
+    """
     if stage.optimizer is not Placement.SHARD:
         return "every rank is a replica already, nothing is sharded", "use zero1, zero2 or zero3"
     if world_size % replicas:
         sizes = [str(k) for k in range(1, world_size) if world_size % k == 0]
         return f"{world_size} ranks form no {replicas} equal groups", f"use {', '.join(sizes)}"
-    if world_size == replicas:
+    if world_size == replicas and not differ:
         return "a group of one rank shards nothing: this is ddp", "use fewer replicas, or ddp"
     return None
 

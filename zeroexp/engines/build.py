@@ -16,7 +16,7 @@ from zeroexp.engines.torch_ddp import TorchDDP
 from zeroexp.interface.strategy import Strategy
 from zeroexp.models.module import BuiltModel
 from zeroexp.process.world import World
-from zeroexp.zero.options import DTYPES, Dtypes, Options
+from zeroexp.zero.options import DTYPES, Dtypes, Options, Outer
 
 MEMBERS = (*Strategy.__annotations__, *(n for n in vars(Strategy) if not n.startswith("_")))
 
@@ -111,5 +111,7 @@ def dtypes_of(strategy: StrategyConfig) -> Dtypes:
 def options_of(strategy: StrategyConfig) -> Options:
     """Make Options of the config's fields; a None (no effect in this stage) keeps the default."""
     words = {field.name: getattr(strategy, field.name, None) for field in fields(Options)}
-    words["layout"] = strategy.implementation
+    words["layout"], words["outer"] = strategy.implementation, None
+    if strategy.outer.every is not None:
+        words["outer"] = Outer(strategy.outer.every, strategy.outer.lr, strategy.outer.momentum)
     return Options(**{word: value for word, value in words.items() if value is not None})

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from zeroexp.interface.canonical import NO_MOMENTS, WEIGHT, fill_from_canonical, moments_of
+from zeroexp.interface.canonical import WEIGHT, fill_from_canonical, is_moment, moments_of
 from zeroexp.interface.python_values import PythonValues
 from zeroexp.interface.strategy import CanonicalState, CanonicalTensor, Piece
 
@@ -118,7 +118,7 @@ class OneNumberEach(PythonValues):
         for names in self._names:
             numbers: dict[str, tuple[str, float]] = {}
             for name, key in ((each, key) for each in names for key in state[each]):
-                if key in NO_MOMENTS or state[name][key].shape:
+                if not is_moment(key) or state[name][key].shape:
                     continue
                 number = torch.empty(1, dtype=state[name][key].dtype)
                 fill_from_canonical(number, state[name][key], name=f"{name}.{key}")

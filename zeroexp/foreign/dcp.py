@@ -33,7 +33,7 @@ from zeroexp.checkpoint.weights import Weights
 from zeroexp.config.keys import Config
 from zeroexp.foreign.found import Found, Place
 from zeroexp.foreign.matching import names_of, param_groups
-from zeroexp.interface.canonical import NO_MOMENTS, WEIGHT
+from zeroexp.interface.canonical import WEIGHT, is_moment
 from zeroexp.models.module import build_empty
 
 METADATA = ".metadata"
@@ -180,7 +180,7 @@ def write_dcp(folder: Path, config: Config, manifest: Manifest, weights: Weights
         for each in all_names:
             state["model"][each] = weights.empty(name)
             reads[f"model.{each}"] = partial(weights.read, name)
-        moments = manifest.state[name].keys() - NO_MOMENTS
+        moments = {key for key in manifest.state[name] if is_moment(key)}
         for key in sorted(moments):
             state["optimizer"]["state"].setdefault(name, {})[key] = weights.empty(name, key)
             reads[f"optimizer.state.{name}.{key}"] = partial(weights.read, name, key)

@@ -21,6 +21,13 @@ from zeroexp.process.world import World
 # These entries of a parameter (or of a buffer) are not moments.
 WEIGHT, PYTHON, BUFFER = "weight", "python", "buffer"
 NO_MOMENTS = {WEIGHT, PYTHON, BUFFER}
+# What names begin with of seldom synchronised replicas (zero/outer.py), which no other engine has a use for.
+OUTER = "outer."
+
+
+def is_moment(key: str) -> bool:
+    """Tell whether an entry of a parameter is a moment that any engine's optimizer may load."""
+    return key not in NO_MOMENTS and not key.startswith(OUTER)
 
 
 def canonical_whole(tensor: Tensor) -> CanonicalTensor:
@@ -92,7 +99,7 @@ def moments_of(state: Mapping[str, Any]) -> dict[str, Tensor]:
     """Return the tensors (moments and the step) in the optimizer's state of one parameter."""
     moments = {key: value for key, value in state.items() if isinstance(value, Tensor)}
     for key in moments:
-        if key in NO_MOMENTS or "/" in key:
+        if not is_moment(key) or "/" in key:
             raise ValueError(f"the optimizer keeps a tensor under {key!r}: give it another name")
     return moments
 
@@ -145,7 +152,7 @@ class SavedMoments:
     def of(self, name: str) -> Iterator[tuple[str, SavedMoment]]:
         weight = self._state[name][WEIGHT]
         for key, moment in self._state[name].items():
-            if key not in NO_MOMENTS:
+            if is_moment(key):
                 number = key in self._numbers if key in self._keys_with_tensors else key == "step"
                 alike = moment.shape == weight.shape and not (number and weight.shape == ())
                 packed = lies_in_blocks(moment.dtype, moment.shape, weight.shape)

@@ -14,11 +14,12 @@ from torch.optim import Optimizer
 
 from zeroexp.interface.buffers import Buffers
 from zeroexp.interface.canonical import (
-    BUFFER,
+    PYTHON,
     WEIGHT,
     SavedMoments,
     empty_moment,
     fill_from_canonical,
+    is_moment,
     moments_dtype_of,
     moments_of,
     require_covered,
@@ -119,7 +120,7 @@ def _require_state(state: object, names: Sequence[str]) -> None:
 
 
 def _require_moments(state: CanonicalState) -> None:
-    if not any(entry.keys() - {WEIGHT, BUFFER} for entry in state.values()):
+    if not any(key == PYTHON or is_moment(key) for entry in state.values() for key in entry):
         raise ValueError(
             "the state holds weights and no moments, and the optimizer, which has taken steps, would start anew: load "
             "it into an engine before its first step, or call model.load_state_dict() inside `with "

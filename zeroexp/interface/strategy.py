@@ -29,6 +29,8 @@ class ModelStates:
     master: list[Tensor] = field(default_factory=list)
     secondary: list[Tensor] = field(default_factory=list)  # copies of parameters for one's node
     buffers: list[Tensor] = field(default_factory=list)  # memory units are gathered into, buckets
+    # Of seldom synchronised replicas: weights before the interval, momentum of the outer optimizer (zero/outer.py).
+    outer: list[Tensor] = field(default_factory=list)
     hidden_bytes: int = 0  # in buffers that no tensor shows (DistributedDataParallel's buckets)
     # What rests on the host beside the device, of any kind; None where nothing is kept there.
     host: list[Tensor] | None = None

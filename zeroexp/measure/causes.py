@@ -20,9 +20,9 @@ from torch import UntypedStorage
 from zeroexp.interface.strategy import ModelStates
 from zeroexp.measure.allocations import Block, Log, is_counted
 from zeroexp.measure.memory import local_tensor
-from zeroexp.measure.record import CAUSES, KINDS
+from zeroexp.measure.record import CAUSES, KINDS, OUTER
 
-CAUSE_OF_KIND = {"buffers": "pools"}
+CAUSE_OF_KIND = {"buffers": "pools", OUTER: "optimizer"}
 COLLECTIVES = ("c10d::", "gloo:", "nccl:")
 # Ranges that FSDP2 names itself.
 RANGES = {"FSDP::all_gather": "pools", "FSDP::post_backward_reduce": "buckets"}
@@ -57,7 +57,7 @@ def read_states(states: ModelStates, when: float) -> Reading:
     """Note where the engine's model states lie; each storage counts once, under the first kind that shows it."""
     reading = Reading(when, hidden_bytes=states.hidden_bytes)
     seen: set[UntypedStorage] = set()
-    for kind in KINDS:
+    for kind in (*KINDS, OUTER):
         cause = CAUSE_OF_KIND.get(kind, kind)
         for tensor in getattr(states, kind):
             local = local_tensor(tensor)

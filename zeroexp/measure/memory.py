@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, UntypedStorage
 
 from zeroexp.interface.strategy import ModelStates
-from zeroexp.measure.record import HOST, KINDS
+from zeroexp.measure.record import HOST, KINDS, OUTER
 from zeroexp.process.locks import temporary_folder
 
 SOURCE = Path(__file__).with_name("allocator.cpp")
@@ -42,6 +42,8 @@ def bytes_by_kind(states: ModelStates) -> dict[str, int]:
     seen: set[UntypedStorage] = set()
     held = {kind: _unseen_bytes(getattr(states, kind), seen) for kind in KINDS}
     held["buffers"] += states.hidden_bytes
+    if states.outer:
+        held[OUTER] = _unseen_bytes(states.outer, seen)
     return held if states.host is None else {**held, HOST: _unseen_bytes(states.host, seen)}
 
 

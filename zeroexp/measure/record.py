@@ -15,6 +15,8 @@ KINDS = ("parameters", "gradients", "optimizer", "master", "secondary", "buffers
 HOST = (
     "host"  # a further kind, in no total: states that rest on the host instead (strategy.offload)
 )
+# A further kind on the device, of seldom synchronised replicas: weights before the interval, and outer momentum.
+OUTER = "outer"
 # What the bytes at a peak are for. The first five are kinds; "pools" and "buckets" are the kind "buffers".
 CAUSES = (
     *("parameters", "gradients", "optimizer", "master", "secondary"),
@@ -52,6 +54,11 @@ def sum_of_traffic(parts: Iterable[Traffic]) -> Traffic:
             for kind, number in getattr(part, name).items():
                 sums[kind] = sums.get(kind, 0) + number
     return total
+
+
+def kinds_in(moments: Iterable[Mapping[str, float]]) -> tuple[str, ...]:
+    """Return the kinds of memory that rest on the device: KINDS, and OUTER where any of these has it."""
+    return (*KINDS, OUTER) if any(OUTER in held for held in moments) else KINDS
 
 
 def on_device(held: Mapping[str, float]) -> float:
@@ -177,7 +184,7 @@ class Spread:
 class MemorySummary:
     """Bytes of model states, each the most over the named moments, see RankSummary."""
 
-    by_kind: dict[str, Spread]  # one entry for each of KINDS
+    by_kind: dict[str, Spread]  # one entry for each of KINDS, and for OUTER where it is held
     total: Spread
     peak: Spread | None  # None where some rank cannot know it
     # moment -> kind -> bytes, of the rank that holds most at that moment

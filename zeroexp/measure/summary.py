@@ -12,7 +12,6 @@ from statistics import fmean, median
 
 from zeroexp.measure.record import (
     HOST,
-    KINDS,
     MemorySummary,
     RankSummary,
     RankTimes,
@@ -20,6 +19,7 @@ from zeroexp.measure.record import (
     Spread,
     StepRecord,
     VerbSeconds,
+    kinds_in,
     on_device,
 )
 
@@ -41,7 +41,9 @@ def summarise_rank(
     steps = measured_records(records)
     return RankSummary(
         rank=rank,
-        memory_bytes={kind: max((m.get(kind, 0) for m in moments), default=0) for kind in KINDS},
+        memory_bytes={
+            kind: max((m.get(kind, 0) for m in moments), default=0) for kind in kinds_in(moments)
+        },
         total_bytes=max((int(on_device(m)) for m in moments), default=0),
         peak_bytes=max(peaks, default=None),
         sent_bytes_by_kind=_mean_by_kind([r.traffic.bytes_by_kind for r in steps]),
@@ -168,8 +170,9 @@ def _mean_verb(verbs: Sequence[VerbSeconds | None]) -> VerbSeconds:
 
 
 def _memory(ranks: Sequence[RankSummary]) -> MemorySummary:
+    kinds = kinds_in([r.memory_bytes for r in ranks])
     return MemorySummary(
-        by_kind={kind: spread([r.memory_bytes[kind] for r in ranks]) for kind in KINDS},
+        by_kind={kind: spread([r.memory_bytes[kind] for r in ranks]) for kind in kinds},
         total=spread([r.total_bytes for r in ranks]),
         peak=_spread_if_known([r.peak_bytes for r in ranks]),
         fullest_at=_fullest_at([r.memory_bytes_at for r in ranks]),

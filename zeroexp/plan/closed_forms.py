@@ -30,11 +30,12 @@ from zeroexp.cut.chunk import FROZEN, Chunk
 from zeroexp.cut.codes import encoded_bytes, encoded_chunk
 from zeroexp.cut.matrix_step import CutMatrix, exchanges_of
 from zeroexp.cut.stage import Move, Placement, Stage
-from zeroexp.measure.record import HOST, MOMENTS, Traffic
+from zeroexp.measure.record import HOST, MOMENTS, OUTER, Traffic
 from zeroexp.plan.form_terms import (
     ITEMSIZE,
     HeldElements,
     OptimizerForm,
+    OuterForm,
     PrecisionForm,
     ScheduleForm,
     owned_of,
@@ -155,6 +156,7 @@ class ShardedForm(ClosedForm):
     matrices: Sequence[Sequence[CutMatrix]] = ()
     offload: str | None = None  # see Options
     secondary_partition: int | None = None
+    outer: OuterForm | None = None
     at_rest = "compute"
     of_states = "master"
 
@@ -185,14 +187,17 @@ class ShardedForm(ClosedForm):
         if num_exchanges := sum(map(exchanges_of, self.matrices)):
             traffic.calls_by_kind["matrices"] = num_exchanges
             traffic.bytes_by_kind["matrices"] = self._matrix_bytes[place]
-        if self.world_size > 1:
+        if self.outer is not None:
+            _times(traffic, "replicas", *self.outer.share)
+        size = self.world_size if self.outer is None else self.group_size  # that step together
+        if size > 1:
             compared = self.schedule.facts.is_collective
             num_checks = NUM_CHECKS if compared and self.stage.gather is Move.ALL_GATHER else 0
             num_parameters = sum(
                 num * len(chunk.members) for chunk, num in self._chunks if chunk.kind != FROZEN
             )
             num_bytes = TALLY_BYTES * (1 + num_parameters + num_checks)
-            _add(traffic, "norm", 1, 2 * num_bytes * (self.world_size - 1) // self.world_size)
+            _add(traffic, "norm", 1, 2 * num_bytes * (size - 1) // size)
         if self.offload:
             owned = self.held_elements(rank).owned
             to_device = self._gathered_pieces(place) if self.offload == ALL else owned
@@ -244,20 +249,26 @@ class ShardedForm(ClosedForm):
     def _all_reduced_numel(self, chunks: Sequence[Chunk]) -> int:
         """Return the elements of the backend's all-reduce: padded where replicas sum between its two halves."""
         numel, size = sum(chunk.unpadded_numel for chunk in chunks), self.group_size
-        return numel if self.replicas == 1 else -(-numel // size) * size
+        sums_between = self.replicas > 1 and self.outer is None
+        return -(-numel // size) * size if sums_between else numel
 
     def _sum_bytes(self, bucket: Bucket, rank: int) -> int:
-        """Return the bytes a rank sends to sum between replicas what it has summed of this bucket."""
+        """Return the bytes a rank sends to sum between replicas what it has summed, or owns, of this bucket."""
         replica, place = divmod(rank, self.group_size)
         chunk = sums_of(bucket, place, self.replicas)
         peers = self.replicas - 1
         if self.schedule.facts.is_collective:
             numel = chunk.unpadded_numel
-            if self.reduction is Move.ALL_REDUCE:
+            if self.reduction is Move.ALL_REDUCE and self.outer is None:
                 numel = self._all_reduced_numel([p.chunk for p in bucket.slices]) // self.group_size
-            return 2 * numel * self._reduce * peers // self.replicas
+            return 2 * numel * self._summed * peers // self.replicas
         own = chunk.real_numel(replica)
-        return (chunk.unpadded_numel - own + peers * own) * self._reduce
+        return (chunk.unpadded_numel - own + peers * own) * self._summed
+
+    @property
+    def _summed(self) -> int:
+        """Bytes of one element of what replicas sum: gradients, or the changes of master weights."""
+        return self._reduce if self.outer is None else ITEMSIZE[self.precision.master]
 
     @cached_property
     def _matrix_bytes(self) -> list[int]:
@@ -293,7 +304,8 @@ class ShardedForm(ClosedForm):
     @property
     def _num_sums_between(self) -> int:
         """Sums between replicas of one bucket in a step: what rests sharded is summed in the last microbatch."""
-        return self._num_reductions if self.reduction is Move.ALL_REDUCE else 1
+        each = self.reduction is Move.ALL_REDUCE and self.outer is None
+        return self._num_reductions if each else 1
 
     @cached_property
     def _num_gathers(self) -> Sequence[int]:
@@ -359,6 +371,9 @@ class ShardedForm(ClosedForm):
     def held_bytes(self, moment: str, rank: int) -> dict[str, int]:
         held = super().held_bytes(moment, rank)
         held["secondary"] = self._secondary_bytes(rank)
+        if self.outer is not None:
+            master = ITEMSIZE[self.precision.master]
+            held[OUTER] = self.outer.num_tensors * master * self.held_elements(rank).owned
         if self.offload is None:
             return held
         owned = self.held_elements(rank).owned
@@ -459,7 +474,7 @@ class ShardedForm(ClosedForm):
             if TRANSPORTS[between].shares_memory and self.replicas > 1:
                 place_and_replica = (place, replica)
                 slots += num_slots(between) * slot_bytes_of_sums(
-                    units, place_and_replica, self.replicas, itemsize, most
+                    *(units, place_and_replica, self.replicas, (itemsize, self._summed), most)
                 )
             return slots
 
@@ -473,6 +488,14 @@ def trainable(unit: Unit) -> Unit:
 def _cut_without_names(chunk: Chunk) -> Cut:
     """Return all of a chunk but its parameters' names."""
     return chunk.kind, chunk.cuts, tuple(member.stop for member in chunk.members)
+
+
+def _times(traffic: Traffic, kind: str, num: int, of: int) -> None:
+    """Count collectives that happen in `num` of so many steps: the mean of a step."""
+    for sums in (traffic.bytes_by_kind, traffic.calls_by_kind):
+        if kind in sums:
+            total = sums[kind] * num
+            sums[kind] = total // of if total % of == 0 else total / of  # pyright: ignore[reportArgumentType]
 
 
 def _add(traffic: Traffic, kind: str, calls: int, num_bytes: int) -> None:

@@ -19,7 +19,7 @@ from zeroexp.engines.build import options_of, stage_of
 from zeroexp.models.module import BuiltModel
 from zeroexp.models.outline import outline_of
 from zeroexp.plan.closed_forms import ClosedForm, ShardedForm
-from zeroexp.plan.form_terms import OptimizerForm, PrecisionForm, ScheduleForm
+from zeroexp.plan.form_terms import OptimizerForm, OuterForm, PrecisionForm, ScheduleForm
 from zeroexp.zero.grouping import group_parameters, specs_of, stage_for_world
 from zeroexp.zero.options import Options, settle_options
 
@@ -51,8 +51,9 @@ def form_of(
 
 def _sharded_form(config: Config, model: BuiltModel, transport: str, between: str) -> ShardedForm:
     strategy, world_size = config.strategy, config.world_size
-    options, stage = options_of(strategy), stage_for_world(stage_of(strategy), world_size)
+    options = options_of(strategy)
     group_size = world_size // options.replicas
+    stage = stage_for_world(stage_of(strategy), group_size)
     sends = options.gather_codec, options.reduce_codec, options.secondary_partition
     if (any(sends) or options.offload == "all") and not TRANSPORTS[transport].is_collective:
         transport = between = "gloo"
@@ -88,6 +89,7 @@ def _sharded_form(config: Config, model: BuiltModel, transport: str, between: st
         matrices=_matrices(layout, model, options, stage, group_size, whole),
         offload=options.offload,
         secondary_partition=options.secondary_partition,
+        outer=_outer(config, options),
     )
     if stage.gather is not Move.ALL_GATHER:
         return form
@@ -137,6 +139,14 @@ def of_any_engine(config: Config) -> dict[str, Any]:
         "precision": PrecisionForm(mode.compute, mode.reduce, mode.master),
         "optimizer": _optimizer(config),
     }
+
+
+def _outer(config: Config, options: Options) -> OuterForm | None:
+    if options.outer is None:
+        return None
+    every, warmup, steps = options.outer.every, config.train.warmup_steps, config.train.steps
+    num_outer = (warmup + steps) // every - warmup // every  # of the steps that are measured
+    return OuterForm(2 if options.outer.momentum else 1, (num_outer, steps))
 
 
 def _optimizer(config: Config) -> OptimizerForm:

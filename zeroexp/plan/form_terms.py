@@ -58,6 +58,14 @@ class OptimizerForm:
         return self.num_moments * each + self.bytes_per_tensor * own.num_tensors
 
 
+@dataclass(frozen=True)
+class OuterForm:
+    """Seldom synchronised replicas: what is kept of each owned element, and in which share of steps they meet."""
+
+    num_tensors: int = 2  # weights before the interval, and momentum
+    share: tuple[int, int] = (1, 1)  # outer steps, of so many measured steps
+
+
 class Owned(NamedTuple):
     """What the optimizer updates of one kind: elements, and the spans in which they lie, each a tensor."""
 

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from zeroexp.config.engines import label_of
 from zeroexp.config.gpus import GPUS
 from zeroexp.config.keys import Config
-from zeroexp.measure.record import HOST, KINDS, MOMENTS, Spread, on_device
+from zeroexp.measure.record import HOST, MOMENTS, Spread, kinds_in, on_device
 from zeroexp.measure.summary import spread
 from zeroexp.models.module import BuiltModel
 from zeroexp.plan.closed_forms import ClosedForm, ShardedForm
@@ -163,6 +163,7 @@ def _outcome_of(name: str, config: Config, form: ClosedForm, machines: Machines)
     sent = spread([sum(rank.sent.values()) for rank in ranks])
     inside = _sent_inside(form, machines, ranks)
     held = [rank.held_elements for rank in ranks]
+    outer = config.strategy.outer.every
     return Outcome(
         name=name,
         strategy=config.strategy.name,
@@ -170,7 +171,7 @@ def _outcome_of(name: str, config: Config, form: ClosedForm, machines: Machines)
         model=config.model.name,
         world_size=form.world_size,
         place=str(machines),
-        by_kind={kind: spread([rank.by_kind[kind] for rank in ranks]) for kind in KINDS},
+        by_kind={k: spread([rank.by_kind[k] for rank in ranks]) for k in ranks[0].by_kind},
         total=spread([rank.total_bytes for rank in ranks]),
         owned=spread([elements.owned for elements in held]),
         padding_bytes=spread([each.padding * form.parameter_itemsize for each in held]),
@@ -180,7 +181,7 @@ def _outcome_of(name: str, config: Config, form: ClosedForm, machines: Machines)
         sent_between=sent.mean - inside,
         host=spread(host) if any(host := [rank.host_bytes or 0 for rank in ranks]) else None,
         bus=spread(bus) if any(bus := [rank.bus_bytes for rank in ranks]) else None,
-        label=label_of(config.strategy.implementation, config.strategy.name),
+        label=label_of(config.strategy.implementation, config.strategy.name, outer),
         memory_gib=_available_gib(config),
     )
 
@@ -216,7 +217,7 @@ def _planned_rank(form: ClosedForm, rank: int) -> PlannedRank:
     held = [form.held_bytes(moment, rank) for moment in MOMENTS]
     totals, traffic = [int(on_device(kinds)) for kinds in held], form.traffic(rank)
     return PlannedRank(
-        by_kind={kind: max(kinds[kind] for kinds in held) for kind in KINDS},
+        by_kind={kind: max(kinds[kind] for kinds in held) for kind in kinds_in(held)},
         total_bytes=max(totals),
         sent=traffic.bytes_by_kind,
         held_elements=form.held_elements(rank),
@@ -239,7 +240,7 @@ def plan_beside(
     transports = settings["transport"], settings.get("transport_between_replicas")
     form = form_of(config, build_on_meta(config, vocab_size), *transports)
     ranks = planned_ranks(form)
-    planned = {kind: float(max(rank.by_kind[kind] for rank in ranks)) for kind in KINDS}
+    planned = {k: float(max(rank.by_kind[k] for rank in ranks)) for k in ranks[0].by_kind}
     planned["total"] = max(rank.total_bytes for rank in ranks)
     planned["after_backward"] = max(rank.bytes_at["after_backward"] for rank in ranks)
     if isinstance(form, ShardedForm):

@@ -37,6 +37,7 @@ MEMORY = {
     "master_bytes": "master",
     "secondary_bytes": "second.",
     "buffers_bytes": "buffers",
+    "outer_bytes": "outer",
     "total_bytes": "total",
     "total_bytes_mean": "mean",
     "host_bytes": "host",

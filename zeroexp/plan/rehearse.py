@@ -43,7 +43,7 @@ from zeroexp.config.vocabulary import vocabulary_of_data
 from zeroexp.engines.build import build_strategy
 from zeroexp.interface.strategy import Strategy
 from zeroexp.measure.instruments import Instruments
-from zeroexp.measure.record import KINDS, StepRecord, Traffic
+from zeroexp.measure.record import KINDS, OUTER, StepRecord, Traffic
 from zeroexp.models.checkpointing import checkpoint_as_configured
 from zeroexp.models.module import allow_fake_tensors, build_model, materialize
 from zeroexp.plan.caching_allocator import Change
@@ -123,6 +123,8 @@ def prepared(config: Config) -> Config:
     if config.checkpoint.every is not None:  # [Note: checkpoints]
         in_training = config.checkpoint.every < config.train.warmup_steps + config.train.steps
         config.checkpoint.every = 1 if in_training else UNDISTURBED_STEP + 1
+    if config.strategy.outer.every is not None:  # the undisturbed step ends with an outer one
+        config.strategy.outer.every = min(config.strategy.outer.every, UNDISTURBED_STEP + 1)
     config.train.warmup_steps, config.train.steps = 0, NUM_STEPS
     config.model.weights = None
     config.data.validation_split = config.data.validation_samples = None
@@ -271,7 +273,7 @@ class _Watched:
     def step(self, *, drain: bool) -> Tensor:
         if self._step == UNDISTURBED_STEP:
             states = self._strategy.model_states()  # waits for reductions, as the step does at once
-            for kind in KINDS:
+            for kind in (*KINDS, OUTER):
                 self._storages.assign_kind(kind, getattr(states, kind))
             del states  # moments of few bytes end in the step, which makes others
         self._storages.begin_phase("step")

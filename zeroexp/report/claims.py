@@ -59,7 +59,10 @@ def _losses(points: Sequence[Point]) -> list[Claim]:
     agreement = points[0].run.config.get(AGREEMENT, "null")
     if agreement == "null":
         return []
-    verdict = judge_losses(loss_curves(points), bound=float(agreement))
+    curves = loss_curves(points)
+    if not curves:  # all are seldom synchronised, of which nothing is claimed
+        return []
+    verdict = judge_losses(curves, bound=float(agreement))
     return [Claim(verdict.lines()[0], verdict.agree)]
 
 

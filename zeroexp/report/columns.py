@@ -10,7 +10,7 @@ from operator import attrgetter
 from typing import Any
 
 from zeroexp.config.keys import ConfigError
-from zeroexp.measure.record import STEP_SECONDS, RunSummary, Spread
+from zeroexp.measure.record import OUTER, STEP_SECONDS, RunSummary, Spread
 from zeroexp.report.compare import Conclusions
 from zeroexp.report.measured_points import Point, distinguishing_keys
 from zeroexp.report.statistics import step_time_interval, why_doubtful
@@ -20,7 +20,7 @@ SKEW = 1.02  # smaller differences between ranks are not shown
 ABSENT = "–"
 LONGEST = 24  # characters of a setting; the end of a path says more than its beginning
 RARE = (
-    *("master", "secondary", "buffers", "build", "by link"),
+    *("master", "secondary", "buffers", "outer", "build", "by link"),
     *("host", "host peak", "over bus"),
 )  # bytes that most runs do not have, or know
 FOR_READERS = ("interval", "predicted", "outcome")  # programs have their parts
@@ -171,6 +171,7 @@ SPREADS: dict[str, tuple[str, Callable[[RunSummary], Spread | None]]] = {
     "master_bytes": ("master", lambda s: s.memory.by_kind["master"]),
     "secondary_bytes": ("secondary", lambda s: s.memory.by_kind.get("secondary")),
     "buffers_bytes": ("buffers", lambda s: s.memory.by_kind["buffers"]),
+    "outer_bytes": ("outer", lambda s: s.memory.by_kind.get(OUTER)),
     "total_bytes": ("total", lambda s: s.memory.total),
     "peak_bytes": ("peak", lambda s: s.memory.peak),
     "build_peak_bytes": ("build", lambda s: s.memory.build_peak),

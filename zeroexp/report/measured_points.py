@@ -42,6 +42,12 @@ class Point:
         return next(iter(self.finished_runs), self.runs[0])
 
     @property
+    def outer_every(self) -> int | None:
+        """strategy.outer.every: replicas that are seldom synchronised train, by design, another model."""
+        every = self.run.config.get("strategy.outer.every", "null")
+        return None if every == "null" else int(every)
+
+    @property
     def summary(self) -> RunSummary | None:
         """The summary of `run`: bytes and losses are the same in every repeat."""
         return self.run.summary

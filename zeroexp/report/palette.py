@@ -16,6 +16,7 @@ KIND_NAMES = {
     "master": "master weights",
     "secondary": "secondary copy",
     "buffers": "buffers",
+    "outer": "outer optimizer",
 }
 KIND_COLOURS = {
     "parameters": BLUE,
@@ -24,6 +25,7 @@ KIND_COLOURS = {
     "master": PINK,
     "secondary": NAVY,
     "buffers": GREY,
+    "outer": NAVY,
 }
 # What bytes are for, as measure/record.py names causes.
 CAUSE_COLOURS = {

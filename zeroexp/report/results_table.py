@@ -9,6 +9,7 @@ from __future__ import annotations
 import shutil
 import sys
 from collections.abc import Callable, Sequence
+from itertools import accumulate
 from textwrap import wrap
 
 from zeroexp.config.engines import label_of
@@ -123,6 +124,7 @@ def _meanings(points: Sequence[Point]) -> list[str]:
         *_engine_meanings(points),
         *_dtype_meanings(points),
         *_stage_meanings(points),
+        *_outer_meanings(points),
     ]
     return [sentence for sentence in sentences if sentence]
 
@@ -133,6 +135,7 @@ def _brief_meanings(points: Sequence[Point]) -> list[str]:
         "at once; planned: its peak in a rehearsal. More columns: a wider terminal, zeroexp report FOLDER --csv -, the "
         "page.",
         *_stage_meanings(points),
+        *_outer_meanings(points),
     ]
 
 
@@ -141,6 +144,24 @@ def _stage_meanings(points: Sequence[Point]) -> list[str]:
     runs = {point.run.label: point.run for point in points}
     notes = [(name, label_of(run.implementation, run.strategy)) for name, run in runs.items()]
     return [f"{name} is {note}." for name, note in notes if note]
+
+
+def _outer_meanings(points: Sequence[Point]) -> list[str]:
+    """Return the loss of seldom synchronised replicas beside a synchronous run's at equal tokens."""
+    lines: list[str] = []
+    for point in (point for point in points if point.outer_every and point.records):
+        run, loss = point.run, point.losses[-1]
+        tokens = sum(record.num_tokens for record in point.records)
+        words = f"{point.name} is {label_of(run.implementation, run.strategy, point.outer_every)}"
+        words += f"; loss {loss:.4f} after {tokens:,} tokens"
+        for other in (other for other in points if other.outer_every is None):
+            seen = accumulate(record.num_tokens for record in other.records)
+            at = dict(zip(seen, other.losses, strict=True)).get(tokens)
+            if at is not None:
+                words += f", where {other.name} had {at:.4f} ({loss / at - 1:+.1%})"
+                break
+        lines.append(f"{words}.")
+    return lines
 
 
 def _dtype_meanings(points: Sequence[Point]) -> list[str]:

@@ -15,7 +15,7 @@ rounding. Their measure is the largest relative difference |loss − reference| 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from statistics import fmean, stdev
@@ -259,6 +259,7 @@ class Curve:
     difference: float  # the largest relative one; inf if a step is missing or not finite
     step: int  # at which it is largest
     falls: bool
+    is_apart: bool = False  # by design not equal to the reference: its distance is no verdict
 
 
 @dataclass(frozen=True)
@@ -270,7 +271,12 @@ class LossVerdict:
 
     @property
     def agree(self) -> bool:
-        return self.bound is None or all(curve.difference <= self.bound for curve in self.curves)
+        return self.bound is None or all(c.difference <= self.bound for c in self._equal)
+
+    @property
+    def _equal(self) -> list[Curve]:
+        """The curves that are meant to be equal."""
+        return [curve for curve in self.curves if not curve.is_apart]
 
     @property
     def holds(self) -> bool:
@@ -278,21 +284,27 @@ class LossVerdict:
 
     @property
     def worst(self) -> Curve:
-        return max(self.curves, key=lambda curve: curve.difference)
+        return max(self._equal or self.curves, key=lambda curve: curve.difference)
 
     def lines(self) -> list[str]:
         """Return the verdict in words, then one line for each curve that breaks it."""
         lines: list[str] = []
         number, worst = len(self.curves), self.worst
         if self.bound is not None:
+            agree = "agree" if self.agree else "DISAGREE"
             lines.append(
-                f"{number} loss curves {'agree' if self.agree else 'DISAGREE'}: largest relative difference to "
-                f"{self.reference} {worst.difference:.1e} ({worst.name}, step {worst.step}), allowed {self.bound:.1e}"
+                f"{len(self._equal)} loss curves {agree}: largest relative difference to {self.reference} "
+                f"{worst.difference:.1e} ({worst.name}, step {worst.step}), allowed {self.bound:.1e}"
             )
         if self.must_fall:
             lines.append(f"{sum(c.falls for c in self.curves)} of {number} losses fall")
         for curve in self.curves:
-            if self.bound is not None and not curve.difference <= self.bound:
+            if curve.is_apart:
+                lines.append(
+                    f"  {curve.name}: in no verdict, by design not equal to one process; off by "
+                    f"{curve.difference:.1e} at step {curve.step}"
+                )
+            elif self.bound is not None and not curve.difference <= self.bound:
                 lines.append(f"  {curve.name}: off by {curve.difference:.1e} at step {curve.step}")
             if self.must_fall and not curve.falls:
                 lines.append(f"  {curve.name}: its loss does not fall")
@@ -300,16 +312,24 @@ class LossVerdict:
 
 
 def judge_losses(
-    losses: Mapping[str, Sequence[float]], *, bound: float | None, must_fall: bool = False
+    losses: Mapping[str, Sequence[float]],
+    *,
+    bound: float | None,
+    must_fall: bool = False,
+    apart: Collection[str] = (),
 ) -> LossVerdict:
     """Judge `losses`, which maps each curve's name to one loss per step; the first curve is the reference.
 
+    apart: names of those that are by design not equal (strategy.outer), and no reference where there is another.
     Raises ValueError if there is no curve.
     """
     if not losses:
         raise ValueError("no loss curve to compare: no point of the sweep came to its end")
-    reference = next(iter(losses))
-    curves = [_judge_curve(name, curve, losses[reference]) for name, curve in losses.items()]
+    reference = min(losses, key=lambda name: name in apart)
+    curves = [
+        _judge_curve(name, curve, losses[reference], is_apart=name in apart)
+        for name, curve in losses.items()
+    ]
     return LossVerdict(reference, curves, bound, must_fall)
 
 
@@ -324,9 +344,13 @@ def largest_distance(curves: Mapping[str, Sequence[float]]) -> tuple[str, str]:
     return f"{worst.difference:.1e} apart", where
 
 
-def loss_curves(points: Sequence[Point]) -> dict[str, Sequence[float]]:
-    """Return the curves in their order, last those with a loss that is no number: nothing is compared with one."""
-    curves = {point.name: point.losses for point in points if point.losses}
+def loss_curves(points: Sequence[Point], *, apart: bool = False) -> dict[str, Sequence[float]]:
+    """Return the curves in their order, last those with a loss that is no number: nothing is compared with one.
+
+    apart: those of seldom synchronised replicas, which are compared with nothing, and not the others.
+    """
+    chosen = [point for point in points if (point.outer_every is not None) == apart]
+    curves = {point.name: point.losses for point in chosen if point.losses}
     return dict(sorted(curves.items(), key=lambda item: not all(map(math.isfinite, item[1]))))
 
 
@@ -345,10 +369,12 @@ def loss_falls(losses: Sequence[float]) -> bool:
     return len(losses) > 1 and fmean(losses[-quarter:]) < fmean(losses[:quarter])
 
 
-def _judge_curve(name: str, curve: Sequence[float], reference: Sequence[float]) -> Curve:
+def _judge_curve(
+    name: str, curve: Sequence[float], reference: Sequence[float], *, is_apart: bool
+) -> Curve:
     distances = [relative_distance(a, b) for a, b in zip(curve, reference, strict=False)]
     worst = max(distances, default=math.inf)
     step = distances.index(worst) if distances else 0
     if len(curve) != len(reference):
         worst, step = math.inf, len(distances)
-    return Curve(name, worst, step, loss_falls(curve))
+    return Curve(name, worst, step, loss_falls(curve), is_apart)

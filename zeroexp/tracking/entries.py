@@ -10,7 +10,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import NamedTuple
 
-from zeroexp.measure.record import KINDS, STEP_SECONDS, RunSummary, StepRecord
+from zeroexp.measure.record import STEP_SECONDS, RunSummary, StepRecord
 from zeroexp.tracking.json_files import loads
 
 MIB = 2**20
@@ -21,6 +21,7 @@ KIND_NAMES = {
     "master": "master",
     "secondary": "secondary",
     "buffers": "buffers",
+    "outer": "outer",
 }
 
 
@@ -135,8 +136,9 @@ def _verb_entries(summary: RunSummary) -> dict[str, float]:
 
 def _memory_entries(summary: RunSummary) -> dict[str, float]:
     memory = summary.memory
-    known = [kind for kind in KINDS if kind in memory.by_kind]
-    spreads = {KIND_NAMES[kind]: memory.by_kind[kind] for kind in known} | {"total": memory.total}
+    spreads = {KIND_NAMES[kind]: ranks for kind, ranks in memory.by_kind.items()} | {
+        "total": memory.total
+    }
     if memory.peak is not None:
         spreads["peak"] = memory.peak
     if memory.build_peak is not None:

@@ -88,8 +88,8 @@ def train(
             record = done.read()
             stop.agreed = stop.agreed or done.num_wishes > 0
             yield record
-        if stop.agreed:
-            break
+        if stop.agreed and (index + 1) % (config.strategy.outer.every or 1) == 0:
+            break  # seldom synchronised replicas can be saved after an outer step alone
     for step in unread:
         yield step.read()
 

@@ -21,7 +21,7 @@ With a secondary copy in each node (hpZ, zeroexp/comm/secondary.py) the gathers 
 stay inside of a node of G ranks: 2 P (N-1)/N are sent over all ranks, and P (G-1)/G there.
 
 With replicas N is the size of a group of ranks, and what its ranks have summed is summed between groups in the last
-microbatch (zeroexp/comm/replicas.py). Nothing else changes.
+microbatch (zeroexp/comm/replicas.py), or the weights' changes once in several steps (outer.py).
 
 The drawing shows what each of two ranks holds after backward (# held, . not held; the optimizer has two moments):
 
@@ -48,6 +48,7 @@ Read zeroexp/cut/ first, then the files with a star: they are the algorithm. Imp
     whole.py            every parameter shown whole
     norm.py             the sum over ranks before a step: norm of the gradients, and who has one
     matrices.py         matrices of which ranks hold pieces, brought together while an optimizer needs them whole
+    outer.py            replicas that are seldom synchronised: the outer optimizer of DiLoCo
     state_dict.py       weights and moments as canonical pieces, and back
     engine.py *         microbatch, backward and step: the verbs in their order
 

@@ -185,11 +185,13 @@ def _reserve(
         for chunk in chunks
     ]
     trainable = [[chunk for chunk in chunks if chunk.kind != FROZEN] for chunks in layout]
-    itemsize, holders = dtypes.reduce.itemsize, wire.holders
+    itemsize, holders, ranks = dtypes.reduce.itemsize, wire.holders, (rank, wire.holders.rank)
+    each_step = wire.stepping is wire.world  # else the weights' changes are summed (outer.py)
+    itemsizes = itemsize, itemsize if each_step else dtypes.master.itemsize
     wire.reserve(
         resting,
         slot_bytes(trainable, stage, rank, itemsize, bucket_bytes),
-        slot_bytes_of_sums(trainable, (rank, holders.rank), holders.size, itemsize, bucket_bytes),
+        slot_bytes_of_sums(trainable, ranks, holders.size, itemsizes, bucket_bytes),
     )
 
 

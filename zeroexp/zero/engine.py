@@ -36,6 +36,7 @@ from zeroexp.zero.matrices import bring_matrices_together
 from zeroexp.zero.norm import StepSums
 from zeroexp.zero.observer import Observer
 from zeroexp.zero.options import Dtypes, Options, own_dtypes, settle_options
+from zeroexp.zero.outer import OuterStep
 from zeroexp.zero.schedule import Schedule
 from zeroexp.zero.state_dict import canonical_state, load_targets
 from zeroexp.zero.unit import MasterGradient, Unit
@@ -81,7 +82,7 @@ class Engine:
             world,
         )
         dtypes = dtypes or own_dtypes(module)
-        stage = stage_for_world(stage, world.size)
+        stage = stage_for_world(stage, world.size // options.replicas)
         if values is not None:
             make_places(module, world.device)
         # torch can not convert modules of fake tensors, and a fake world is given a model that lies on its device.
@@ -108,6 +109,9 @@ class Engine:
                 optimizer_factory, _masters_in_groups(self.units, param_groups)
             )
         bring_matrices_together(self.optimizer, self.units, stage, self.wire, options.matrix_step)
+        self._outer = None
+        if options.outer is not None:
+            self._outer = OuterStep(self.units, self.wire, options.outer, dtypes.master)
         self._python = PythonValues(self.optimizer, _names_in_groups(module, param_groups))
         self._reads_late = world.device.type != "cpu" and not world.is_fake
         self._observer.built(module, self.units, self.optimizer, self.zero_grad, self.wire)
@@ -147,24 +151,24 @@ class Engine:
         self.wire.bus.to_host([(each.master, each.gradient) for each in handed])
         sums = StepSums(self._trainable, handed, self._stage, self.wire, self._gradient_presence())
         self._expect_same_gathers(sums)
-        scale = None
         # Without clipping the sum of the norm may arrive during the update.
-        if self._max_grad_norm is not None:
-            scale = self._clip_scale(sums.norm(), self._max_grad_norm)
+        scale = self._scale(sums)
         self._update([each for each in handed if sums.has_gradient(each.parameter)], scale)
+        are_equal = self._outer is None or self._outer.after_update()
         # With `drain` nothing is gathered ahead: it would be in flight when the step ends.
         for unit in self.units:
             self._schedule.gathers.publish(unit, ahead=not drain)
         # A backward of a forward from before this step then raises, as in torch.
         if not self._schedule.gathers.sharded:
             torch.autograd.graph.increment_version(self._trainable)
-        self._buffers.share()
+        if are_equal:
+            self._buffers.share()
         # Code in C++ (scripted, traced) is seen by no guard: it would read weights that are on their way.
         self._schedule.gathers.await_published()
-        self._observer.weights_changed(stepped=True)
+        self._observer.weights_changed(stepped=True, are_equal=are_equal)
         if drain:
             self.drain()
-        return sums.norm()
+        return self._norm(sums)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear all gradients; `model.zero_grad()` and `optimizer.zero_grad()` call this too."""
@@ -187,10 +191,14 @@ class Engine:
                 getattr(states, kind).extend(tensors)
         for state in self.optimizer.state.values():
             states.optimizer.extend(v for v in state.values() if isinstance(v, Tensor))
+        if self._outer is not None:
+            states.outer.extend(self._outer.tensors)
         return self.wire.bus.counted_apart(states)
 
     def state_dict(self) -> CanonicalState:
         self.drain()
+        if self._outer is not None:
+            self._outer.require_joined()
         state = canonical_state(
             self.units,
             self._stage,
@@ -198,6 +206,7 @@ class Engine:
             self.wire,
             self._python,
             self._buffers,
+            self._outer,
         )
         for name, parameter in self.model.named_parameters():
             if not parameter.numel():  # no unit holds an empty parameter
@@ -206,10 +215,11 @@ class Engine:
 
     def load_state_dict(self, state: CanonicalState) -> None:
         self._schedule.drain()
+        outer, targets = self._outer, load_targets(self.units)
         with self.wire.bus.on_host():
             load_state(
-                state,
-                load_targets(self.units),
+                state if outer is None else outer.own_state(state),
+                targets,
                 names=[name for name, _ in self.model.named_parameters()],
                 optimizer=self.optimizer,
                 python=self._python,
@@ -217,6 +227,8 @@ class Engine:
                 same_everywhere=self.wire.same_everywhere,
                 before_writes=self.wire.quiesce,
             )
+        if outer is not None:
+            outer.load(state, targets)
         for unit in self.units:
             unit.forget_residuals()
             self._schedule.gathers.publish(unit, ahead=False)
@@ -235,8 +247,21 @@ class Engine:
     def _gradient_presence(self) -> list[bool]:
         return [present for unit in self.units for present in unit.gradient_presence()]
 
+    def _norm(self, sums: StepSums) -> Tensor:
+        """Return the norm of the gradients of the ranks that step together: with `outer` of this replica's."""
+        return sums.norm() if self._outer is None else self._outer.scale(sums.norm())
+
+    def _scale(self, sums: StepSums) -> Tensor | None:
+        """Return the factor for gradients, or None where they stay bit for bit as they are."""
+        clips = None
+        if self._max_grad_norm is not None:
+            clips = self._clip_scale(self._norm(sums), self._max_grad_norm)
+        if self._outer is None:
+            return clips
+        return self._outer.scale(sums.one() if clips is None else clips)
+
     def _clip_scale(self, norm: Tensor, max_norm: float) -> Tensor | None:
-        """Return the factor for gradients, or None where a norm below the maximum leaves them bit for bit."""
+        """Return the factor that clips gradients, or None where a norm below the maximum leaves them."""
         scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
         if self._reads_late or self.wire.world.is_fake:
             return scale
@@ -244,6 +269,8 @@ class Engine:
 
     def _update(self, handed: Sequence[MasterGradient], scale: Tensor | None) -> None:
         """Run one step of the optimizer on all masters that have a gradient."""
+        if self._outer is not None:
+            self._outer.before_update()
         with self.wire.bus.on_host():
             gradients = self.wire.bus.gradients([(each.master, each.gradient) for each in handed])
             if scale is not None and gradients:

@@ -16,7 +16,6 @@ from torch import Tensor
 
 from zeroexp.comm.base import ReducePart
 from zeroexp.cut.bucket import Slice
-from zeroexp.cut.chunk import Span
 from zeroexp.cut.stage import Placement, Stage
 from zeroexp.process.world import World
 from zeroexp.zero.held import Held, unguarded
@@ -31,8 +30,7 @@ class Gradients:
     def __init__(self, held: Held, stage: Stage, dtypes: Dtypes, world: World):
         self._chunk = held.chunk
         self._parameters = held.parameters
-        self._owned = held.owned
-        self._span_of = held.span_of
+        self._owned, self._elements_of = held.owned, held.elements_of
         self._rank, self._device = world.rank, world.device
         self._rests = stage.gradients
         self._dtype = dtypes.reduce
@@ -58,10 +56,10 @@ class Gradients:
         """Return what partial -> sharded moves: the elements, and where this rank's share of their sum goes."""
         accumulate = self._accumulates(part)
         terms = self._gradients_in(part)
-        windows = [self._window(part, span) for span in part.chunk.spans(self._rank)]
+        windows = [self._elements_of(part, span) for span in part.chunk.spans(self._rank)]
         if not accumulate:
             self._allocate_sums(part, [index for index, _ in windows])
-        out = [_part(self._sums[index], *window) for index, window in windows]
+        out = [_part(self._sums[index], own.start, own.stop) for index, own in windows]
         self._drop_reduced(part)
         return ReducePart(part.chunk, terms, out, accumulate)
 
@@ -139,13 +137,6 @@ class Gradients:
             device = next(iter(self._whole.values())).device
             flat = torch.empty(sum(sizes), dtype=self._dtype, device=device)
             self._sums = dict(enumerate(flat.split(sizes)))
-
-    def _window(self, part: Slice, span: Span) -> tuple[int, tuple[int, int]]:
-        """Return the index of the owned span in which this span of a bucket lies, and its start and stop there."""
-        each = part.ranges[span.member]
-        index = self._span_of[each.member]
-        start = each.start + span.start - self._owned[index].start
-        return index, (start, start + span.numel)
 
 
 def _part(flat: Tensor, start: int, stop: int) -> Tensor:

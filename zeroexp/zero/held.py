@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from zeroexp.comm.collectives import Collectives
+from zeroexp.cut.bucket import Slice
 from zeroexp.cut.chunk import FROZEN, Chunk, Span
 from zeroexp.cut.stage import Placement, Stage
 from zeroexp.interface.values import Read
@@ -126,6 +127,13 @@ class Held:
         """Yield each parameter with the master weights that this rank updates of it."""
         for span, master in zip(self.owned, self.masters, strict=self.is_trainable):
             yield self.parameters[span.member], master
+
+    def elements_of(self, part: Slice, span: Span) -> tuple[int, slice]:
+        """Return the index of the owned span in which this span of a bucket's slice lies, and its elements there."""
+        each = part.ranges[span.member]
+        index = self.span_of[each.member]
+        start = each.start + span.start - self.owned[index].start
+        return index, slice(start, start + span.numel)
 
     def casts(self) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield the owned elements with their masters, where these have another dtype."""

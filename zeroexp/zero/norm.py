@@ -1,4 +1,4 @@
-"""One small sum over ranks carries what the ranks tell each other before the optimizer's step.
+"""One small sum over ranks carries what the ranks that step together tell each other before the optimizer's step.
 
     [ sum of squares of the gradients | for each trainable parameter: how many ranks have a gradient for it
       | where parameters are gathered by the backend: how many ranks, a checksum of what they issued, its square ]
@@ -56,9 +56,9 @@ class StepSums:
         self._sums = terms.to(wire.world.device, non_blocking=True)
         # Of the ranks that hold the same gradients, all or the replicas, only the first contributes their squares.
         holders = wire.holders if stage.optimizer is Placement.SHARD else wire.world
-        if holders.rank == 0:
+        if holders.rank == 0 or wire.stepping is not wire.world:
             self._sums[0] = sum_squares([each.gradient for each in handed], wire)
-        self._summed = wire.sum_scalar_later(self._sums, "norm")
+        self._summed = wire.sum_scalar_later(self._sums, "norm", wire.stepping)
         self._counts: list[float] = []
         self._on_host: Tensor | None = None
 
@@ -66,6 +66,10 @@ class StepSums:
         """Return the norm of all gradients, 0-dim float32."""
         self._summed.wait()
         return self._sums[0].sqrt().float()
+
+    def one(self) -> Tensor:
+        """Return 1 on the device, 0-dim."""
+        return torch.ones((), device=self._sums.device)
 
     def has_gradient(self, parameter: nn.Parameter) -> bool:
         """Tell whether any rank has a gradient for the parameter."""

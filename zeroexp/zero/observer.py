@@ -88,8 +88,11 @@ class Observer:
         """Inside of what is returned the optimizer updates this rank's pieces by their gradients."""
         return nullcontext()
 
-    def weights_changed(self, *, stepped: bool = False) -> None:
-        """The engine has changed the weights: by a step where `stepped`, else by loading or writing them."""
+    def weights_changed(self, *, stepped: bool = False, are_equal: bool = True) -> None:
+        """The engine has changed the weights: by a step where `stepped`, else by loading or writing them.
+
+        are_equal: all replicas have the same now.
+        """
 
     def zero_grad(self) -> None:
         """Gradients were cleared."""

@@ -41,8 +41,25 @@ def own_dtypes(module: nn.Module) -> Dtypes:
 
 
 @dataclass(frozen=True)
+class Outer:
+    """Seldom synchronised replicas (outer.py): each takes `every` steps by itself, then an outer optimizer joins them.
+
+    The outer optimizer is SGD with Nesterov momentum on what the replicas changed, with DiLoCo's defaults; lr=1 and
+    momentum=0 average the weights.
+    """
+
+    every: int
+    lr: float = 0.7
+    momentum: float = 0.9
+
+    def __str__(self) -> str:
+        steps = "step" if self.every == 1 else f"{self.every} steps"
+        return f"every {steps}, lr {self.lr:g}, momentum {self.momentum:g}"
+
+
+@dataclass(frozen=True)
 class Options:
-    """How the engine carries out a stage; no option but codecs and error_feedback changes what is computed."""
+    """How the engine carries out a stage; no option but codecs, error_feedback and outer changes what is computed."""
 
     layout: str = "buffer"  # a word of LAYOUTS
     owners: str = "greedy"  # a word of OWNERS, where the layout keeps parameters whole
@@ -56,6 +73,7 @@ class Options:
     bucket_mb: float | None = None  # most MiB of one reduction; None: the transport's default
     transport: str = "auto"  # a word of comm.collectives.TRANSPORTS
     replicas: int = 1  # groups of ranks that each hold all states, sharded inside of the group
+    outer: Outer | None = None  # replicas differ between outer steps; None: each step sums over all
     # How an optimizer of whole matrices steps cut ones: a word of MATRIX_STEPS (cut/matrix_step.py).
     matrix_step: str = "alltoall"
     # Reductions have a communicator of their own over the backend's collectives, so that no gather waits for one.
@@ -77,7 +95,8 @@ class Options:
         """Those that the moves between ranks, and to the host, are made with."""
         names = ("transport", "replicas", "reductions_apart", "gather_codec", "reduce_codec")
         names = (*names, "error_feedback", "secondary_partition", "offload")
-        return {name: getattr(self, name) for name in names}
+        of_names = {name: getattr(self, name) for name in names}
+        return {**of_names, "sums_each_step": self.outer is None}
 
 
 @dataclass(frozen=True)
@@ -96,6 +115,8 @@ class SettledOptions:
         replicas: dict[str, Any] = {}
         if between is not None:
             replicas = {"replicas": options.replicas, "transport_between_replicas": between.name}
+        if options.outer is not None:
+            replicas["outer"] = f"{options.outer}, by design not equal to one process"
         return {
             **replicas,
             "transport": facts.name,

@@ -1,13 +1,14 @@
 """The engine's pieces as canonical tensors and back; every rank gives what it owns, ungathered.
 
 The master is the canonical weight. Ranks that hold the same elements give even shares of them, so that each element
-comes from one rank: all ranks what is whole, replicas what is sharded. Values of a whole parameter (the optimizer's
-step, Python values) come from the first rank that owns its first element.
+comes from one rank: all ranks what is whole, replicas what is sharded and equal (outer.py, [Note: states]). Values of a
+whole parameter (the optimizer's step, Python values) come from the first rank that owns its first element.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 
 from torch import Tensor
 from torch.optim import Optimizer
@@ -24,6 +25,7 @@ from zeroexp.interface.python_values import PythonValues
 from zeroexp.interface.strategy import CanonicalState, CanonicalTensor, Piece
 from zeroexp.process.world import World
 from zeroexp.zero.held import Held
+from zeroexp.zero.outer import MOMENTUM, OuterStep, prefix_of
 from zeroexp.zero.unit import Unit
 
 
@@ -34,6 +36,7 @@ def canonical_state(
     wire: Collectives,
     python: PythonValues | None = None,
     buffers: Buffers | None = None,
+    outer: OuterStep | None = None,
 ) -> CanonicalState:
     """Return the canonical state; its pieces are views of live memory, so copy those kept past the next step."""
     state: CanonicalState = {} if buffers is None else buffers.canonical()
@@ -47,11 +50,25 @@ def canonical_state(
             if first and python is not None:
                 entry.update(python.of(name, weight))
             moments = moments_of(optimizer.state.get(weight, {}))
-            for key, tensor in {WEIGHT: weight, **moments}.items():
-                whole, piece = _piece_of(tensor, weight, span, shape, holders)
+            for key, tensor, givers in _given(weight, moments, holders, outer):
+                whole, piece = _piece_of(tensor, weight, span, shape, givers)
                 canonical = entry.setdefault(key, CanonicalTensor(whole, tensor.dtype, []))
                 canonical.pieces.extend([piece] if piece.tensor.numel() else [])
     return state
+
+
+def _given(
+    weight: Tensor, moments: Mapping[str, Tensor], holders: World, outer: OuterStep | None
+) -> Iterator[tuple[str, Tensor, World]]:
+    """Yield what a state has of these elements, and the ranks that give even shares of it."""
+    yield WEIGHT, weight, holders
+    prefix, of_moments = "", holders
+    if outer is not None:  # each replica has moments of its own
+        prefix, of_moments = prefix_of(outer.replica), replace(holders, rank=0, size=1)
+        if weight in outer.momentum_of:
+            yield MOMENTUM, outer.momentum_of[weight], holders
+    for key, moment in moments.items():
+        yield f"{prefix}{key}", moment, of_moments
 
 
 def load_targets(units: Sequence[Unit]) -> list[LoadTarget]:

@@ -20,7 +20,7 @@ from zeroexp.cut.matrix_step import MATRIX_STEPS
 from zeroexp.cut.owners import OWNERS
 from zeroexp.cut.stage import Placement, Stage, why_no_replicas, why_no_secondary_copy
 from zeroexp.interface.values import Values
-from zeroexp.zero.options import Options
+from zeroexp.zero.options import Options, Outer
 from zeroexp.zero_safety.guard import is_guarded
 
 WORDS = {
@@ -50,8 +50,9 @@ def refuse_arguments(
 ) -> None:
     """Raise ValueError in one line that names what is wrong, its value and the remedy."""
     refuse_options(options, stage, world_size)
-    refuse_replicas(options.replicas, stage, world_size)
+    refuse_replicas(options.replicas, stage, world_size, differ=options.outer is not None)
     refuse_secondary_partition(options, stage, world_size)
+    _refuse_outer(options)
     _refuse_missing_or_double_values(module, values)
     if max_grad_norm is not None and not (is_number(max_grad_norm) and max_grad_norm > 0):
         raise ValueError(f"max_grad_norm={max_grad_norm!r}: use a number above 0, or None")
@@ -207,11 +208,12 @@ def refuse_options(options: Options, stage: Stage, world_size: int) -> None:
         )
 
 
-def refuse_replicas(replicas: int, stage: Stage, world_size: int) -> None:
-    """Raise ValueError unless `world_size` ranks can form so many groups that shard."""
+def refuse_replicas(replicas: int, stage: Stage, world_size: int, *, differ: bool = False) -> None:
+    """Raise ValueError unless `world_size` ranks can form so many groups that shard, or may `differ`."""
     if type(replicas) is not int or replicas < 1:
         raise ValueError(f"options.replicas={replicas!r}: use a number of groups, 1 or more")
-    if replicas > 1 and (problem := why_no_replicas(replicas, stage, world_size)):
+    problem = why_no_replicas(replicas, stage, world_size, differ=differ) if replicas > 1 else None
+    if problem:
         raise ValueError(f"options.replicas={replicas}: {problem[0]}; {problem[1]}")
 
 
@@ -233,6 +235,22 @@ def refuse_secondary_partition(options: Options, stage: Stage, world_size: int) 
         raise ValueError(
             f"{key}: keeps on the device what options.offload=all puts on the host; use one of them"
         )
+
+
+def _refuse_outer(options: Options) -> None:
+    outer = options.outer
+    if outer is None:
+        return
+    if not isinstance(outer, Outer) or type(outer.every) is not int or outer.every < 1:
+        raise ValueError(f"options.outer={outer!r}: use Outer(every=...) with 1 step or more")
+    if not (is_number(outer.lr) and outer.lr > 0 and is_number(outer.momentum)):
+        raise ValueError(f"options.outer={outer!r}: use an lr above 0, as 0.7")
+    if not 0 <= outer.momentum < 1:
+        raise ValueError(f"options.outer={outer!r}: use a momentum of 0 up to 1, as 0.9")
+    if options.replicas == 1:
+        raise ValueError(f"options.outer={outer!r}: there is one replica, set replicas")
+    if options.offload is not None:
+        raise ValueError("options.offload: what `outer` keeps stays on the device; leave it None")
 
 
 def is_number(value: object) -> bool:

@@ -86,16 +86,11 @@ class ParameterWatch:
             for parameter, view in zip(held.parameters, held.views, strict=True)
         ]
 
-    def note_versions(self, *, stepped: bool = False) -> bool:
-        """Accept the weights as they are now; the engine calls this after it has changed them itself.
-
-        Returns whether this is a step whose weights are worth a look at their values.
-        """
+    def note_versions(self, *, stepped: bool = False) -> None:
+        """Accept the weights as they are now; the engine calls this after it has changed them itself."""
         self._num_steps += stepped
-        compares = 0 < self._num_steps <= 2 or (self._num_steps and self._num_steps % 100 == 0)
         self._versions = self._read_versions()
-        self._sums = self._read_sums() if compares else []
-        return stepped and bool(compares)
+        self._sums = self._read_sums() if is_compared(self._num_steps) else []
 
     def were_written(self) -> bool:
         """Tell whether parameters were written in place since `note_versions` or the microbatch's beginning."""
@@ -177,6 +172,11 @@ class ParameterWatch:
         for parameter, address in self._addresses:
             if parameter.data_ptr() != address:
                 raise _changed(self._names[parameter], "was moved or converted")
+
+
+def is_compared(num_steps: int) -> bool:
+    """Tell whether the last of so many steps is one whose weights are worth a look at their values."""
+    return 0 < num_steps <= 2 or (num_steps > 0 and num_steps % 100 == 0)
 
 
 def _shown_otherwise(unit: Unit) -> Iterator[nn.Parameter]:

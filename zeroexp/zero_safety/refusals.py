@@ -23,7 +23,7 @@ from zeroexp.zero.unit import Unit
 from zeroexp.zero.whole import written_while_reading
 from zeroexp.zero_safety.arguments import refuse_arguments
 from zeroexp.zero_safety.call_order import CallOrder
-from zeroexp.zero_safety.changed_parameters import ParameterWatch
+from zeroexp.zero_safety.changed_parameters import ParameterWatch, is_compared
 from zeroexp.zero_safety.guard import (
     await_on_use,
     guard_parameters,
@@ -75,6 +75,7 @@ class Refusals(Observer):
     ) -> None:
         self._is_alone = wire.world.size == 1
         self._units, self._wire = units, wire
+        self._num_equal = 0  # steps that have left all replicas the same weights
         # A second last microbatch would sum again what was summed between replicas.
         has_replicas = wire.holders.size > 1
         self._calls = CallOrder(once=has_replicas or any(u.reduces_at_hand_over for u in units))
@@ -152,9 +153,12 @@ class Refusals(Observer):
         with self._pieces.updating(), self._methods.stepping():
             yield
 
-    def weights_changed(self, *, stepped: bool = False) -> None:
-        if self._parameters.note_versions(stepped=stepped):
-            refuse_different_replicas(self._units, self._wire)
+    def weights_changed(self, *, stepped: bool = False, are_equal: bool = True) -> None:
+        self._parameters.note_versions(stepped=stepped)
+        if stepped and are_equal:
+            self._num_equal += 1
+            if is_compared(self._num_equal):
+                refuse_different_replicas(self._units, self._wire)
 
     def zero_grad(self) -> None:
         self._calls.zero_grad()

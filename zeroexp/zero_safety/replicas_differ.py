@@ -1,8 +1,8 @@
 """Replicas hold the same weights: where a sum between them is missing they drift apart, and a step says so.
 
 Nothing else would: each replica trains on its own samples, and its loss falls. The weights are compared bit for bit
-after the first two steps and every hundredth (changed_parameters.py), by a sum over
-their bits. Ranks start alike (zero/assemble.py).
+after the first two steps and every hundredth (changed_parameters.py), by a sum over their bits; of seldom synchronised
+replicas (zero/outer.py) those steps count that end with an outer one. Ranks start alike (zero/assemble.py).
 """
 
 from __future__ import annotations

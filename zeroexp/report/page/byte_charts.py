@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from zeroexp.measure.record import CAUSES, KINDS, Peak, RunSummary
+from zeroexp.measure.record import CAUSES, Peak, RunSummary, kinds_in
 from zeroexp.report.columns import MIB
 from zeroexp.report.measured_points import MOMENT, Point
 from zeroexp.report.page.chart import INK, Chart, Trace, row_chart, row_marks, scaled
@@ -28,7 +28,7 @@ def memory_chart(points: Sequence[Point]) -> Chart:
             row: {KIND_NAMES[kind]: number / MIB for kind, number in kinds.items()}
             for row, kinds in held.items()
         },
-        colours={KIND_NAMES[kind]: KIND_COLOURS[kind] for kind in KINDS},
+        colours={KIND_NAMES[kind]: KIND_COLOURS[kind] for kind in kinds_in(held.values())},
         marks=[
             *_closed_forms(points, MOMENT),
             row_marks("peak of any step", peaks, "line-ns-open", INK),

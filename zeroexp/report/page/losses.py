@@ -15,10 +15,10 @@ BELOW = "The lower half shows each step's distance; equal losses leave a gap."
 
 
 def loss_chart(points: Sequence[Point]) -> Chart:
-    curves = loss_curves(points)
-    if not curves:
+    curves, apart = loss_curves(points), loss_curves(points, apart=True)
+    if not curves and not apart:
         return Chart("losses", "Loss curves", "No point recorded a step.")
-    reference = next(iter(curves.values()))
+    reference = next(iter(curves.values()), ())
     # A logarithm has no zero.
     away = [
         [relative_distance(a, b) or math.inf for a, b in zip(curve, reference, strict=False)]
@@ -29,7 +29,7 @@ def loss_chart(points: Sequence[Point]) -> Chart:
     stripe = (WIDEST - THIN) / max(1, min(len(curves), MOST_STRIPES) - 1)
     data = [
         _line(name, curve, index, width=max(THIN, WIDEST - index * stripe))
-        for index, (name, curve) in enumerate(curves.items())
+        for index, (name, curve) in enumerate({**curves, **apart}.items())
     ]
     layout: dict[str, Any] = {"xaxis": axis_of("step"), "yaxis": axis_of("loss")}
     distance = "One curve has nothing to be compared with."
@@ -45,7 +45,9 @@ def loss_chart(points: Sequence[Point]) -> Chart:
         layout["xaxis"]["anchor"], layout["yaxis"]["domain"] = "y2", [0.42, 1]
         powers = {"type": "log", "exponentformat": "power", **_decades(distances)}
         layout["yaxis2"] = axis_of("relative distance", domain=[0, 0.32], **powers)
-    named = len(curves) <= MANY
+    if apart:
+        caption = f"{caption} In no comparison, by design not equal: {', '.join(apart)}."
+    named = len(curves) + len(apart) <= MANY
     return line_chart("losses", "Loss curves", caption, data, height, showlegend=named, **layout)
 
 

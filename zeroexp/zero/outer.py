@@ -1,0 +1,151 @@
+"""Seldom synchronised replicas: each steps by itself, and every so often an outer optimizer joins them (DiLoCo).
+
+    inner steps   1 ... H-1     each replica, on its own samples: reductions, norm and clipping are inside of it
+    inner step    H             ... and then, of the elements that this rank owns, with the weights before the interval:
+                                change   = mean over replicas of (before - weights)
+                                momentum = mu * momentum + change
+                                weights  = before - lr * (change + mu * momentum)
+
+That is torch's SGD with Nesterov momentum, whose gradient is the mean change (Douillard et al. 2023, "DiLoCo"; lr = 1
+and mu = 0 is local SGD, the plain mean). All replicas cut alike, so each rank sums what it owns with the ranks that own
+the same, in the buckets of the reductions: 2 (K-1)/K P/S bytes from each rank in H steps instead of in each.
+
+A replica's gradients count K times, since the loss is divided by the tokens of all ranks: so a step of it is that of a
+world of its ranks alone. What an inner optimizer keeps stays the replica's own. Buffers of the module are shared when
+replicas are joined.
+
+[Note: no memory in between] Nothing needs the weights that the change was taken from, so the change lies in their
+place, and the sum over replicas too. `before` is copied when an interval begins: right after an outer step it equals
+the weights, so that a checkpoint needs no copy of it, and weights that are loaded or written there are the new ones.
+
+[Note: states] Between outer steps there is no one model. A state is asked for after an outer step, and holds beside
+weights and moments (of the first replica, which any engine may load): the outer momentum, and each other replica's
+moments.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from zeroexp.comm.collectives import Collectives
+from zeroexp.cut.bucket import Bucket
+from zeroexp.interface.canonical import OUTER, fill_from_canonical, is_moment
+from zeroexp.interface.load_state import LoadTarget
+from zeroexp.interface.strategy import CanonicalState
+from zeroexp.zero.options import Outer
+from zeroexp.zero.unit import Unit
+
+MOMENTUM = f"{OUTER}momentum"
+
+
+def prefix_of(replica: int) -> str:
+    """Return what the names of a replica's moments begin with in a state; those of the first are any engine's."""
+    return f"{OUTER}{replica}." if replica else ""
+
+
+class OuterStep:
+    """The outer optimizer of one rank's master weights, and how many steps of the interval are done."""
+
+    def __init__(self, units: Sequence[Unit], wire: Collectives, outer: Outer, dtype: torch.dtype):
+        """`dtype`: of the masters, and of what is kept beside them."""
+        self._units, self._wire, self._settings = units, wire, outer
+        self._nothing = torch.empty(0, dtype=dtype, device=wire.world.device)
+        masters = [master for unit in units for _, master in unit.parameters_with_masters()]
+        self._masters = [master.detach() for master in masters]
+        self._before = [torch.empty_like(master) for master in self._masters]
+        momenta = [torch.zeros_like(m) for m in self._masters] if outer.momentum else []
+        self._momenta = momenta
+        self.momentum_of: dict[Tensor, Tensor] = dict(zip(masters, momenta, strict=False))
+        self._num_replicas = wire.holders.size
+        self.replica = wire.holders.rank
+        self._num_done = 0  # steps since the last outer one
+
+    @property
+    def is_between(self) -> bool:
+        """Whether the replicas hold different weights."""
+        return self._num_done > 0
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        return [*self._before, *self._momenta]
+
+    def scale(self, value: Tensor) -> Tensor:
+        """Return a norm, or the factor of gradients, of a replica whose gradients count as those of all."""
+        return value * self._num_replicas
+
+    @torch.no_grad()
+    def before_update(self) -> None:
+        """Keep the weights that an interval begins with."""
+        if not self._num_done and self._masters:
+            torch._foreach_copy_(self._before, self._masters)
+
+    @torch.no_grad()
+    def after_update(self) -> bool:
+        """Take the outer step if one is due, and return whether the replicas are equal now."""
+        self._num_done = (self._num_done + 1) % self._settings.every
+        if self._num_done:
+            return False
+        masters, lr, momentum = self._masters, self._settings.lr, self._settings.momentum
+        if masters:  # [Note: no memory in between]
+            torch._foreach_add_(masters, self._before, alpha=-1)
+            torch._foreach_mul_(masters, -1 / self._num_replicas)
+        for unit in self._units:
+            for bucket in unit.buckets:
+                changes = [*self._masters_in(unit, bucket)] or [self._nothing]
+                self._wire.sum_between(changes, f"changes of {unit}")
+        self._wire.finish_sums()
+        if not masters:
+            return True
+        if momentum:
+            torch._foreach_mul_(self._momenta, momentum)
+            torch._foreach_add_(self._momenta, masters)
+            torch._foreach_add_(masters, self._momenta, alpha=momentum)
+        torch._foreach_mul_(masters, -lr)
+        torch._foreach_add_(masters, self._before)
+        return True
+
+    def _masters_in(self, unit: Unit, bucket: Bucket) -> Iterator[Tensor]:
+        """Yield this rank's master weights of a bucket, flat."""
+        for part in bucket.slices:
+            held = unit.trainable[part.index]
+            for span in part.chunk.spans(self._wire.group.rank):
+                index, elements = held.elements_of(part, span)
+                yield held.masters[index].detach().view(-1)[elements]
+
+    # -- states ------------------------------------------------------------------------------------
+
+    def require_joined(self) -> None:
+        if self.is_between:
+            raise RuntimeError(
+                f"strategy.state_dict() {self._num_done} steps after the last outer step, where each replica holds "
+                f"weights of its own: ask for it after a multiple of {self._settings.every} steps"
+            )
+
+    def own_state(self, state: CanonicalState) -> CanonicalState:
+        """Return the state with the moments of this rank's replica, or the first one's if it was saved without it."""
+        prefix = prefix_of(self.replica)
+        has_own = bool(prefix) and any(key.startswith(prefix) for e in state.values() for key in e)
+        own: CanonicalState = {}
+        for name, entry in state.items():
+            own[name] = {k: v for k, v in entry.items() if not (has_own and is_moment(k))}
+            if has_own:
+                own[name] |= {
+                    key.removeprefix(prefix): value
+                    for key, value in entry.items()
+                    if key.startswith(prefix)
+                }
+        return own
+
+    @torch.no_grad()
+    def load(self, state: CanonicalState, targets: Sequence[LoadTarget]) -> None:
+        """Begin an interval with the momentum of the state; a state of another engine has none."""
+        self._num_done = 0
+        for each in (each for each in targets if each.tensor in self.momentum_of):
+            momentum, saved = self.momentum_of[each.tensor].view(-1), state[each.name].get(MOMENTUM)
+            if saved is None:
+                momentum.zero_()
+            else:
+                fill_from_canonical(momentum, saved, start=each.start, name=each.name)
