@@ -20,7 +20,7 @@ MOST_TOKENS = 1 << 20  # of a model that names no longest sequence
 HEAD = (
     "The fewest {device} ranks, among powers of two, at which a step fits {limit:g} GiB, and there the largest "
     "micro-batch (one in a step) and the longest sequence, each alone. Rehearsed: peak and left are {unit} of the "
-    "fullest rank, with activations."
+    "fullest rank, with activations; on GPUs what torch's allocator reserves for them."
 )
 
 
