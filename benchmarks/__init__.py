@@ -5,6 +5,7 @@
     engines.py  what is compared, each engine at its best settings; peers.py: those that zeroexp does not ship
     bucket_size.py    a slow link: two network namespaces joined by a shaped pair, removed whatever happens
     tuned.py    ours beside peers at their best; tunable.py: what these can be set to, and who carries their messages
+    muon_peers.py    Muon beside torch's two ways for it, which are in muon_loops.py
     table.py    what was measured -> docs/measured.md; every row -> measured/
     targets.py  what we aim at, beside what was measured
     check.py    rows against the stored ratios: what got worse

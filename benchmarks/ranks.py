@@ -167,19 +167,19 @@ def _serve(
 class Training:
     """The engine of a spec on this rank, and a batch that it is trained on again and again."""
 
-    def __init__(self, spec: Spec, world: World | None = None) -> None:
+    def __init__(
+        self, spec: Spec, world: World | None = None, build: Callable[..., Timed] = build_engine
+    ) -> None:
         """`world`: one that has been joined."""
         self.world = world or worlds.join_process_group(timeout_seconds=TURN_SECONDS)
-        self.strategy: Timed = build_engine(
+        self.strategy = build(
             spec.engine,
             model_config(spec.model),
             precision=spec.precision,
             world=self.world,
             clip=spec.clip,
         )
-        words = model_config(spec.model).hf_config["vocab_size"]
-        generator = torch.Generator().manual_seed(self.world.rank)
-        self._tokens = torch.randint(words, (1, SEQ_LEN + 1), generator=generator)
+        self._tokens = tokens_of(spec.model, self.world.rank)
         self._num_valid = SEQ_LEN * self.world.size
 
     def step(self, *, drain: bool = False) -> Tensor:
@@ -195,11 +195,17 @@ class Training:
         return loss_sum(output, self._tokens[:, 1:], "causal") / self._num_valid
 
 
+def tokens_of(model: str, rank: int) -> Tensor:
+    """The sample of a rank, [1, SEQ_LEN + 1] int64."""
+    words = model_config(model).hf_config["vocab_size"]
+    return torch.randint(words, (1, SEQ_LEN + 1), generator=torch.Generator().manual_seed(rank))
+
+
 class StepRunner:
     """A turn is a number of steps."""
 
-    def __init__(self, spec: Spec) -> None:
-        self._training = Training(spec)
+    def __init__(self, spec: Spec, build: Callable[..., Timed] = build_engine) -> None:
+        self._training = Training(spec, build=build)
         self._world, self._strategy = self._training.world, self._training.strategy
 
     def turn(self, order: int) -> Turn:
