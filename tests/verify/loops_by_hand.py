@@ -238,6 +238,14 @@ def gain_is_summed() -> Loop:
     return two(ranks_of_gain=1.0)
 
 
+def gain_overflows() -> Loop:
+    return two(ranks_of_gain=1e-45)
+
+
+def gain_is_zero() -> Loop:
+    return two(ranks_of_gain=float("inf"))
+
+
 def not_a_number() -> Loop:
     """One gradient overflows on its way on rank 1."""
     loop = scheduled()

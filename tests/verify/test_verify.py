@@ -85,6 +85,8 @@ OF_TWO = {
     "second_is_first": "lr is 0.01, and the plain process has 0.005",
     "gain_steps_twice": "it steps 2 times",
     "gain_is_left_out": "each rank has the gradient of its own batches",
+    "gain_overflows": "it looks like nothing known",
+    "gain_is_zero": "it is zero",
     "gain_is_summed": "it is x 3: the number of ranks",
 }
 

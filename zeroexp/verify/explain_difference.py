@@ -97,9 +97,11 @@ class GradientLook:
         ):
             return Cause("no sum", "each rank has the gradient of its own batches, and no other's")
         # Any number is a multiple of one other: the factor must have a name.
-        names = [_named(each, size, self.oracle.loop.microbatches) for each in of_all.values()]
-        is_told = all(names) if rows.shape[1] == 1 else len(of_all) == len(wrong)
-        return self._of_scales(of_all) if is_told else None
+        is_told = rows.shape[1] > 1 or all(
+            abs(each) < NOTHING or _named(each, size, self.oracle.loop.microbatches)
+            for each in of_all.values()
+        )
+        return self._of_scales(of_all) if is_told and len(of_all) == len(wrong) else None
 
     def _factors(self, wrong: Wrong, rows: Whole) -> dict[int, Tensor] | None:
         """Return, for each rank, the factors [ranks, microbatches] that make its pieces; None if there are none."""
@@ -148,6 +150,9 @@ class GradientLook:
 
     def _of_scales(self, scales: dict[int, float]) -> Cause:
         ranks, microbatches = self.oracle.world_size, self.oracle.loop.microbatches
+        low, high = min(scales.values()), max(scales.values())
+        if max(abs(low), abs(high)) < NOTHING:
+            return Cause("frozen", "it is zero")
         if self.clipping or self.factor < 1:
             if self.oracle.loop.max_grad_norm is None:
                 return Cause(
@@ -165,9 +170,6 @@ class GradientLook:
                 "norm",
                 f"it is clipped by a norm x {norms[0]:.3g}{_named(norms[0], ranks, microbatches)}",
             )
-        low, high = min(scales.values()), max(scales.values())
-        if max(abs(low), abs(high)) < NOTHING:
-            return Cause("frozen", "it is zero")
         if high - low > CLOSE * abs(high):
             return Cause(
                 "scale", "ranks scale it by " + ", ".join(f"{each:.3g}" for each in scales.values())
@@ -248,12 +250,9 @@ class UpdateLook:
     def settings_of_one_class(self, name: str) -> str:
         """Say how the settings of optimizers of one class differ, as where a rate is too small to show it."""
         classes = {each.settings[name][0] for each in self.seen if name in each.settings}
-        is_one = name in self.settings and classes == {self.settings[name][0]}
-        return (
-            next(filter(None, (self._settings(r, name) for r in range(len(self.seen)))), "")
-            if is_one
-            else ""
-        )
+        if name not in self.settings or classes != {self.settings[name][0]}:
+            return ""
+        return next(filter(None, (self._settings(r, name) for r in range(len(self.seen)))), "")
 
     def _settings(self, rank: int, name: str) -> str:
         """Say how the optimizer of this rank, or of the weight's owner, differs from the plain one, if it does."""
