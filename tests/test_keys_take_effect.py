@@ -112,14 +112,17 @@ CASES: dict[str, list[Case]] = {
     "strategy.reduce_each": [Case("strategy.reduce_each=step", OURS)],
     "strategy.bucket_mb": [Case("strategy.bucket_mb=0.01", OURS)],
     "strategy.replicas": [Case("strategy.replicas=2", [*OURS, *FSDP2], world_size=4)],
-    "strategy.secondary_partition": [
-        Case("strategy.secondary_partition=2", OURS, "cluster.link=1gbit", world_size=4)
-    ],
     "strategy.outer.every": [Case("strategy.outer.every=1", OURS, GROUPS, world_size=4)],
     "strategy.outer.lr": [Case("strategy.outer.lr=1", OURS, OUTER, world_size=4)],
     "strategy.outer.momentum": [Case("strategy.outer.momentum=0", OURS, OUTER, world_size=4)],
     "strategy.gather_codec": [Case("strategy.gather_codec=int8", OURS)],
     "strategy.reduce_codec": [Case("strategy.reduce_codec=int8", OURS)],
+    "strategy.error_feedback": [
+        Case("strategy.error_feedback=true", OURS, "strategy.reduce_codec=int4")
+    ],
+    "strategy.secondary_partition": [
+        Case("strategy.secondary_partition=2", OURS, "cluster.link=1gbit", world_size=4)
+    ],
     "strategy.matrix_step": [
         Case("strategy.matrix_step=gather", ["buffer", "tensor"], MUON, world_size=4)
     ],

@@ -41,6 +41,7 @@ WITNESSES: dict[str, tuple[str, str]] = {
     "strategy.outer.momentum": (NUMBERS, "every outer step; 0 keeps none"),
     "strategy.gather_codec": (SENT, "gathers, in fewer bytes"),
     "strategy.reduce_codec": (SENT, "reductions, in fewer bytes"),
+    "strategy.error_feedback": (HELD, "what rounding has left out, as buffers"),
     "strategy.matrix_step": (SENT, "what brings matrices together before their step"),
     "strategy.offload": (HELD, "masters and moments count on the host"),
     "strategy.gradient_as_bucket_view": (OPERATIONS, "copies between gradients and DDP's buckets"),
