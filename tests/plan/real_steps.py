@@ -6,6 +6,7 @@ import gc
 from collections.abc import Generator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import cast
 
@@ -29,12 +30,14 @@ from zeroexp.models.checkpointing import checkpoint_as_configured
 from zeroexp.models.module import build_model
 from zeroexp.plan.closed_forms import ClosedForm, ShardedForm
 from zeroexp.plan.form_of_config import build_on_meta, form_of
+from zeroexp.plan.hidden_memory import product_scratch_bytes
 from zeroexp.plan.rehearse import UNDISTURBED_STEP, RehearsedRank, prepared
 from zeroexp.plan.stand_ins import NoData
 from zeroexp.process.world import World, barrier, fake_world, joined_process_group
 from zeroexp.training.loop import Data, train
 
 CPU = torch.device("cpu")
+SCRATCH_BYTES = 256  # of one product, by which the scratch of sums is larger than they are
 NUM_RANKS = 4
 MLP = ("model=mlp_tiny", "data=vectors", "data.seq_len=16")
 LLAMA = ("model=tiny", "data=synthetic", "data.seq_len=64")
@@ -177,6 +180,41 @@ def host_of(world: World, ranks_per_host: int) -> Generator[None]:
         yield
     finally:
         shared_memory.host_identity = same_host  # these processes run other tests too
+
+
+def packed_bytes(config: Config) -> int:
+    """Return the most that this CPU's kernels allocate for a bf16 product of the config, beyond what a plan has for it.
+
+    A CPU with instructions for bf16 packs the operands into blocks; others take `SCRATCH_BYTES` at most.
+    """
+    precision = config.precision
+    in_bf16 = precision.autocast or precision.compute == "bfloat16"
+    if not in_bf16 and config.optimizer.name != "muon":
+        return 0
+    assert count_cpu_allocations() is None
+    module = build_on_meta(config).module
+    tokens = config.data.micro_batch_size * config.data.seq_len
+    shapes = {tuple(each.shape) for each in module.parameters() if each.dim() == 2}
+    return max(_packed_bytes(tokens, *shape) for shape in shapes)
+
+
+@cache
+def _packed_bytes(tokens: int, rows: int, columns: int) -> int:
+    weight, samples, sums, square = (
+        torch.ones(*shape, dtype=torch.bfloat16)
+        for shape in ((rows, columns), (tokens, columns), (tokens, rows), (rows, rows))
+    )
+    packed = [SCRATCH_BYTES]
+    for left, right in (
+        *((samples, weight.T), (sums, weight), (sums.T, samples)),
+        *((weight, weight.T), (weight.T, weight), (square, square), (square, weight)),
+    ):
+        meter = AllocationMeter(CPU)
+        before = meter.peak_bytes() or 0
+        product = left @ right
+        planned = product.nbytes + product.numel() * product_scratch_bytes()
+        packed.append((meter.peak_bytes() or 0) - before - planned)
+    return max(packed)
 
 
 def agree(found: RehearsedRank | Steps, expected: ShardedForm) -> None:

@@ -16,11 +16,12 @@ from tests.plan.real_steps import (
     Steps,
     among_peers,
     config_of,
+    packed_bytes,
     quick_or_slow,
 )
 from zeroexp.config.keys import Config
-from zeroexp.measure.memory import AllocationMeter, count_cpu_allocations
-from zeroexp.plan.hidden_memory import GradientSums, product_scratch_bytes
+from zeroexp.measure.memory import AllocationMeter
+from zeroexp.plan.hidden_memory import GradientSums
 from zeroexp.plan.outcome import RankPeak, plan_point
 from zeroexp.plan.peak import rehearse_point
 from zeroexp.plan.rehearse import rehearse
@@ -32,7 +33,6 @@ WIDE = ("model=tiny", "data=synthetic", "data.seq_len=8", *TWO)
 # Few operations, each of which takes a rehearsal half a millisecond.
 VECTORS = ("model=mlp_tiny", "data=vectors", "data.seq_len=8", *TWO)
 RANDOM_STATES_BYTES = 24_000  # of torch, Python and numpy, which a rehearsal's checkpoint lacks
-SCRATCH_BYTES = 256  # of one product, by which the scratch of sums is larger than they are
 
 
 def planned(config: Config) -> RankPeak:
@@ -41,25 +41,6 @@ def planned(config: Config) -> RankPeak:
 
 def most(real: list[Steps]) -> int:
     return max(each.peak_bytes for each in real)
-
-
-def packed_bytes(config: Config) -> int:
-    """Return what this CPU's kernels allocate for a bf16 product of the config, beyond what a plan has for it.
-
-    A CPU with instructions for bf16 packs the operands into blocks; others take `SCRATCH_BYTES` at most.
-    """
-    assert count_cpu_allocations() is None
-    shape = config.model.hf_config
-    wide = torch.ones(shape["hidden_size"], shape["intermediate_size"], dtype=torch.bfloat16)
-    square = wide @ wide.T
-    packed = [SCRATCH_BYTES]
-    for left, right in ((wide, wide.T), (wide.T, wide), (square, square), (square, wide)):
-        meter = AllocationMeter(CPU)
-        before = meter.peak_bytes() or 0
-        product = left @ right
-        planned = product.nbytes + product.numel() * product_scratch_bytes()
-        packed.append((meter.peak_bytes() or 0) - before - planned)
-    return max(packed)
 
 
 # -- a part of a step ------------------------------------------------------------------------------

@@ -27,6 +27,7 @@ from tests.plan.real_steps import (
     among_peers,
     config_of,
     in_a_fake_world,
+    packed_bytes,
     quick_or_slow,
     random_states_bytes,
 )
@@ -196,7 +197,7 @@ def test_a_rehearsal_the_closed_forms_and_real_steps_agree(ranks, ranks_per_host
 def check(config: Config, real: list[Steps], ranks_per_host: int | None = FAKE) -> RehearsedRank:
     """Compare rehearsed ranks with real ones, which may hold a little more at their peak. Return the last."""
     of_one_rank = ranks_per_host in (FAKE, 1)  # in a rehearsal shared memory is in peaks alone
-    more = random_states_bytes(config)
+    more = random_states_bytes(config) + packed_bytes(config)
     if ranks_per_host or config.strategy.implementation == "torch":
         more += ELEMENT_BYTES
     by_rank = {each.rank: each for each in real}
