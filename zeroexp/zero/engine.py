@@ -36,7 +36,7 @@ from zeroexp.zero.matrices import bring_matrices_together
 from zeroexp.zero.norm import StepSums
 from zeroexp.zero.observer import Observer
 from zeroexp.zero.options import Dtypes, Options, own_dtypes, settle_options
-from zeroexp.zero.outer import OuterStep
+from zeroexp.zero.outer import make_outer_step
 from zeroexp.zero.schedule import Schedule
 from zeroexp.zero.state_dict import canonical_state, load_targets
 from zeroexp.zero.unit import MasterGradient, Unit
@@ -109,9 +109,7 @@ class Engine:
                 optimizer_factory, _masters_in_groups(self.units, param_groups)
             )
         bring_matrices_together(self.optimizer, self.units, stage, self.wire, options.matrix_step)
-        self._outer = None
-        if options.outer is not None:
-            self._outer = OuterStep(self.units, self.wire, options.outer, dtypes.master)
+        self._outer = make_outer_step(self.units, self.wire, options.outer, dtypes.master)
         self._python = PythonValues(self.optimizer, _names_in_groups(module, param_groups))
         self._reads_late = world.device.type != "cpu" and not world.is_fake
         self._observer.built(module, self.units, self.optimizer, self.zero_grad, self.wire)

@@ -46,6 +46,13 @@ def prefix_of(replica: int) -> str:
     return f"{OUTER}{replica}." if replica else ""
 
 
+def make_outer_step(
+    units: Sequence[Unit], wire: Collectives, outer: Outer | None, dtype: torch.dtype
+) -> OuterStep | None:
+    """Return what joins the replicas; None: they are never apart. See `OuterStep`."""
+    return None if outer is None else OuterStep(units, wire, outer, dtype)
+
+
 class OuterStep:
     """The outer optimizer of one rank's master weights, and how many steps of the interval are done."""
 
