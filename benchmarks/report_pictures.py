@@ -28,7 +28,7 @@ DARK = "--blink-settings=preferredColorScheme=0"
 PICTURES = {
     "report.png": ((1280, 1750), (), ""),
     "report-dark.png": ((560, 1750), (DARK,), ""),
-    "report-whole.png": ((1100, 9300), (), ""),
+    "report-whole.png": ((1100, 8050), (), ""),
     "timeline.png": ((1100, 900), (), "s-timeline"),
 }
 SECONDS = 120
