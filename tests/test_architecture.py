@@ -307,7 +307,12 @@ def opens_text_by_locale(call: ast.Call) -> bool:
 
 def test_every_text_file_is_opened_in_a_named_encoding():
     """ruff's PLW1514 sees only the paths whose type it infers."""
-    files = [*SOURCES, *ROOT.glob("benchmarks/*.py"), *ROOT.glob("slurm/one_machine/*.py")]
+    files = [
+        *SOURCES,
+        *ROOT.glob("benchmarks/*.py"),
+        *ROOT.glob("examples/*.py"),
+        *ROOT.glob("slurm/one_machine/*.py"),
+    ]
     wrong = [
         f"{path.relative_to(ROOT)}:{node.lineno} {ast.unparse(node)}"
         for path in files

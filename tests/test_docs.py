@@ -16,7 +16,7 @@ from zeroexp.report.markdown import BEGIN, END, LINE
 
 ROOT = Path(__file__).resolve().parent.parent
 README = ROOT / "README.md"
-FOLDERS = ("zeroexp", "hydra_plugins", "conf", "benchmarks", "slurm", "tests", "docs")
+FOLDERS = ("zeroexp", "hydra_plugins", "conf", "benchmarks", "examples", "slurm", "tests", "docs")
 PATHS = [*ROOT.glob("*.md"), *(path for name in FOLDERS for path in ROOT.glob(f"{name}/**/*.*"))]
 FILES = [f"/{path.relative_to(ROOT)}" for path in PATHS]
 PAGES = [README, ROOT / "CONTRIBUTING.md", *sorted(ROOT.glob("docs/*.md"))]

@@ -8,11 +8,12 @@ import json
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.composing import composed
-from tests.report.made import change, points, repeats, spread
+from tests.report.made import change, edit, points, repeats, spread
 from tests.run_folders import PARAMETER_BYTES, write_run
 from zeroexp.config.keys import Config, ConfigError, save
 from zeroexp.measure.record import STEP_SECONDS
@@ -290,6 +291,29 @@ def test_programs_read_bytes_seconds_and_verdicts(paper: list[Point], tmp_path: 
     *_, second, last = csv.DictReader(io.StringIO(exports.as_csv(made, columns)))
     assert (float(second["total_bytes"]), second["verdict"]) == (2 * PARAMETER_BYTES, "faster")
     assert (last["reason"], last["total_bytes"]) == ("a & b_c", "")
+
+
+def test_programs_read_which_losses_agree_with_the_first(tmp_path: Path) -> None:
+    for name in ("a", "near", "off", "no_number", "apart"):
+        write_run(tmp_path / name)
+        edit(tmp_path / name / "config.yaml", "loss_agreement: null", "loss_agreement: 1.0e-05")
+        edit(tmp_path / name / "config.yaml", "lr: 0.001", f"lr: 0.001{len(name)}")
+    write_run(tmp_path / "b", "ddp", status="failed", num_steps=0)
+    edit(tmp_path / "apart/config.yaml", "every: null", "every: 4")
+    for name, loss in [("near", "7.00006"), ("off", "7.7"), ("no_number", '"NaN"')]:
+        edit(tmp_path / name / "records.jsonl", '"loss": 7.0,', f'"loss": {loss},')
+
+    def told() -> dict[str, Any]:
+        return json.loads(exports.runs_as_json([p.run for p in points(tmp_path)]))["losses"]
+
+    losses = told()
+    assert (losses["reference"], losses["bound"]) == ("a", 1e-5)
+    agrees = {curve["point"]: curve["agrees"] for curve in losses["curves"]}
+    assert agrees == {"a": True, "near": True, "off": False, "no_number": False, "apart": False}
+    off = next(curve for curve in losses["curves"] if curve["point"] == "off")
+    assert (off["difference"], off["step"], off["falls"]) == (pytest.approx(0.1), 0, True)
+    edit(tmp_path / "a/config.yaml", "loss_agreement: 1.0e-05", "loss_agreement: null")
+    assert {curve["agrees"] for curve in told()["curves"]} == {None}
 
 
 def test_only_what_stands_between_the_markers_is_replaced(tmp_path: Path) -> None:

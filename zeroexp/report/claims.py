@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from zeroexp.measure.record import RunSummary
 from zeroexp.report.measured_points import Point
-from zeroexp.report.statistics import judge_losses, loss_curves
+from zeroexp.report.statistics import LossVerdict, judge_losses, loss_curves
 
 MIB = 1 << 20
 PEAK_BYTES, PEAK_SHARE = MIB, 0.001  # of a rehearsed peak, whichever is more
@@ -55,14 +55,24 @@ def claims_of(points: Sequence[Point]) -> list[Claim]:
     ]
 
 
-def _losses(points: Sequence[Point]) -> list[Claim]:
+def losses_of(points: Sequence[Point]) -> LossVerdict | None:
+    """Judge the curves by the first point's study.loss_agreement; None where there is no curve.
+
+    Seldom synchronised replicas are no reference, and agree with nothing.
+    """
+    apart = loss_curves(points, apart=True)
+    curves = {**loss_curves(points), **apart}
+    if not curves:
+        return None
     agreement = points[0].run.config.get(AGREEMENT, "null")
-    if agreement == "null":
-        return []
-    curves = loss_curves(points)
-    if not curves:  # all are seldom synchronised, of which nothing is claimed
-        return []
-    verdict = judge_losses(curves, bound=float(agreement))
+    bound = None if agreement == "null" else float(agreement)
+    return judge_losses(curves, bound=bound, apart=apart)
+
+
+def _losses(points: Sequence[Point]) -> list[Claim]:
+    verdict = losses_of([point for point in points if point.outer_every is None])
+    if verdict is None or verdict.bound is None:
+        return []  # all are seldom synchronised, of which nothing is claimed, or nothing is to agree
     return [Claim(verdict.lines()[0], verdict.agree)]
 
 

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
+from zeroexp.report.claims import losses_of
 from zeroexp.report.columns import Column, exported_columns
 from zeroexp.report.compare import Conclusions, conclude, differences
 from zeroexp.report.measured_points import Point, points_of
@@ -35,12 +36,31 @@ def as_json(
             for one in conclusions.judged
             if (c := one.comparison)
         ],
+        "losses": _losses(points),
         "qualities": [asdict(quality) for quality in conclusions.qualities],
         "differences": differences(points),
         "doubts": conclusions.doubts,
         "broken": conclusions.broken,
     }
     return dumps({**content, **more}, indent=1)
+
+
+def _losses(points: Sequence[Point]) -> dict[str, Any] | None:
+    """Return how far each loss curve lies from the first one; None where no point has a curve."""
+    verdict = losses_of(points)
+    if verdict is None:
+        return None
+    curves = [
+        {
+            "point": curve.name,
+            "difference": curve.difference,
+            "step": curve.step,
+            "falls": curve.falls,
+            "agrees": verdict.agrees(curve),
+        }
+        for curve in verdict.curves
+    ]
+    return {"reference": verdict.reference, "bound": verdict.bound, "curves": curves}
 
 
 def runs_as_json(runs: Sequence[Run]) -> str:

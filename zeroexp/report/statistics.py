@@ -271,7 +271,13 @@ class LossVerdict:
 
     @property
     def agree(self) -> bool:
-        return self.bound is None or all(c.difference <= self.bound for c in self._equal)
+        return all(self.agrees(curve) is not False for curve in self._equal)
+
+    def agrees(self, curve: Curve) -> bool | None:
+        """Whether the curve lies within the bound, which one that is apart never does; None without a bound."""
+        if self.bound is None:
+            return None
+        return not curve.is_apart and curve.difference <= self.bound
 
     @property
     def _equal(self) -> list[Curve]:
@@ -304,7 +310,7 @@ class LossVerdict:
                     f"  {curve.name}: in no verdict, by design not equal to one process; off by "
                     f"{curve.difference:.1e} at step {curve.step}"
                 )
-            elif self.bound is not None and not curve.difference <= self.bound:
+            elif self.agrees(curve) is False:
                 lines.append(f"  {curve.name}: off by {curve.difference:.1e} at step {curve.step}")
             if self.must_fall and not curve.falls:
                 lines.append(f"  {curve.name}: its loss does not fall")
