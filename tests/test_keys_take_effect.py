@@ -10,7 +10,7 @@ import hashlib
 import re
 from collections import Counter
 from collections.abc import Sequence
-from contextlib import nullcontext
+from contextlib import chdir, nullcontext
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -235,9 +235,10 @@ def seen_by_one_rank(line: Line) -> dict[str, Any]:
     return {HELD: records[-1].memory_bytes, SENT: dispatched.sent, OPERATIONS: dispatched.names}
 
 
-def numbers_of(world: World, config: Config) -> str:
-    """A hash of losses, norms, and this rank's pieces of weights and moments."""
-    records, strategy = trained(world, config)
+def numbers_of(world: World, config: Config, folder: Path) -> str:
+    """A hash of losses, norms, and this rank's pieces of weights and moments; files are named as in the folder."""
+    with chdir(folder):
+        records, strategy = trained(world, config)
     numbers = hashlib.sha256(repr([(each.loss, each.grad_norm) for each in records]).encode())
     for name, tensors in strategy.state_dict().items():
         for key, tensor in tensors.items():
@@ -295,7 +296,9 @@ class Walk:
             return seen_by_one_rank(line)[place]
         if line not in self._numbers:
             config = config_of(line)
-            self._numbers[line] = self._ranks(numbers_of, config, world_size=config.world_size)
+            self._numbers[line] = self._ranks(
+                numbers_of, config, Path.cwd(), world_size=config.world_size
+            )
         return self._numbers[line]
 
 

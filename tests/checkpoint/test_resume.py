@@ -186,7 +186,7 @@ def test_no_checkpoint_in_there(tmp_path):
         ("train.seed=3", "train.seed is 3 in it, 0 here"),
         ("optimizer=sgd", "optimizer.name is sgd in it, adamw here"),
         # The checkpoint alone has this key.
-        ("model.hf_config.window=16", "model.hf_config.window is 16 in it, None here"),
+        ("+model.hf_config.window=16", "model.hf_config.window is 16 in it, None here"),
     ],
 )
 def test_what_does_not_fit_is_named(tmp_path, word, difference):

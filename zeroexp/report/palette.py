@@ -7,7 +7,7 @@ readable. Wherever a colour tells something, a pattern, a symbol or a word tells
 from __future__ import annotations
 
 BLUE, ORANGE, GREEN, PINK, GREY = "#56b4e9", "#e69f00", "#3fb992", "#cc79a7", "#c9c9c9"
-RED, YELLOW, NAVY = "#d55e00", "#f0e442", "#0072b2"
+RED, YELLOW, NAVY, BROWN, VIOLET = "#d55e00", "#f0e442", "#0072b2", "#a6761d", "#6a51a3"
 
 KIND_NAMES = {
     "parameters": "parameters",
@@ -23,9 +23,9 @@ KIND_COLOURS = {
     "gradients": ORANGE,
     "optimizer": GREEN,
     "master": PINK,
-    "secondary": NAVY,
+    "secondary": BROWN,
     "buffers": GREY,
-    "outer": NAVY,
+    "outer": VIOLET,
 }
 # What bytes are for, as measure/record.py names causes.
 CAUSE_COLOURS = {
@@ -33,7 +33,7 @@ CAUSE_COLOURS = {
     "gradients": ORANGE,
     "optimizer": GREEN,
     "master": PINK,
-    "secondary": NAVY,
+    "secondary": BROWN,
     "pools": "#7f9ed6",
     "buckets": RED,
     "shared memory": "#a3a3a3",
@@ -52,7 +52,7 @@ PART_COLOURS = {
     "data": GREY,
     "hand_over": RED,
     "gather": BLUE,
-    "secondary": NAVY,
+    "secondary": BROWN,
     "reduce": ORANGE,
     "publish": GREEN,
     "norm": PINK,
