@@ -21,7 +21,7 @@ SPACE = {  # the first of each is the start, a bad one
     "strategy.reduce_codec": ["null", "int4"],  # sends fewer bytes, and trains another model
 }
 ORACLE = ["world_size=1", "strategy=ddp", "strategy.implementation=torch", "repeats=1"]
-ALWAYS = ["study.loss_agreement=1e-5", "tracking=files", "cluster.rehearse_s=0"]
+ALWAYS = ["study.loss_agreement=1e-5", "outputs=outputs", "tracking=files", "cluster.rehearse_s=0"]
 COLUMNS = ["tried", "step_seconds", "step_seconds_low", "step_seconds_high", "peak_bytes"]
 COLUMNS += ["ratio", "ratio_low", "ratio_high", "verdict", "why_not"]
 
@@ -56,7 +56,7 @@ def why_not(points, broken, curves):
     for point in points:
         curve = by_name.get(f"{point['sweep']}/{point['point']}", {"difference": "?", "step": "?"})
         if point["status"] != "done":
-            return f"{point['status']}: {' '.join(point['reason'].split())}"
+            return f"{point['status']}: {' '.join((point['reason'] or '').split())}"
         if not curve.get("agrees"):
             return f"unequal: loss off by {curve['difference']} at step {curve['step']}"
     verdict = points[-1]["verdict"]
@@ -75,7 +75,7 @@ def search(words, space, table):
         if new != old:
             tried = " ".join(f"{key}={new[key]}" for key in new if new[key] != old[key])
             row = {"tried": tried, **attempt(words, oracle, old, new)}
-            lines.append([str(row.get(name, "")) for name in COLUMNS])
+            lines.append([str(row.get(name) or "") for name in COLUMNS])
             table.write_text("\n".join(map("\t".join, lines)) + "\n", encoding="utf-8")
             best = best if row["why_not"] else new
     return best

@@ -80,6 +80,7 @@ def point(name: str, **values: Any) -> dict[str, Any]:
         ({"verdict": "faster"}, "no curve", [], "unequal: loss off by ? at step ?"),
         ({"verdict": "faster"}, True, ["gather bytes differ"], "gather bytes differ"),
         ({"status": "failed", "reason": "no\nmemory"}, True, [], "failed: no memory"),
+        ({"status": "cancelled"}, True, [], "cancelled: "),
     ],
 )
 def test_only_what_is_known_to_be_equal_and_faster_is_kept(
