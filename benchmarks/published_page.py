@@ -23,9 +23,9 @@ from zeroexp.process import safe_output
 
 COMMAND = "python -m benchmarks.published_page > docs/published.md"
 INTRODUCTION = (
-    "Does a plan give the figures that were published? Each stands beside what `zeroexp plan study=<name>` says of the "
-    "same point: predictions, not measurements. Ours is in brackets where its digits are others; it agrees if both "
-    f"differ by no more than the rounding of what was published. This page is the output of `{COMMAND}`."
+    "Does a plan give the figures that were published? Each stands beside what `zeroexp plan study=<name>` predicts, "
+    "in brackets where its digits are others; both agree if they differ by no more than the rounding of what was "
+    f"published. This page is the output of `{COMMAND}`."
 )
 
 

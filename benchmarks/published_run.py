@@ -112,7 +112,7 @@ def told(runs: dict[Engine, RunSummary], cells: Sequence[tuple[ComparedCell, Com
 HEAD = ("point", "column", "published", "planned", "measured")
 PEAKS_TOLD = (
     "The most that the fullest rank of the same runs held at once, with activations, gathered parameters and gradients "
-    "on their way: no publication has it, and it decides what fits. MiB:"
+    "on their way, which no publication has, MiB:"
 )
 
 

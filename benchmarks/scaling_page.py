@@ -57,13 +57,13 @@ MODELS = (
     ),
 )
 INTRODUCTION = (
-    "How does each strategy scale to a thousand GPUs, and where does it stop? A prediction: nothing was measured, and "
-    f"no GPU has run it. `{COMMAND}` rehearses the real engine at each world size ([Planning](plan.md)) and "
-    "walks the step on two networks. Use it for the order of strategies, not for milliseconds."
+    "How does each strategy scale to a thousand GPUs, and where does it stop? A prediction, for the order of "
+    f"strategies, not for milliseconds: nothing was measured. `{COMMAND}` [rehearses](plan.md) the real engine at each "
+    "world size and walks the step on two networks."
 )
 COLUMNS = (
-    "*peak*: GiB of the fullest rank, with activations. *ms*: the expected step, 35 % to either side. A rank's work is "
-    "the same at every world size (weak scaling): what ms grow by is waiting."
+    "*peak*: GiB of the fullest rank, with activations; then ms of the expected step on each network, 35 % to either "
+    "side; all at 8, 64 and 1,024 ranks. A rank's work stays the same (weak scaling): what ms grow by is waiting."
 )
 
 
@@ -93,12 +93,20 @@ def page(models: Sequence[Scaled]) -> str:
 
 
 def section(model: Scaled) -> str:
-    """Return the table of one model: a row for each strategy and world size."""
-    names = [f"{each.name}, ms" for each in SCALED_ON]
-    head = f"| strategy | ranks | peak | {' | '.join(names)} |"
-    rule = f"| --- | ---: | ---: | {' | '.join(['---:'] * len(SCALED_ON))} |"
-    rows = [_row(planned) for planned in planned_points(model)]
-    return "\n\n".join([f"## {model.title}", "\n".join([head, rule, *rows])])
+    """Return the table of one model: a row for each strategy, a column for each number at each world size."""
+    first, *others = (f"{size:,}" for size in model.sizes)
+    names = ["peak", *(each.name for each in SCALED_ON)]
+    columns = [column for name in names for column in (f"{name}, {first}", *others)]
+    found: dict[str, list[list[str]]] = {}
+    for planned in planned_points(model):
+        found.setdefault(planned.config.strategy.name, []).append(_numbers(planned))
+    rows = [
+        [name, *(cell for number in zip(*cells, strict=True) for cell in number)]
+        for name, cells in found.items()
+    ]
+    lines = [["strategy", *columns], ["---", *["---:"] * len(columns)], *rows]
+    table = "\n".join(f"| {' | '.join(line)} |" for line in lines)
+    return "\n\n".join([f"## {model.title}", table])
 
 
 def planned_points(model: Scaled) -> list[PlannedPoint]:
@@ -110,13 +118,12 @@ def planned_points(model: Scaled) -> list[PlannedPoint]:
     return Plans(composed_points([*model.words, *SHARED, *swept])).planned
 
 
-def _row(planned: PlannedPoint) -> str:
+def _numbers(planned: PlannedPoint) -> list[str]:
+    """Return the peak in GiB, and the milliseconds of a step on each network."""
     print(f"{planned.outcome.name}: rehearsing", file=sys.stderr, flush=True)
-    config, found = planned.config, on_networks(planned, SCALED_ON)
+    found = on_networks(planned, SCALED_ON)
     peak = found[0].fullest.num_bytes / GIB
-    cells = [config.strategy.name, f"{config.world_size:,}", f"{peak:,.1f}"]
-    cells += [f"{1000 * each.step_seconds[1]:,.0f}" for each in found]
-    return f"| {' | '.join(cells)} |"
+    return [f"{peak:,.1f}", *(f"{1000 * each.step_seconds[1]:,.0f}" for each in found)]
 
 
 def on_networks(planned: PlannedPoint, networks: Sequence[Network]) -> list[RehearsedPeaks]:

@@ -21,10 +21,9 @@ from zeroexp.verify.ranks import verify_world
 
 FILE = Path(silent_loops.__file__)
 INTRODUCTION = (
-    "Which silent bugs does [`zeroexp verify`](verify.md) find? Users of Megatron-LM, DeepSpeed, FSDP2, "
-    "accelerate, transformers, torchtitan and others have written of these: training went on, the loss fell, and "
-    "the result was another model. Each is rebuilt as a loop of a few lines in `benchmarks/silent_loops.py`, "
-    "which the command is told nothing of; the programs of those threads were not run."
+    "Which silent bugs does [`zeroexp verify`](verify.md) find? In these threads training went on, the loss fell, "
+    "and the result was another model. Each is rebuilt as a loop of a few lines in `benchmarks/silent_loops.py`, "
+    "which the command is told nothing of; the programs of the threads were not run."
 )
 LEFT_OUT = (
     "Not seen, since the weights are right: what is merely logged (radixark/miles_diffusion#35), and what merely "

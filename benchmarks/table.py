@@ -144,7 +144,7 @@ def machine() -> str:
     """When, on what, with which versions."""
     today = datetime.datetime.now(datetime.UTC).date().isoformat()
     return (
-        f"Measured on {today}: {processor_name()}, {os.cpu_count()} cores, one thread per rank; Python "
+        f"{today}, {processor_name()}, {os.cpu_count()} cores, Python "
         f"{platform.python_version()}, torch {torch.__version__}, transformers {transformers.__version__}."
     )
 

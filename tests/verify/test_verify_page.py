@@ -21,10 +21,10 @@ ROOT = Path(__file__).resolve().parents[2]
 PYPROJECT = ROOT / "pyproject.toml"
 PAGE = (ROOT / "docs/verify.md").read_text()
 (CODE,) = re.findall(r"^```python\n# loop.py\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
-# What the page does to its loop, and the exit code
+# What the page does to its loop, the words of its command, and the exit code
 MISTAKES = {
-    "right": (CODE, 0),
-    "not divided": (CODE.replace(" / len(batches)\n", "\n"), 1),
+    "right": (CODE, (), 0),
+    "not divided": (CODE.replace(" / len(batches)\n", "\n"), ("--worlds", "2"), 1),
 }
 
 
@@ -52,15 +52,15 @@ def lines(text: str) -> list[str]:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", MISTAKES)
 def test_the_page_shows_what_it_says(tmp_path: Path, name: str) -> None:
-    text, code = MISTAKES[name]
+    text, words, code = MISTAKES[name]
     assert (text != CODE) == (code == 1)
-    returned, printed, errors = verify(tmp_path, text, "loop.py:my_loop")
+    returned, printed, errors = verify(tmp_path, text, "loop.py:my_loop", *words)
     assert (returned, errors) == (code, "")
     assert "\n".join(lines(printed)) in "\n".join(lines(PAGE))
 
 
 def test_programs_read_the_same(tmp_path: Path) -> None:
-    text, _ = MISTAKES["not divided"]
+    text, *_ = MISTAKES["not divided"]
     code, printed, _ = verify(tmp_path, text, "loop.py:my_loop", "--json", "--worlds", "2")
     (world,) = json.loads(printed)
     found = world["difference"]
@@ -160,7 +160,7 @@ def test_what_can_not_be_run_is_one_line(tmp_path: Path) -> None:
 
 
 def test_what_differs_is_told_though_other_numbers_of_ranks_can_not_be_run(tmp_path: Path) -> None:
-    text, _ = MISTAKES["not divided"]
+    text, *_ = MISTAKES["not divided"]
     text = text.replace(
         "def train(model):", "def train(model):\n    assert 2 > dist.get_world_size(), 'one'"
     )
