@@ -91,9 +91,9 @@ def _redundant_optimizers() -> str:
     lines = [
         "## K redundant optimizers, N = 8 ranks in 4 slow groups of 2 fast ones, K = 4",
         _wrapped(
-            "`strategy=zero1 strategy.replicas=4`, by arithmetic. tests/cluster/test_link.py trains such "
-            "ranks on four nodes of two behind a `cluster.link`, and reads 6P/8 a rank from their "
-            "interfaces within 1 %; without groups it would be 12P/8."
+            "`strategy=zero1 strategy.replicas=4`, by arithmetic. tests/cluster/test_link.py reads 6P/8 a "
+            "rank, within 1 %, from the interfaces of four nodes of two behind a `cluster.link`; without "
+            "groups it would be 12P/8."
         ),
         "| figure | published | computed |\n| --- | ---: | ---: |\n"
         f"| over slow links, in P | 6/8 | {slow:.3f} |\n"

@@ -26,9 +26,8 @@ INTRODUCTION = (
     "which the command is told nothing of; the programs of the threads were not run."
 )
 LEFT_OUT = (
-    "Not seen, since the weights are right: what is merely logged (radixark/miles_diffusion#35), and what merely "
-    "costs time (NVIDIA/cosmos-framework#161). Bugs of tensor, pipeline and expert parallelism, as most of those "
-    "in NVIDIA/Megatron-LM#7452, need meshes that it does not run."
+    "Not seen: what is merely logged (radixark/miles_diffusion#35) or costs time (NVIDIA/cosmos-framework#161), and "
+    "bugs of tensor, pipeline and expert parallelism, which need meshes (most of NVIDIA/Megatron-LM#7452)."
 )
 HEAD = "| what it was | thread | what is said of it |\n|---|---|---|"
 
