@@ -23,7 +23,7 @@ SPACE = {  # the first of each is the start, a bad one
 ORACLE = ["world_size=1", "strategy=ddp", "strategy.implementation=torch", "repeats=1"]
 ALWAYS = ["study.loss_agreement=1e-5", "outputs=outputs", "tracking=files", "cluster.rehearse_s=0"]
 COLUMNS = ["tried", "step_seconds", "step_seconds_low", "step_seconds_high", "peak_bytes"]
-COLUMNS += ["ratio", "ratio_low", "ratio_high", "verdict", "why_not"]
+COLUMNS += ["ratio", "ratio_low", "ratio_high", "verdict", "doubt", "why_not"]
 
 
 def zeroexp(*words):
