@@ -21,6 +21,8 @@ from zeroexp.comm.codec import decode, encode
 from zeroexp.comm.collectives import TRANSPORTS, Collectives
 from zeroexp.comm.direct import Direct
 from zeroexp.config.keys import UndefinedCombination
+from zeroexp.cut.stage import STAGES
+from zeroexp.engines.sharded import Sharded
 from zeroexp.interface.canonical import merge
 from zeroexp.process import world as worlds
 from zeroexp.process.watchdog.differs import Moves
@@ -197,6 +199,54 @@ def test_in_the_long_run_error_feedback_leaves_nothing_out(ranks):
     for fed_back, plain, more_bytes in ranks(sums_of_the_same_gradients, world_size=2):
         assert fed_back <= 1.0 < 20 * fed_back < plain
         assert more_bytes == 0
+
+
+class SumOfWeights(torch.nn.Module):
+    """Gradients are what multiplies the weights, whatever these are."""
+
+    def __init__(self):
+        super().__init__()
+        self.always, self.seldom = (torch.nn.Parameter(torch.zeros(300)) for _ in range(2))
+
+    def forward(self, factors: Tensor, is_used: bool) -> Tensor:
+        loss = (self.always * factors).sum()
+        return loss + (self.seldom * factors).sum() if is_used else loss
+
+
+def seldom_used(world: World, stage: str, layout: str, reduce_each: str) -> float:
+    """How far a weight is off after steps of plain SGD of which every other one has no gradient of it on any rank."""
+    model, factors = SumOfWeights(), torch.linspace(-1, 1, 300)
+    strategy = Sharded(
+        model,
+        blocks=[],
+        stage=STAGES[stage],
+        param_groups=[{"params": list(model.parameters())}],
+        optimizer_factory=lambda groups: torch.optim.SGD(groups, lr=1.0),
+        max_grad_norm=None,
+        world=world,
+        options=Options(layout, reduce_each=reduce_each, reduce_codec="int4", error_feedback=True),
+    )
+    for step in range(40):
+        with strategy.microbatch(last=True):
+            strategy.backward(strategy.model(factors, step % 2 == 0))
+        strategy.step()
+        strategy.zero_grad()
+    with strategy.gathered():
+        return float((model.seldom.detach() + 20 * world.size * factors).abs().max())
+
+
+@pytest.mark.parametrize(
+    "way",
+    [
+        ("zero1", "tensor", "step"),
+        ("zero2", "parameter", "microbatch"),
+        ("zero3", "buffer", "microbatch"),
+    ],
+)
+def test_what_is_left_out_waits_where_no_rank_has_a_gradient(ranks, way):
+    """One peer's terms, at most 1 and half a step of 1/7 each, are off by half a step once, not in each of 20 steps."""
+    for off in ranks(seldom_used, *way, world_size=2):
+        assert off <= (1 + 1 / 13) / 14
 
 
 def fed_back_after_a_load(world: World) -> list[float]:

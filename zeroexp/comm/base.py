@@ -43,12 +43,14 @@ class ReducePart:
     gradients: one flat tensor for each member. All parts of a move have gradients of one dtype, in which they travel.
     out: one flat tensor for each span this rank owns; it may be that very span of `gradients`.
     accumulate: the sum is added to `out` instead of overwriting it.
+    absent: members of which this rank has had no gradient in this step, whose `gradients` are zeros.
     """
 
     chunk: Chunk
     gradients: list[Tensor]
     out: list[Tensor] = field(default_factory=list)
     accumulate: bool = False
+    absent: Sequence[int] = ()
 
 
 class Pending:

@@ -14,7 +14,7 @@ of the sum. That rank's own terms travel nowhere and stay exact. What the optimi
 never passes a codec.
 
 With error feedback (arXiv:1901.09847, 1-bit Adam) a rank keeps what rounding leaves out of each gradient that it sends,
-and adds it to the next one, so that in the long run nothing is left out.
+and adds it to the next one, so that in the long run nothing is left out. Where it has no gradient it sends none of it.
 
 ZeRO++ (arXiv:2306.10209) calls the first qwZ; the second is qgZ in one hop.
 """
@@ -121,11 +121,10 @@ def reduce_scatter_encoded(
     sent: dict[int, Tensor] = {}
     for peer in peers:
         terms = torch.cat([nothing, *_terms_of(parts, peer)])
-        if residuals is not None:
-            terms = residuals[peer].add_(terms)
-        sent[peer] = encode(codec, terms)
-        if residuals is not None:
-            terms.sub_(decode(codec, sent[peer].unsqueeze(0), len(terms), terms.dtype)[0])
+        if residuals is None:
+            sent[peer] = encode(codec, terms)
+        else:
+            sent[peer] = _encode_with_feedback(codec, terms, residuals[peer], parts, peer)
     own = _terms_of(parts, world.rank)
     outs = [(out, part.accumulate) for part in parts for out in part.out]
     sizes = [term.numel() for term in own]
@@ -141,6 +140,29 @@ def reduce_scatter_encoded(
             sum_into(out, [terms[rank][index] for rank in range(world.size)], accumulate)
 
     return Pending([arriving], add_in_rank_order), sum(map(len, sent.values()))
+
+
+def _encode_with_feedback(
+    codec: str, terms: Tensor, residual: Tensor, parts: Sequence[ReducePart], peer: int
+) -> Tensor:
+    """Return the codes of terms and residual, which becomes what they leave out.
+
+    Where this rank has no gradient the residual waits: if no rank has one, the owner drops the sum.
+    """
+    spans = [(span, part.absent) for part in parts for span in part.chunk.spans(peer)]
+    by_span = residual.split([span.numel for span, _ in spans])
+    absent = [
+        left for left, (span, members) in zip(by_span, spans, strict=True) if span.member in members
+    ]
+    waiting = [left.clone() for left in absent]
+    fed = residual.add_(terms)
+    for left in absent:
+        left.zero_()
+    codes = encode(codec, fed)
+    fed.sub_(decode(codec, codes.unsqueeze(0), len(fed), fed.dtype)[0])
+    for left, kept in zip(absent, waiting, strict=True):
+        left.copy_(kept)
+    return codes
 
 
 def _decode_into(codec: str, encoded: Tensor, targets: Sequence[Tensor | None]) -> None:

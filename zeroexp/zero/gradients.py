@@ -61,7 +61,8 @@ class Gradients:
             self._allocate_sums(part, [index for index, _ in windows])
         out = [_part(self._sums[index], own.start, own.stop) for index, own in windows]
         self._drop_reduced(part)
-        return ReducePart(part.chunk, terms, out, accumulate)
+        absent = [i for i, each in enumerate(part.ranges) if not self.present[each.member]]
+        return ReducePart(part.chunk, terms, out, accumulate, absent)
 
     def to_sum(self, part: Slice) -> tuple[ReducePart, Keep]:
         """Return what partial -> replicated sums in place, and a call that keeps the sums once they are there."""
