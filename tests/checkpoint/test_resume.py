@@ -151,6 +151,18 @@ def test_latest_where_none_fits_says_why(tmp_path):
     assert "40 steps are done, of 40 here" in refused(config, UndefinedCombination)
 
 
+def test_a_checkpoint_between_outer_steps_is_refused(tmp_path):
+    """All that needs one model comes after multiples of the interval, counted from the first step."""
+    words = ("strategy=zero2", "world_size=4", "strategy.replicas=2", "strategy.outer.every=4")
+    run = tmp_path / "sweep" / "run"
+    write(run, 6, config_for(tmp_path))
+    config = config_for(tmp_path, *words, f"resume={run}")
+    told = "step 6 is between outer steps of strategy.outer.every=4; use an interval that divides 6"
+    assert told in refused(config, UndefinedCombination)
+    write(run, 8, config_for(tmp_path))
+    assert resolve_resume(config) == str(run / "checkpoint/step-000008")
+
+
 def test_latest_where_all_are_damaged_says_which(tmp_path):
     config = config_for(tmp_path, "resume=latest")
     run = tmp_path / "b" / "run"

@@ -198,6 +198,11 @@ def _require_fit(config: Config, manifest: Manifest) -> None:
     if manifest.step >= num_steps:
         done = f"{manifest.step} steps are done, of {num_steps} here"
         raise UndefinedCombination(f"{done}; raise train.steps")
+    every = config.strategy.outer.every or 1  # counted from the first step of all
+    if manifest.step % every:
+        problem = f"step {manifest.step} is between outer steps of strategy.outer.every={every}"
+        remedy = f"use an interval that divides {manifest.step}, or another checkpoint"
+        raise UndefinedCombination(f"{problem}; {remedy}")
 
 
 def _decisive_settings(config: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
