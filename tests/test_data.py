@@ -222,6 +222,20 @@ def test_a_damaged_cache_entry_is_made_again(tmp_path, cache, file):
         assert (folder / file).read_bytes() == content
 
 
+@pytest.mark.parametrize("damaged", [b"", b"0" * 63, b"\x92" * 64], ids=["empty", "cut", "no text"])
+def test_a_damaged_hash_of_a_text_is_made_again(tmp_path, monkeypatch, damaged):
+    monkeypatch.setenv("ZEROEXP_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(sources, "TICK_SECONDS", -1.0)
+    text = tmp_path / "text.txt"
+    text.write_text("text " * 100)
+    identity = sources.source_identity(DataConfig("offline"), [text])
+    (kept,) = (tmp_path / "cache/digests").iterdir()
+    content = kept.read_bytes()
+    kept.write_bytes(damaged)
+    assert sources.source_identity(DataConfig("offline"), [text]) == identity
+    assert kept.read_bytes() == content
+
+
 def test_synthetic_tokens_can_be_learned():
     """Each sample counts on by one stride modulo the vocabulary."""
     for turn in opened("synthetic", seq_len=32).step_batch(0, rank=0, world_size=1).microbatches:

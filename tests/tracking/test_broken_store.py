@@ -50,7 +50,7 @@ def num_tables(database: Path) -> int:
 def test_tables_of_the_cache_are_those_that_mlflow_makes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each file has its own artifacts; a file of the cache that is there is taken, whatever it holds."""
+    """Each file has its own artifacts; a whole file of the cache is taken, whatever it holds."""
 
     def content(name: str) -> tuple[set[tuple[str, ...]], list[tuple[str, str]]]:
         with store.Store(f"sqlite:///{tmp_path / name}", "x", tmp_path).opened():
@@ -72,6 +72,27 @@ def test_tables_of_the_cache_are_those_that_mlflow_makes(
     assert schema - made[0] == {("of_the_cache", "number", "")}
     assert made[1] == [("Default", f"file://{tmp_path}/a/mlartifacts/0")]
     assert experiments == [("Default", f"file://{tmp_path}/c/mlartifacts/0")]
+
+
+@pytest.mark.parametrize("kept", [b"no database " * 100, b"", None], ids=["other", "empty", "cut"])
+def test_a_broken_file_of_the_cache_is_made_again(tmp_path, monkeypatch, kept) -> None:
+    """Else each new store would be a copy of it, also the one that is made where a broken one was moved away."""
+    monkeypatch.setenv("ZEROEXP_CACHE", str(tmp_path / "cache"))
+
+    def tables_of(name: str) -> set[tuple[str, ...]]:
+        (tmp_path / name).mkdir()
+        with store.Store(f"sqlite:///{tmp_path / name}/mlflow.db", "x", tmp_path).opened():
+            pass
+        with closing(sqlite3.connect(tmp_path / name / "mlflow.db")) as tables:
+            assert tables.execute("pragma quick_check").fetchone() == ("ok",)
+            return {*tables.execute(COLUMNS)}
+
+    made = tables_of("a")
+    (cached,) = (tmp_path / "cache").iterdir()
+    whole = cached.read_bytes()
+    cached.write_bytes(whole[: len(whole) // 2] if kept is None else kept)
+    assert tables_of("b") == made
+    assert len(cached.read_bytes()) == len(whole)
 
 
 def test_a_store_whose_maker_was_killed_is_made_by_the_next(tmp_path: Path) -> None:

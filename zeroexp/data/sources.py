@@ -109,7 +109,7 @@ def _digest(file: Path) -> str:
     stat = file.stat()
     seen = [str(file.resolve()), stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns, stat.st_ino]
     kept = cache_root() / "digests" / hashlib.sha256(json.dumps(seen).encode()).hexdigest()
-    with contextlib.suppress(OSError):
+    with contextlib.suppress(OSError, UnicodeError):
         if DIGEST.fullmatch(stored := kept.read_text(encoding="utf-8")):
             return stored
     with file.open("rb") as content:

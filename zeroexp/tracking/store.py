@@ -286,6 +286,17 @@ def _has_tables(database: Path) -> bool:
     return bool(names)
 
 
+def _is_whole(database: Path) -> bool:
+    """Tell whether a file of the cache has all its tables and pages: a broken one would break every store."""
+    with suppress(sqlite3.Error, ConfigError):
+        if _has_tables(database):
+            with closing(
+                sqlite3.connect(f"file:{quote(str(database))}?mode=ro", uri=True)
+            ) as tables:
+                return tables.execute("pragma quick_check").fetchone() == ("ok",)
+    return False
+
+
 def _error_of_sqlite(error: BaseException | None) -> sqlite3.Error | None:
     """Return the error of sqlite that an error of MLflow was made from."""
     while error is not None and not isinstance(error, sqlite3.Error):
@@ -329,7 +340,7 @@ def _empty_tables() -> Path:
     from mlflow import __version__
 
     path = cache_root() / f"mlflow-{__version__}.db"
-    if not path.exists():
+    if not _is_whole(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         with locks.temporary_folder() as folder:
             made = folder / path.name
