@@ -295,18 +295,26 @@ def load_and_step(
     return loaded, pieces_of(strategy)
 
 
-def ask_for_a_state_in_between(world: World) -> str:
+def ask_in_between(world: World) -> list[str]:
     recipe = Recipe(world_size=2)
     strategy = build_on_rank(world, recipe, Ours("zero3", Options(replicas=2, outer=Outer(2))))
     run_steps(strategy, world, recipe, range(1))
-    with pytest.raises(RuntimeError) as error:
-        strategy.state_dict()
-    return str(error.value)
+    with strategy.gathered():  # each rank sees its replica's
+        pass
+    lines: list[str] = []
+    for call in (strategy.state_dict, strategy.gathered(write=True).__enter__):
+        with pytest.raises(RuntimeError) as error:
+            call()
+        lines.append(str(error.value))
+    return lines
 
 
-def test_no_state_is_given_where_replicas_differ(ranks):
-    for told in ranks(ask_for_a_state_in_between, world_size=2):
-        assert "1 steps after the last outer step" in told and "a multiple of 2 steps" in told
+def test_no_state_is_given_or_written_where_replicas_differ(ranks):
+    """What is written in between would become a change, of which the outer step takes its own part."""
+    for lines in ranks(ask_in_between, world_size=2):
+        for told, call in zip(lines, ("state_dict()", "gathered(write=True)"), strict=True):
+            assert told.startswith(f"strategy.{call} 1 steps after the last outer step")
+            assert told.endswith("call it after a multiple of 2 steps")
 
 
 @pytest.mark.parametrize(

@@ -134,6 +134,8 @@ class Engine:
     @contextmanager
     def gathered(self, *, write: bool = False) -> Iterator[None]:
         """Show all parameters whole inside; all ranks enter and leave together, see whole.py."""
+        if write and self._outer is not None:
+            self._outer.require_joined("gathered(write=True)")
         with (
             self._observer.gathered(write=write, in_microbatch=self._schedule.in_microbatch),
             gathered(self.units, self._schedule, self.wire, write=write),
@@ -196,7 +198,7 @@ class Engine:
     def state_dict(self) -> CanonicalState:
         self.drain()
         if self._outer is not None:
-            self._outer.require_joined()
+            self._outer.require_joined("state_dict()")
         state = canonical_state(
             self.units,
             self._stage,

@@ -124,11 +124,12 @@ class OuterStep:
 
     # -- states ------------------------------------------------------------------------------------
 
-    def require_joined(self) -> None:
+    def require_joined(self, call: str) -> None:
+        """Raise RuntimeError where replicas hold different weights, of which there is no one state to give or write."""
         if self.is_between:
             raise RuntimeError(
-                f"strategy.state_dict() {self._num_done} steps after the last outer step, where each replica holds "
-                f"weights of its own: ask for it after a multiple of {self._settings.every} steps"
+                f"strategy.{call} {self._num_done} steps after the last outer step, where each replica holds "
+                f"weights of its own: call it after a multiple of {self._settings.every} steps"
             )
 
     def own_state(self, state: CanonicalState) -> CanonicalState:
