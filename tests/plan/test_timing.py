@@ -224,10 +224,11 @@ GPUS = Calibration(
 def test_a_calibration_of_gpus_holds_on_machines_without_any(tmp_path, monkeypatch):
     """Plans of GPUs take its rates, and its links inside a node; those between nodes stay the prior's."""
     monkeypatch.chdir(tmp_path)
-    config, named = Config(), Config()
+    config, named = Config(outputs="elsewhere"), Config(outputs="elsewhere")
     named.cluster.gpu = "B200"
     assert speed_of(config, ONE_NODE) == prior_speed(ONE_NODE)
-    save(GPUS, calibration_path(Path("outputs"), "cuda"))
+    save(GPUS, calibration_path(Path("elsewhere"), "cuda"))
+    assert speed_of(Config(), ONE_NODE) == prior_speed(ONE_NODE)
     inside, between = speed_of(config, ONE_NODE), speed_of(config, TWO_NODES)
     assert inside.label == "calibrated on 8 x Abacus"
     assert inside.product_rate(torch.float32, 4096) == 4e12 and inside.overlaps_launch

@@ -97,7 +97,7 @@ def test_a_column_is_there_where_it_says_something(tmp_path: Path) -> None:
         {
             "validation_loss": 1.25,
             "rehearsed": {"peak": 7.0 * 2**20}
-            | dict(zip(STEP_SECONDS, (0.3, 0.4, 0.5), strict=True)),
+            | dict(zip(STEP_SECONDS, (0.0123, 0.4, 1.5), strict=True)),
             "not_rehearsed": "it is to be seen",
             "memory.build_peak": spread(3, 2),
             "memory.by_kind.optimizer": spread(3, 1),
@@ -111,7 +111,7 @@ def test_a_column_is_there_where_it_says_something(tmp_path: Path) -> None:
     more = {
         "validation": "1.2500",
         "planned": "7.0",
-        "predicted": "300–500",
+        "predicted": "12.3–1,500",
         "build": "3.0",
         "master": "3.0",
     }

@@ -3,7 +3,7 @@
 Measured are the rate of products by dtype and size, of memory, the host's time for an operation, and what a reduction
 costs between ranks of this machine, by transport and size. On CPUs these are two ranks; then small models train for a
 few steps, and what the rates miss of their seconds becomes a factor for each thing that seconds are spent on. All this
-takes about a minute and is kept in outputs/links/calibration.json, beside what runs have measured of links.
+takes about two minutes and is kept in outputs/links/calibration.json, beside what runs have measured of links.
 
 --device cuda measures all GPUs of this machine, one rank on each: their rates and, of two or more, their links through
 NCCL, without factors. It is kept in outputs/links/calibration-cuda.json, from which any machine may plan for such GPUs:

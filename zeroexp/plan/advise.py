@@ -39,7 +39,7 @@ from zeroexp.plan.outcome import PlannedPoint
 from zeroexp.plan.peak import with_rehearsal
 from zeroexp.plan.plan_points import Plans
 from zeroexp.plan.search import Candidate, planned_changes
-from zeroexp.plan.speed import OUTPUTS, calibration_path
+from zeroexp.plan.speed import calibration_path
 from zeroexp.plan.text_table import GIB
 
 STAGES = ("ddp", "zero1", "zero2", "zero3")  # those that send little come first
@@ -146,7 +146,7 @@ def _with_defaults(planned: PlannedPoint, named: Collection[str]) -> Config:
             settings["precision"] = "bf16_master"
         if SEQ_LEN not in named and (longest := longest_sequence(planned.model)):
             settings[SEQ_LEN] = min(longest, MOST_TOKENS)
-        is_calibrated = calibration_path(Path(OUTPUTS), "cuda").exists()
+        is_calibrated = calibration_path(Path(config.outputs), "cuda").exists()
         if planned.outcome.memory_gib is None and not is_calibrated:
             settings["cluster.gpu"] = USUAL_GPU
     if BATCH not in named:

@@ -24,7 +24,6 @@ from zeroexp.config.keys import Config, ConfigError
 from zeroexp.measure.traffic import payload_rate
 from zeroexp.plan.machines import Machines, processor_name
 
-OUTPUTS = "outputs"  # where runs and calibrations are kept
 NOT_CALIBRATED = "not calibrated"
 # The share of data sheets that products of large matrices and copies reach.
 PRODUCT_SHARE, MEMORY_SHARE = 0.65, 0.85
@@ -161,7 +160,7 @@ def load(path: Path) -> Calibration | None:
 
 def speed_of(config: Config, machines: Machines) -> Speed:
     """Return the speed of the device's calibration, where there is one and no GPU is named; else a prior's."""
-    calibration = load(calibration_path(Path(OUTPUTS), machines.device))
+    calibration = load(calibration_path(Path(config.outputs), machines.device))
     gpu, network = config.cluster.gpu, NETWORKS[config.cluster.network or USUAL_NETWORK]
     if calibration and gpu is None:
         speed = calibrated_speed(calibration, machines, network)

@@ -222,7 +222,8 @@ def _plan_columns() -> list[Column]:
         seconds = (
             [point.summary.rehearsed.get(key) for key in STEP_SECONDS] if point.summary else []
         )
-        ends = [f"{1e3 * each:,.3g}" for each in seconds[::2] if each is not None]
+        times = [1e3 * each for each in seconds[::2] if each is not None]
+        ends = [f"{ms:,.0f}" if ms >= 100 else f"{ms:.3g}" for ms in times]
         return "–".join(ends) or None
 
     return [
