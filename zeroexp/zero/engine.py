@@ -134,7 +134,7 @@ class Engine:
     @contextmanager
     def gathered(self, *, write: bool = False) -> Iterator[None]:
         """Show all parameters whole inside; all ranks enter and leave together, see whole.py."""
-        if write and self._outer is not None:
+        if write:
             self._outer.require_joined("gathered(write=True)")
         with (
             self._observer.gathered(write=write, in_microbatch=self._schedule.in_microbatch),
@@ -154,7 +154,7 @@ class Engine:
         # Without clipping the sum of the norm may arrive during the update.
         scale = self._scale(sums)
         self._update([each for each in handed if sums.has_gradient(each.parameter)], scale)
-        are_equal = self._outer is None or self._outer.after_update()
+        are_equal = self._outer.after_update()
         # With `drain` nothing is gathered ahead: it would be in flight when the step ends.
         for unit in self.units:
             self._schedule.gathers.publish(unit, ahead=not drain)
@@ -168,7 +168,7 @@ class Engine:
         self._observer.weights_changed(stepped=True, are_equal=are_equal)
         if drain:
             self.drain()
-        return self._norm(sums)
+        return self._outer.norm(sums)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear all gradients; `model.zero_grad()` and `optimizer.zero_grad()` call this too."""
@@ -191,14 +191,12 @@ class Engine:
                 getattr(states, kind).extend(tensors)
         for state in self.optimizer.state.values():
             states.optimizer.extend(v for v in state.values() if isinstance(v, Tensor))
-        if self._outer is not None:
-            states.outer.extend(self._outer.tensors)
+        states.outer.extend(self._outer.tensors)
         return self.wire.bus.counted_apart(states)
 
     def state_dict(self) -> CanonicalState:
         self.drain()
-        if self._outer is not None:
-            self._outer.require_joined("state_dict()")
+        self._outer.require_joined("state_dict()")
         state = canonical_state(
             self.units,
             self._stage,
@@ -215,10 +213,10 @@ class Engine:
 
     def load_state_dict(self, state: CanonicalState) -> None:
         self._schedule.drain()
-        outer, targets = self._outer, load_targets(self.units)
+        targets = load_targets(self.units)
         with self.wire.bus.on_host():
             load_state(
-                state if outer is None else outer.own_state(state),
+                self._outer.own_state(state),
                 targets,
                 names=[name for name, _ in self.model.named_parameters()],
                 optimizer=self.optimizer,
@@ -227,8 +225,7 @@ class Engine:
                 same_everywhere=self.wire.same_everywhere,
                 before_writes=self.wire.quiesce,
             )
-        if outer is not None:
-            outer.load(state, targets)
+        self._outer.load(state, targets)
         for unit in self.units:
             unit.forget_residuals()
             self._schedule.gathers.publish(unit, ahead=False)
@@ -247,18 +244,12 @@ class Engine:
     def _gradient_presence(self) -> list[bool]:
         return [present for unit in self.units for present in unit.gradient_presence()]
 
-    def _norm(self, sums: StepSums) -> Tensor:
-        """Return the norm of the gradients of the ranks that step together: with `outer` of this replica's."""
-        return sums.norm() if self._outer is None else self._outer.scale(sums.norm())
-
     def _scale(self, sums: StepSums) -> Tensor | None:
         """Return the factor for gradients, or None where they stay bit for bit as they are."""
         clips = None
         if self._max_grad_norm is not None:
-            clips = self._clip_scale(self._norm(sums), self._max_grad_norm)
-        if self._outer is None:
-            return clips
-        return self._outer.scale(sums.one() if clips is None else clips)
+            clips = self._clip_scale(self._outer.norm(sums), self._max_grad_norm)
+        return self._outer.factor(clips, sums)
 
     def _clip_scale(self, norm: Tensor, max_norm: float) -> Tensor | None:
         """Return the factor that clips gradients, or None where a norm below the maximum leaves them."""
@@ -269,8 +260,7 @@ class Engine:
 
     def _update(self, handed: Sequence[MasterGradient], scale: Tensor | None) -> None:
         """Run one step of the optimizer on all masters that have a gradient."""
-        if self._outer is not None:
-            self._outer.before_update()
+        self._outer.before_update()
         with self.wire.bus.on_host():
             gradients = self.wire.bus.gradients([(each.master, each.gradient) for each in handed])
             if scale is not None and gradients:

@@ -25,7 +25,8 @@ moments.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from types import MappingProxyType
 
 import torch
 from torch import Tensor
@@ -35,6 +36,7 @@ from zeroexp.cut.bucket import Bucket
 from zeroexp.interface.canonical import OUTER, fill_from_canonical, is_moment
 from zeroexp.interface.load_state import LoadTarget
 from zeroexp.interface.strategy import CanonicalState
+from zeroexp.zero.norm import StepSums
 from zeroexp.zero.options import Outer
 from zeroexp.zero.unit import Unit
 
@@ -48,13 +50,49 @@ def prefix_of(replica: int) -> str:
 
 def make_outer_step(
     units: Sequence[Unit], wire: Collectives, outer: Outer | None, dtype: torch.dtype
-) -> OuterStep | None:
-    """Return what joins the replicas; None: they are never apart. See `OuterStep`."""
-    return None if outer is None else OuterStep(units, wire, outer, dtype)
+) -> NoOuterStep:
+    """Return what joins the replicas, see `OuterStep`; without `outer` they are never apart."""
+    return NoOuterStep() if outer is None else OuterStep(units, wire, outer, dtype)
 
 
-class OuterStep:
+class NoOuterStep:
+    """Replicas that are never apart, since each step sums over all ranks: what the engine asks of `OuterStep` too."""
+
+    has_own_moments = False  # whether what the inner optimizer keeps differs between replicas
+    replica = 0  # this rank's
+    tensors: Sequence[Tensor] = ()  # that are kept beside the masters
+    momentum_of: Mapping[Tensor, Tensor] = MappingProxyType({})
+
+    def norm(self, sums: StepSums) -> Tensor:
+        """Return the norm of the gradients of the ranks that step together."""
+        return sums.norm()
+
+    def factor(self, clips: Tensor | None, sums: StepSums) -> Tensor | None:
+        """Return the factor for gradients, given the one that clips them; None leaves them bit for bit."""
+        return clips
+
+    def before_update(self) -> None:
+        """The optimizer is about to step."""
+
+    def after_update(self) -> bool:
+        """The optimizer has stepped. Return whether all replicas are equal now."""
+        return True
+
+    def require_joined(self, call: str) -> None:
+        """Raise RuntimeError if the replicas hold different weights."""
+
+    def own_state(self, state: CanonicalState) -> CanonicalState:
+        """Return of a state what this rank's replica loads."""
+        return state
+
+    def load(self, state: CanonicalState, targets: Sequence[LoadTarget]) -> None:
+        """Take from a state what is kept beside the masters."""
+
+
+class OuterStep(NoOuterStep):
     """The outer optimizer of one rank's master weights, and how many steps of the interval are done."""
+
+    has_own_moments = True
 
     def __init__(self, units: Sequence[Unit], wire: Collectives, outer: Outer, dtype: torch.dtype):
         """`dtype`: of the masters, and of what is kept beside them."""
@@ -65,7 +103,8 @@ class OuterStep:
         self._before = [torch.empty_like(master) for master in self._masters]
         momenta = [torch.zeros_like(m) for m in self._masters] if outer.momentum else []
         self._momenta = momenta
-        self.momentum_of: dict[Tensor, Tensor] = dict(zip(masters, momenta, strict=False))
+        self.momentum_of = dict(zip(masters, momenta, strict=False))
+        self.tensors = [*self._before, *momenta]
         self._num_replicas = wire.holders.size
         self.replica = wire.holders.rank
         self._num_done = 0  # steps since the last outer one
@@ -75,13 +114,12 @@ class OuterStep:
         """Whether the replicas hold different weights."""
         return self._num_done > 0
 
-    @property
-    def tensors(self) -> list[Tensor]:
-        return [*self._before, *self._momenta]
+    def norm(self, sums: StepSums) -> Tensor:
+        return sums.norm() * self._num_replicas
 
-    def scale(self, value: Tensor) -> Tensor:
-        """Return a norm, or the factor of gradients, of a replica whose gradients count as those of all."""
-        return value * self._num_replicas
+    def factor(self, clips: Tensor | None, sums: StepSums) -> Tensor:
+        """Return the factor for gradients of a replica, which count as those of all."""
+        return (sums.one() if clips is None else clips) * self._num_replicas
 
     @torch.no_grad()
     def before_update(self) -> None:

@@ -25,7 +25,7 @@ from zeroexp.interface.python_values import PythonValues
 from zeroexp.interface.strategy import CanonicalState, CanonicalTensor, Piece
 from zeroexp.process.world import World
 from zeroexp.zero.held import Held
-from zeroexp.zero.outer import MOMENTUM, OuterStep, prefix_of
+from zeroexp.zero.outer import MOMENTUM, NoOuterStep, prefix_of
 from zeroexp.zero.unit import Unit
 
 
@@ -36,7 +36,7 @@ def canonical_state(
     wire: Collectives,
     python: PythonValues | None = None,
     buffers: Buffers | None = None,
-    outer: OuterStep | None = None,
+    outer: NoOuterStep | None = None,
 ) -> CanonicalState:
     """Return the canonical state; its pieces are views of live memory, so copy those kept past the next step."""
     state: CanonicalState = {} if buffers is None else buffers.canonical()
@@ -50,7 +50,7 @@ def canonical_state(
             if first and python is not None:
                 entry.update(python.of(name, weight))
             moments = moments_of(optimizer.state.get(weight, {}))
-            for key, tensor, givers in _given(weight, moments, holders, outer):
+            for key, tensor, givers in _given(weight, moments, holders, outer or NoOuterStep()):
                 whole, piece = _piece_of(tensor, weight, span, shape, givers)
                 canonical = entry.setdefault(key, CanonicalTensor(whole, tensor.dtype, []))
                 canonical.pieces.extend([piece] if piece.tensor.numel() else [])
@@ -58,15 +58,14 @@ def canonical_state(
 
 
 def _given(
-    weight: Tensor, moments: Mapping[str, Tensor], holders: World, outer: OuterStep | None
+    weight: Tensor, moments: Mapping[str, Tensor], holders: World, outer: NoOuterStep
 ) -> Iterator[tuple[str, Tensor, World]]:
     """Yield what a state has of these elements, and the ranks that give even shares of it."""
     yield WEIGHT, weight, holders
-    prefix, of_moments = "", holders
-    if outer is not None:  # each replica has moments of its own
-        prefix, of_moments = prefix_of(outer.replica), replace(holders, rank=0, size=1)
-        if weight in outer.momentum_of:
-            yield MOMENTUM, outer.momentum_of[weight], holders
+    prefix = prefix_of(outer.replica)
+    of_moments = replace(holders, rank=0, size=1) if outer.has_own_moments else holders
+    if weight in outer.momentum_of:
+        yield MOMENTUM, outer.momentum_of[weight], holders
     for key, moment in moments.items():
         yield f"{prefix}{key}", moment, of_moments
 
