@@ -297,16 +297,13 @@ def named_right(timed: Sequence[Timed]) -> tuple[int, int]:
 def bytes_told(compared: Sequence[Compared]) -> str:
     """Return what the page says of model states and traffic."""
     differ = [name for each in compared for name in each.differ]
-    lines = [
-        "| model | points | numbers of rehearsals | numbers of runs | differ |",
-        "| --- | ---: | ---: | ---: | ---: |",
-        *(
-            f"| {c.model} | {c.num_points} | {c.num_rehearsed} | {c.num_measured} | {len(c.differ)} |"
-            for c in compared
-        ),
-    ]
-    told = [wrapped(f"* {name}") for name in differ]
-    return "\n\n".join([wrapped(machine()), "\n".join(lines), *told])
+    points = sum(c.num_points for c in compared)
+    rehearsed = sum(c.num_rehearsed for c in compared)
+    told = (
+        f"{machine()} {points} points of {', '.join(c.model for c in compared)}: of {rehearsed} numbers of "
+        f"rehearsals and {sum(c.num_measured for c in compared)} of runs {len(differ)} differ."
+    )
+    return "\n\n".join([wrapped(told), *(wrapped(f"* {name}") for name in differ)])
 
 
 def peaks_told(peaks: Sequence[Peaked]) -> str:

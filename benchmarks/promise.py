@@ -32,7 +32,7 @@ from typing import Any
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # read once, when torch is imported
 
 from benchmarks.real_runs import config_of, trains
-from benchmarks.table import grid, machine, tell
+from benchmarks.table import machine, tell
 from zeroexp.comm.collectives import held_shared_bytes
 from zeroexp.config.keys import Config
 from zeroexp.measure.memory import count_cpu_allocations, limit_cpu_allocations
@@ -147,24 +147,17 @@ def markdown(rows: Sequence[Row]) -> str:
     wasted = sum(not row.dies_below for row in rows)
     told = (
         f"{machine()} {len(rows)} points, {NUM_RANKS} ranks each, margin {MARGIN:.0%}. Of those that fit, {died} died. "
-        f"At {WASTE:.0%} less than the peak and its margin, {wasted} trained all the same."
+        f"At {WASTE:.0%} less than the peak and its margin, {wasted} trained all the same. Models, batch x tokens and "
+        "MiB that fit: "
     )
     by_shape = [[row for row in rows if row.name.startswith(f"{shape},")] for shape in SHAPES]
-    head = (
-        "model, batch x tokens",
-        "points",
-        "fits within, MiB",
-        "died",
-        f"{WASTE:.0%} less: died",
-    )
-    return f"{wrapped(told)}\n\n{grid(head, [_of_shape(each) for each in by_shape if each])}"
+    return wrapped(f"{told}{'; '.join(_of_shape(each) for each in by_shape if each)}.")
 
 
-def _of_shape(rows: Sequence[Row]) -> list[str]:
+def _of_shape(rows: Sequence[Row]) -> str:
     limits = [row.limit_bytes / MIB for row in rows]
     shape, _, _ = rows[0].name.rpartition(",")
-    died, refused = sum(not row.fits for row in rows), sum(row.dies_below for row in rows)
-    return [shape, f"{len(rows)}", f"{min(limits):.0f}–{max(limits):.0f}", f"{died}", f"{refused}"]
+    return f"{shape}, {min(limits):.0f}–{max(limits):.0f}"
 
 
 def cells(rows: Sequence[Row]) -> list[Sequence[str]]:

@@ -17,6 +17,7 @@ from benchmarks.published import (
     sent_with_redundant_optimizers,
 )
 from benchmarks.published_tables import TABLES
+from benchmarks.table import grid
 from zeroexp.plan.__main__ import composed_points
 from zeroexp.plan.plan_points import Plans
 from zeroexp.process import safe_output
@@ -61,12 +62,10 @@ def section(table: PublishedTable, cells: list[ComparedCell]) -> str:
     rows: dict[str, dict[str, str]] = {}
     for cell in cells:
         rows.setdefault("-".join(cell.row.engine), {})[cell.column] = _text(cell)
-    lines = [["point", *columns], ["---", *["---:"] * len(columns)]]
-    lines += [[point, *(row.get(column, "") for column in columns)] for point, row in rows.items()]
+    lines = [[point, *(row.get(column, "") for column in columns)] for point, row in rows.items()]
     why = [_wrapped(text) for text in _reasons_of_differences(table)]
     unit = _wrapped(f"`study={table.study}`; {table.unit}.")
-    grid = "\n".join(f"| {' | '.join(line)} |" for line in lines)
-    return "\n\n".join([f"## {table.title}", unit, grid, *why])
+    return "\n\n".join([f"## {table.title}", unit, grid(["point", *columns], lines), *why])
 
 
 def _text(cell: ComparedCell) -> str:
@@ -95,10 +94,10 @@ def _redundant_optimizers() -> str:
             "rank, within 1 %, from the interfaces of four nodes of two behind a `cluster.link`; without "
             "groups it would be 12P/8."
         ),
-        "| figure | published | computed |\n| --- | ---: | ---: |\n"
-        f"| over slow links, in P | 6/8 | {slow:.3f} |\n"
-        f"| less than 2 P | 62.5 % | {100 * (1 - slow / 2):.1f} % |\n"
-        f"| in all, in P | 1.75 | {total:.2f} |",
+        _wrapped(
+            f"Published, and computed: 6/8 P ({slow:.3f}) over slow links, which is 62.5 % "
+            f"({100 * (1 - slow / 2):.1f} %) less than 2 P; 1.75 P ({total:.2f}) in all."
+        ),
     ]
     return "\n\n".join(lines)
 

@@ -110,10 +110,7 @@ def told(runs: dict[Engine, RunSummary], cells: Sequence[tuple[ComparedCell, Com
 
 
 HEAD = ("point", "column", "published", "planned", "measured")
-PEAKS_TOLD = (
-    "The most that the fullest rank of the same runs held at once, with activations, gathered parameters and gradients "
-    "on their way, which no publication has, MiB:"
-)
+PEAKS_TOLD = "The most that the fullest rank of the same runs held at once, with activations, MiB:"
 
 
 def _cell(planned: ComparedCell, measured: ComparedCell) -> list[str]:

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from textwrap import wrap
 
+from benchmarks.table import grid
 from zeroexp.config.gpus import GPUS, LINK_SHARE, NETWORKS, USUAL_GPU, Network
 from zeroexp.plan.__main__ import composed_points
 from zeroexp.plan.outcome import PlannedPoint, RehearsedPeaks
@@ -59,7 +60,7 @@ MODELS = (
 INTRODUCTION = (
     "How does each strategy scale to a thousand GPUs, and where does it stop? A prediction, for the order of "
     f"strategies, not for milliseconds: nothing was measured. `{COMMAND}` [rehearses](plan.md) the real engine at each "
-    "world size and walks the step on two networks."
+    "world size."
 )
 COLUMNS = (
     "*peak*: GiB of the fullest rank, with activations; then ms of the expected step on each network, 35 % to either "
@@ -104,9 +105,7 @@ def section(model: Scaled) -> str:
         [name, *(cell for number in zip(*cells, strict=True) for cell in number)]
         for name, cells in found.items()
     ]
-    lines = [["strategy", *columns], ["---", *["---:"] * len(columns)], *rows]
-    table = "\n".join(f"| {' | '.join(line)} |" for line in lines)
-    return "\n\n".join([f"## {model.title}", table])
+    return "\n\n".join([f"## {model.title}", grid(["strategy", *columns], rows)])
 
 
 def planned_points(model: Scaled) -> list[PlannedPoint]:

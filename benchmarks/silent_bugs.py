@@ -15,6 +15,7 @@ import torch
 
 from benchmarks import silent_loops
 from benchmarks.silent_loops import BUGS, Bug
+from benchmarks.table import grid
 from zeroexp.process import safe_output
 from zeroexp.report.markdown import wrapped
 from zeroexp.verify.ranks import verify_world
@@ -29,7 +30,7 @@ LEFT_OUT = (
     "Not seen: what is merely logged (radixark/miles_diffusion#35) or costs time (NVIDIA/cosmos-framework#161), and "
     "bugs of tensor, pipeline and expert parallelism, which need meshes (most of NVIDIA/Megatron-LM#7452)."
 )
-HEAD = "| what it was | thread | what is said of it |\n|---|---|---|"
+HEAD = ("what it was", "thread", "kind")
 
 
 def main() -> int:
@@ -41,18 +42,18 @@ def main() -> int:
     rows = [_row(name, bug) for name, bug in named.items()]
     missed = sum(not right for right, _ in rows)
     shown = [row for (_, row), bug in zip(rows, named.values(), strict=True) if asked or bug.thread]
-    table = "\n".join([HEAD, *shown])
+    table = grid(HEAD, shown, len(HEAD))
     print(table if asked else _page(table, len(rows) - missed))
     return 1 if missed else 0
 
 
-def _row(name: str, bug: Bug) -> tuple[bool, str]:
-    """Return whether the bug is named by its kind, and its row."""
+def _row(name: str, bug: Bug) -> tuple[bool, list[str]]:
+    """Return whether the bug is named by its kind, and its row. Standard error has the command's whole words."""
     found = verify_world(FILE, name, bug.ranks, 3, 300).difference
     thread = f"[{bug.thread}]({bug.url})" if bug.thread else "made up"
-    looks = f"`{found.cause.kind}`: {found.cause.text}" if found else "equal"
-    print(f"{name}: {looks}", file=sys.stderr)
-    return bool(found and found.cause.kind == bug.kind), f"| {bug.was} | {thread} | {looks} |"
+    kind, text = (found.cause.kind, found.cause.text) if found else ("equal", "")
+    print(f"{name}: {kind}: {text}", file=sys.stderr)
+    return kind == bug.kind, [bug.was, thread, f"`{kind}`"]
 
 
 def _page(table: str, num_named: int) -> str:

@@ -81,9 +81,13 @@ def tell(name: str, text: str, rows: Sequence[Sequence[str]], page: Path | None)
 
 
 def grid(head: Sequence[str], rows: Iterable[Sequence[str]], num_words: int = 1) -> str:
-    """Return a table of Markdown whose first columns are words and whose others are numbers."""
-    rules = ["---"] * num_words + ["---:"] * (len(head) - num_words)
-    return "\n".join(f"| {' | '.join(each)} |" for each in (head, rules, *rows))
+    """Return a table of Markdown whose first columns are words and whose others are numbers.
+
+    It has no bars at its ends, so that no first cell may be empty.
+    """
+    rule = "|".join(["---"] * num_words + ["---:"] * (len(head) - num_words))
+    first, *others = (" | ".join(each).rstrip() for each in (head, *rows))
+    return "\n".join([first, rule, *others])
 
 
 def _pivot(

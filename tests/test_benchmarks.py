@@ -72,7 +72,7 @@ def test_table_shows_every_engine_between_its_markers(rows, tmp_path):
     assert text.startswith("before\n")
     assert text.endswith("\nafter\n")
     assert "old" not in text
-    assert all(f"| {row['engine']} |" in text for row in rows)
+    assert all(f"\n{row['engine']} | " in text for row in rows)
     assert [line for _, line in prose(text) if len(line) > LINE] == []
 
 

@@ -52,6 +52,10 @@ def test_every_key_and_group_has_help(monkeypatch, capsys):
     told = capsys.readouterr().out
     assert "units gathered ahead (zero3)" in told and "at most 1024" in told
     assert "bf16_master" in told and "precision.autocast" in told
+    assert say(monkeypatch, "--help", "strategy.outer", "cluster.slurm") == 0
+    told = capsys.readouterr().out
+    for group in ("strategy.outer", "cluster.slurm"):
+        assert all(f"  {key} " in told for key in KEYS if key.startswith(f"{group}."))
     assert say(monkeypatch, "--help", "train.stepz") == zeroexp.REFUSED
     assert "did you mean train.steps" in capsys.readouterr().err
 

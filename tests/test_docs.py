@@ -28,12 +28,12 @@ def prose(text: str) -> Iterator[tuple[int, str]]:
     for number, line in enumerate(text.splitlines(), start=1):
         fence = line.startswith("```")
         fenced ^= fence
-        if not (fence or fenced or line.startswith(("|", "    "))):
+        if not (fence or fenced or re.search(r" \| |^(\||    |-+\|)", line)):
             yield number, line
 
 
 def test_code_and_tables_are_no_prose() -> None:
-    text = "a\n```sh\nb\n```\n    c\n| d |\n* e\n  f"
+    text = "a\n```sh\nb\n```\n    c\n| d |\n* e\n  f\ng | h\n---|---:"
     assert list(prose(text)) == [(1, "a"), (7, "* e"), (8, "  f")]
 
 

@@ -57,6 +57,8 @@ def about(key: str, conf: Path) -> str:
         lines = [f"  a setting of {word}; default: {value}" for word, value in owners]
         return "\n".join([key, *lines])
     if key not in KEYS:
+        if below := _below(key):
+            return "\n".join([f"{key}: a group of keys", *below])
         remedy = suggest_key(key, [*KEYS, *_groups(conf)])
         raise ConfigError(f"--help {key}: no such key; {remedy}")
     default, bounds = default_of(KEYS[key]), KEYS[key].metadata

@@ -76,7 +76,7 @@ class LoraKeys:
         None, least=1, most=1 << 20
     )  # rows of A and columns of B, which are trained
     lora_alpha: float | None = number(None, above=0)  # the adapter's output counts alpha / r
-    use_rslora: bool = False  # ... or alpha over the root of r
+    use_rslora: bool = False  # alpha over the root of r instead
     target_modules: list[str] | None = None  # names of layers; [all-linear] = all but the head
     layers_to_transform: list[int] | None = None  # numbers of blocks; None = all
     modules_to_save: list[str] | None = None  # trained as they are; None = a classifier's head
