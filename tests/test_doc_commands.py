@@ -32,11 +32,8 @@ SETTING = re.compile(r"`('?\+?(?:cluster|checkpoint|outputs|tracking|data|resume
 FOR_A_PLACE = {
     "<sweep>": "compare",
     "<run>": "run",
-    "<other run>": "run",
     "study=<name>": "study=table_b",
     "outputs/before outputs/after": "outputs/compare outputs/compare",
-    "outputs/mine/zero3-buffer-n2": "outputs/compare/run",
-    "outputs/mine/zero3-tensor-n2": "outputs/compare/run",
     " ... ": " ",
     "/scratch/$USER": "scratch/$USER",
     "=N": "=10",

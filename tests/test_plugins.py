@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import sys
 from collections.abc import Iterator
 from dataclasses import asdict, replace
@@ -14,7 +13,6 @@ from hydra.core.config_store import ConfigStore
 
 from tests.composing import compose_once, composed
 from zeroexp import __main__ as zeroexp
-from zeroexp import registry
 from zeroexp.check import check
 from zeroexp.check.sweep_points import points_of
 from zeroexp.check.try_strategy import check_strategy
@@ -68,7 +66,6 @@ def put_back(monkeypatch, tmp_path) -> Iterator[None]:
     for name in set(sys.modules) - modules:
         if name.startswith("plugin_"):
             del sys.modules[name]
-    registry._entry_points.cache_clear()
 
 
 def say(monkeypatch: pytest.MonkeyPatch, *words: str) -> int:
@@ -120,44 +117,6 @@ def test_a_value_of_another_kind_is_refused(one, value, needs):
     with pytest.raises(RegistryError, match=needs):
         one.add("mine", value)
     assert "mine" not in one
-
-
-# ---- packages
-
-
-def install(site: Path, package: str, group: str, entries: str) -> None:
-    """What pip leaves of a package that has entry points."""
-    folder = site / f"{package}-1.0.dist-info"
-    folder.mkdir(parents=True)
-    (folder / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {package}\nVersion: 1.0\n")
-    (folder / "entry_points.txt").write_text(f"[{group}]\n{entries}\n")
-
-
-def test_a_package_registers_by_entry_points(tmp_path, monkeypatch):
-    (tmp_path / "plugin_installed.py").write_text(PLUGIN.partition("STAGES.add")[0] + "KIND = S")
-    (tmp_path / "plugin_stage.py").write_text(
-        "from zeroexp.cut.stage import Placement, Stage\n"
-        "S = Placement.SHARD\nlate = Stage(S, Placement.PARTIAL, S)\n"
-    )
-    entries = "late = plugin_stage:late\nno_stage = plugin_installed:KIND\ngone = plugin_gone:x"
-    install(tmp_path, "stranger", "zeroexp.stages", f"{entries}\nzero2 = plugin_stage:late")
-    install(tmp_path, "other", "zeroexp.stages", "twice = plugin_stage:late")
-    install(tmp_path, "third", "zeroexp.stages", "twice = plugin_stage:S")
-    monkeypatch.syspath_prepend(tmp_path)
-    registry._entry_points.cache_clear()
-    assert {"late", "gone", "twice"} < set(STAGES) and "plugin_stage" not in sys.modules
-    assert STAGES["late"] == Stage(S, PARTIAL, S)
-    for word, told in {
-        "no_stage": "package stranger (plugin_installed:KIND) registers a Placement",
-        "gone": "package stranger (plugin_gone:x) can not be loaded (ModuleNotFoundError",
-        "twice": "registered by package other (plugin_stage:late) and by package third",
-        "zero2": "registered by zeroexp itself and by package stranger (plugin_stage:late)",
-    }.items():
-        with pytest.raises(RegistryError, match=re.escape(told)):
-            STAGES[word]
-    with pytest.raises(ConfigError, match="strategy=zero2: registered by zeroexp itself and by"):
-        check(composed("strategy=zero2", "model=tiny"))
-    check(composed("strategy=zero3", "model=tiny"))  # a word of ours that nobody else claims
 
 
 # ---- modules of plugins=

@@ -130,7 +130,7 @@ def test_instruments_and_samples_are_kept_and_the_data_is_named(
     folder = write_run(sweep / "run")
     summary = json.loads((folder / "summary.json").read_text())
     (folder / "summary.json").write_text(json.dumps({**summary, "data_source": "topics, PSF"}))
-    for name in ("trace.0.5.json", "profile.0.5.txt", "hashes.1.jsonl"):
+    for name in ("trace.0.5.json", "profile.0.5.txt"):
         (folder / name).write_text("{}")
     (folder / "system.node.jsonl").write_text(
         '{"written_at": 7.0, "cpu_utilization_percentage": 50}\n'
@@ -140,7 +140,7 @@ def test_instruments_and_samples_are_kept_and_the_data_is_named(
     assert run_id is not None
     ((place,),) = ask(outputs, "select artifact_uri from runs where run_uuid = ?", run_id)
     kept = {path.name for path in Path(place.removeprefix("file://")).iterdir()}
-    assert {"trace.0.5.json", "profile.0.5.txt", "hashes.1.jsonl", "system.node.jsonl"} <= kept
+    assert {"trace.0.5.json", "profile.0.5.txt", "system.node.jsonl"} <= kept
     key = "system/node/cpu_utilization_percentage"
     told = "select value, timestamp, step from metrics where run_uuid = ? and key = ?"
     assert ask(outputs, told, run_id, key) == [(50.0, 7000, 0)]

@@ -22,7 +22,6 @@ from zeroexp.registry.did_you_mean import suggest_nearest, suggest_word
 # What study.must_equal may name beside keys and groups of the config.
 RUN_FACTS = ("machine", "versions", "git", "engine", "transport", "load")
 
-WATCHED = ("trace_steps", "profile_steps", "hash_steps")
 MOST_RANKS = 1 << 24
 # Whole numbers in a model's shape, which the key's last part names; a larger model would be built for minutes.
 MOST_OF_SHAPE = {
@@ -235,7 +234,7 @@ def check_world_sizes(config: Config) -> Iterator[Refusal]:
 def check_watched_steps(config: Config) -> Iterator[Refusal]:
     """Require that steps and ranks to watch exist."""
     num_steps = config.train.warmup_steps + config.train.steps
-    counts = {f"train.{key}": (num_steps, "step") for key in WATCHED}
+    counts = {f"train.{key}": (num_steps, "step") for key in ("trace_steps", "profile_steps")}
     if type(config.world_size) is int:
         counts["train.profile_ranks"] = (config.world_size, "rank")
     for key, (count, what) in counts.items():

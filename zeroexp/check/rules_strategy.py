@@ -199,9 +199,6 @@ def check_outer(config: Config) -> Iterator[Refusal]:
     if strategy.offload is not None:
         problem = "not with strategy.outer, whose weights and momentum stay on the device"
         yield "strategy.offload", problem, "leave it null"
-    if train.hash_steps:
-        problem = "adds up hashes of all ranks, whose replicas differ with strategy.outer"
-        yield "train.hash_steps", problem, "leave it empty"
     lasts = {
         "train.steps": train.warmup_steps + train.steps,
         "train.validate_every": train.validate_every,

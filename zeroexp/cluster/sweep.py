@@ -43,16 +43,16 @@ from zeroexp.config.keys import (
 )
 from zeroexp.measure.record import RunSummary
 from zeroexp.process.writable import require_writable
+from zeroexp.report.claims import losses_of
 from zeroexp.report.exports import runs_as_json
 from zeroexp.report.measured_points import Point as RunPoint
 from zeroexp.report.measured_points import points_of as runs_as_points
 from zeroexp.report.results_table import print_lines, print_table
-from zeroexp.report.statistics import AGAIN, in_doubt, judge_losses
+from zeroexp.report.statistics import AGAIN, in_doubt
 from zeroexp.report.sweep_progress import Progress
 from zeroexp.tracking import owner
 from zeroexp.tracking.files import (
     read_json,
-    read_records,
     read_summary,
     step_record,
     working_folder_of,
@@ -170,7 +170,7 @@ class Sweep:
         runs = read_runs(job.folder for job in self._jobs)
         points = runs_as_points(runs)
         print_table(points)
-        holds = self._verdict()
+        holds = self._judge_losses(points)
         if any(run.summary for run in runs):
             holds = self._print_conclusions(points) and holds
         if self._uploads:
@@ -387,23 +387,14 @@ class Sweep:
             page.write_into(self._folder, points)
         return not conclusions.broken
 
-    def _verdict(self) -> bool:
-        """Do the claims of the study hold? The verdict is printed in words."""
-        done = [job for job in self._jobs if job.status == "done"]
-        if not done:
+    def _judge_losses(self, points: Sequence[RunPoint]) -> bool:
+        """Print what the study asks of the losses of points that came to their end; tell whether it holds."""
+        done = [(point, point.summary.verdict) for point in points if point.summary]
+        verdict = losses_of([point for point, _ in done])
+        if verdict is None or (verdict.bound is None and not verdict.must_fall):
             return True
-        study = done[0].config.study
-        if study.loss_agreement is None and not study.loss_must_fall:
-            return True
-        try:
-            curves = {job.name: [step.loss for step in read_records(job.folder)] for job in done}
-        except DamagedFile as error:
-            print(f"\nno verdict: {error}")
-            return False
-        apart = [job.name for job in done if job.config.strategy.outer.every is not None]
-        bound, must_fall = study.loss_agreement, study.loss_must_fall
-        verdict = judge_losses(curves, bound=bound, must_fall=must_fall, apart=apart)
-        diverged = [f"  {job.name}: {job.verdict}" for job in done if job.verdict]
+        done = [(p, what or ("" if p.losses else "its losses can not be read")) for p, what in done]
+        diverged = [f"  {point.name}: {what}" for point, what in done if what]
         print("\n" + "\n".join([*verdict.lines(), *diverged]))
         return verdict.holds and not diverged
 

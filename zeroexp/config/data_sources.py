@@ -32,7 +32,6 @@ class DataKind:
 
 DATA = Registry(
     "data.kind",
-    "zeroexp.data",
     {
         "text": DataKind(
             Later("zeroexp.data.batches:tokenize_data"), suffixes=(".txt",), tokenizes=True

@@ -44,7 +44,6 @@ class Engine:
 
 ENGINES = Registry(
     "strategy.implementation",
-    "zeroexp.strategies",
     {
         "torch": Engine(
             build=Later("zeroexp.engines.build:build_torch_strategy"),

@@ -50,7 +50,6 @@ def _of_transformers(depth: str | None) -> ModelFamily:
 
 MODELS = Registry(
     "model.family",
-    "zeroexp.models",
     {
         "llama": _of_transformers("num_hidden_layers"),
         "gpt2": _of_transformers("n_layer"),

@@ -29,7 +29,7 @@ Schema = TypeVar("Schema")
 # No experiment needs more, and beyond these the system, torch or a person's patience gives up.
 MANY, MOST_STEPS, MOST_NUMEL, YEAR_S = 10**6, 10**9, 1 << 31, 366 * 24 * 60 * 60
 # Keys of earlier versions, which files of their runs and checkpoints hold: what they said changed no number.
-REMOVED = (("model", "tied_rows"),)
+REMOVED = (("model", "tied_rows"), ("train", "hash_steps"))
 DTYPES = ("float32", "bfloat16")
 TASKS = ("causal", "classification", "regression")
 TORCH_DDP = (
@@ -231,7 +231,6 @@ class TrainConfig:
     compile: bool = False  # torch.compile of each block
     # Numbers of steps, warm-up included and from 0, that are watched and count in no time; see docs/measuring.md.
     trace_steps: list[int] = field(default_factory=list[int])  # a timeline of memory and verbs
-    hash_steps: list[int] = field(default_factory=list[int])  # hashes, by which runs are compared
     profile_steps: list[int] = field(default_factory=list[int])  # torch.profiler records these
     profile_ranks: list[int] = field(default_factory=list[int])  # the ranks it watches; empty = all
 

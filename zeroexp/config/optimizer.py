@@ -212,7 +212,6 @@ def _sgd(groups: Iterable[Any], config: OptimizerConfig) -> torch.optim.Optimize
 
 OPTIMIZERS = Registry(
     "optimizer.name",
-    "zeroexp.optimizers",
     {
         "adamw": OptimizerKind(
             _adamw,

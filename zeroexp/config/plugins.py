@@ -6,7 +6,6 @@ It is looked for as Python does, then in the folder from which the command was g
 
 from __future__ import annotations
 
-import contextlib
 import importlib
 import re
 import sys
@@ -119,7 +118,7 @@ def as_list(word: str) -> str:
 
 
 def with_settings(config: Config) -> Config:
-    """Return the config with the defaults of its words' own settings. Raises ConfigError for a broken package."""
+    """Return the config with the defaults of its words' own settings."""
     changed: dict[str, Any] = {}
     for group, key in WITH_SETTINGS.items():
         section = getattr(config, group)
@@ -150,14 +149,11 @@ def _settings_of(key: str, word: str) -> Mapping[str, Any]:
 
 
 def settings_of_others() -> Iterator[tuple[str, str, Any]]:
-    """Yield (key, word, default) of every setting that a word of others has; broken packages have none."""
+    """Yield (key, word, default) of every setting that a word of others has."""
     for group, key in WITH_SETTINGS.items():
         registries = REGISTRIES[f"{group}.{key}"]
         for word in (name for names in registries for name in names if name not in names.own):
-            settings: Mapping[str, Any] = {}
-            with contextlib.suppress(ConfigError):
-                settings = _settings_of(f"{group}.{key}", word)
-            for name, default in settings.items():
+            for name, default in _settings_of(f"{group}.{key}", word).items():
                 yield f"{group}.settings.{name}", f"{group}.{key}={word}", default
 
 

@@ -85,7 +85,6 @@ class Layout:
 
 LAYOUTS = Registry(
     "strategy.implementation",
-    "zeroexp.layouts",
     {
         "parameter": Layout(by_parameter, has_owners=True),
         "tensor": Layout(by_tensor),

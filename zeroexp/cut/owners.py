@@ -41,7 +41,6 @@ OwnersRule = Callable[[Sequence[ParameterSpec], int], dict[str, int]]
 _OWNERS: dict[str, OwnersRule] = {"contiguous": own_contiguously, "greedy": own_greedily}
 OWNERS = Registry(
     "strategy.owners",
-    "zeroexp.owners",
     _OWNERS,
     needs="a function",
     arguments=lambda rule: {"": 2},

@@ -117,7 +117,6 @@ _R, _P, _S = Placement.REPLICATE, Placement.PARTIAL, Placement.SHARD
 
 STAGES = Registry(
     "strategy",
-    "zeroexp.stages",
     {
         "ddp": Stage(_R, _R, _R),
         "zero1_allreduce": Stage(_R, _R, _S),  # ZeRO-1 as tutorials write it: it sends 3P

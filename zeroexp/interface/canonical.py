@@ -20,14 +20,13 @@ from zeroexp.process.world import World
 
 # These entries of a parameter (or of a buffer) are not moments.
 WEIGHT, PYTHON, BUFFER = "weight", "python", "buffer"
-NO_MOMENTS = {WEIGHT, PYTHON, BUFFER}
 # What names begin with of seldom synchronised replicas (zero/outer.py), which no other engine has a use for.
 OUTER = "outer."
 
 
 def is_moment(key: str) -> bool:
     """Tell whether an entry of a parameter is a moment that any engine's optimizer may load."""
-    return key not in NO_MOMENTS and not key.startswith(OUTER)
+    return key not in (WEIGHT, PYTHON, BUFFER) and not key.startswith(OUTER)
 
 
 def canonical_whole(tensor: Tensor) -> CanonicalTensor:

@@ -1,14 +1,12 @@
 """Trial on small tensors whether an optimizer is correct on pieces, before it gets the real parameters.
 
-An engine hands the optimizer what this rank holds: pieces of matrices, or some of the parameters. That trains the same
-model only if the optimizer treats each element independently (`cut`), or at least each parameter independently
-(`shared`). No optimizer declares this, so it is tried, torch's own included: their options decide too.
+An engine hands the optimizer what this rank holds: pieces of matrices (`cut`), or some of the parameters (`shared`).
+That trains the same model only if each element, or at least each parameter, is updated independently. No optimizer
+declares this, so it is tried, torch's own included: their options decide too.
 
     whole     all tensors, each in its shape       the same three steps, and then every element
     halves    every second tensor, twice           must have moved equally far
     pieces    every tensor as two flat pieces
-
-One that asks for whole matrices (whole_matrices.py) gets them of its pieces, as it gets them from an engine.
 
 The trial has the training's groups and options, and in each group a pair of tensors for every number of dimensions that
 its parameters have. Sides are as long as the real ones, up to a limit above the sizes at which optimizers begin to
@@ -22,8 +20,7 @@ import copy
 import random
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -59,19 +56,31 @@ def refuse_unless_elementwise(
     """
     if not (cut or shared):
         return
-    longest = LONGEST_SIDE if len(groups) <= FEW_GROUPS else SHORT_SIDE
-    trial = [_Group.like(group, longest) for group in groups]
+    trial = _trial(groups, LONGEST_SIDE if len(groups) <= FEW_GROUPS else SHORT_SIDE)
     with _random_states_kept(trial):
-        whole = _run(factory, trial)
-        name = type(whole.optimizer).__name__
+        whole = _step(factory, trial)
+        problem = remedy = ""
         if shared and not _same_apart(factory, trial, whole):
-            why = f"{name} lets the update of one parameter depend on others"
+            problem = "lets the update of one parameter depend on others"
             remedy = "it needs all parameters on one rank: use strategy ddp or another optimizer"
-            raise ValueError(_refusal(factory, trial, whole, f"{why}: {remedy}"))
-        if cut and not _same_cut(factory, trial, whole):
-            why = f"{name} updates whole matrices, but strategy cuts them (layout {layout})"
+        elif cut and not _same_cut(factory, trial, whole):
+            problem = f"updates whole matrices, but strategy cuts them (layout {layout})"
             remedy = "use the layout parameter"
-            raise ValueError(_refusal(factory, trial, whole, f"{why}: {remedy}"))
+        if problem and not all(bool(moved.isfinite().all()) for moved in whole.moved):
+            problem = "moves weights to infinity or NaN in its first steps"
+            remedy = "lower its learning rate (optimizer.lr)"
+        elif problem and not _near(_step(factory, trial, seed=1).moved, whole.moved):
+            problem = "draws random numbers in step(), and every rank would draw its own"
+            remedy = "use another optimizer"
+    if problem:
+        raise ValueError(f"optimizer {type(whole.optimizer).__name__} {problem}: {remedy}")
+
+
+def try_out(factory: OptimizerFactory, groups: Sequence[Mapping[str, Any]]) -> None:
+    """Make the optimizer and step it a few times on small tensors. Raises ValueError if it can not do that."""
+    trial = _trial(groups, SHORT_SIDE)
+    with _random_states_kept(trial):
+        _step(factory, trial, with_matrices=True)
 
 
 def make_optimizer(factory: OptimizerFactory, groups: Sequence[dict[str, Any]]) -> Optimizer:
@@ -91,137 +100,98 @@ def make_optimizer(factory: OptimizerFactory, groups: Sequence[dict[str, Any]]) 
     return optimizer
 
 
-def try_out(factory: OptimizerFactory, groups: Sequence[Mapping[str, Any]]) -> None:
-    """Make the optimizer and step it a few times on small tensors. Raises ValueError if it can not do that."""
-    trial = [_Group.like(group, SHORT_SIDE) for group in groups]
-    with _random_states_kept(trial):
-        _run(factory, trial)
-
-
 # -- what is stepped --------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class _Sample:
+class _Sample(NamedTuple):
     """A tensor, or a flat piece of one, and its gradient in each step."""
 
     values: Tensor
     gradients: Tensor  # [NUM_STEPS, *values.shape]
 
-    @classmethod
-    def like(cls, parameter: Tensor, longest_side: int, seed: int) -> _Sample:
-        """Make values that are small at the beginning and large at the end, so that norms and means of pieces differ.
 
-        The shape is never square, so that a factor of a matrix differs in shape from the matrix. A gradient has the
-        same sign in each step, as on a long descent, and grows faster towards the end of the tensor.
-        """
-        longest = longest_side if parameter.ndim <= 2 else SHORT_SIDE
-        shape = [max(min(side, longest) - dim % 2, 1) for dim, side in enumerate(parameter.shape)]
-        numel = torch.Size(shape).numel()
-        flat = torch.randn(numel, generator=torch.Generator().manual_seed(seed))
-        flat = flat * torch.linspace(0.1, 2.0, numel)
-        growth = torch.arange(NUM_STEPS)[:, None] * torch.linspace(0.0, 3.0, numel)
-        device = "cpu" if parameter.is_meta else parameter.device
-        gradients = (flat.sin() * (1 + growth)).view(NUM_STEPS, *shape)
-        return cls(flat.view(shape).to(device), gradients.to(device))
-
-    def pieces(self) -> list[_Sample]:
-        """Return two pieces, whose border rarely falls on one between two rows; one piece of few elements."""
-        flat, gradients = self.values.reshape(-1), self.gradients.reshape(NUM_STEPS, -1)
-        border = len(flat) // 3 + 1
-        cuts = [slice(0, border), slice(border, None)] if border < len(flat) else [slice(None)]
-        return [_Sample(flat[cut], gradients[:, cut]) for cut in cuts]
+Samples = list[_Sample]
+Trial = list[tuple[dict[str, Any], Samples]]  # by group: its options, and its tensors
 
 
-@dataclass(frozen=True)
-class _Group:
-    """The options of one param_group, and a pair of samples for each number of dimensions in it."""
-
-    options: Mapping[str, Any]
-    samples: Sequence[_Sample]
-
-    @classmethod
-    def like(cls, group: Mapping[str, Any], longest_side: int) -> _Group:
+def _trial(groups: Sequence[Mapping[str, Any]], longest_side: int) -> Trial:
+    """Return a pair of samples for each number of dimensions in a group, like the largest parameter of these."""
+    trial: Trial = []
+    for group in groups:
         largest: dict[int, Tensor] = {}
         for parameter in (p for p in group["params"] if p.requires_grad and p.numel()):
             first = largest.setdefault(parameter.ndim, parameter)
             largest[parameter.ndim] = max(first, parameter, key=Tensor.numel)
-        samples = [_Sample.like(p, longest_side, seed) for p in largest.values() for seed in (1, 2)]
         options = {key: value for key, value in group.items() if key != "params"}
         if "kind" in group:  # pieces of a sample begin amid a block of moments, as no engine's do
             options["kind"] = kind_in_full(group["kind"])
-        return cls(options, samples)
+        samples = [_sample(p, longest_side, seed) for p in largest.values() for seed in (1, 2)]
+        trial.append((options, samples))
+    return trial
 
 
-# -- stepping ---------------------------------------------------------------------------------------
+def _sample(parameter: Tensor, longest_side: int, seed: int) -> _Sample:
+    """Return values that are small at the beginning and large at the end, so that norms and means of pieces differ.
+
+    The shape is never square, so that a factor of a matrix differs in shape from the matrix. A gradient has the same
+    sign in each step, as on a long descent, and grows faster towards the end of the tensor and in the second of a pair.
+    """
+    longest = longest_side if parameter.ndim <= 2 else SHORT_SIDE
+    shape = [max(min(side, longest) - dim % 2, 1) for dim, side in enumerate(parameter.shape)]
+    numel = torch.Size(shape).numel()
+    flat = torch.randn(numel, generator=torch.Generator().manual_seed(seed))
+    flat = flat * torch.linspace(0.1, 2.0, numel)
+    growth = torch.arange(NUM_STEPS)[:, None] * torch.linspace(0.0, 2.0 * seed, numel)
+    device = "cpu" if parameter.is_meta else parameter.device
+    gradients = (flat.sin() * (1 + growth)).view(NUM_STEPS, *shape)
+    return _Sample(flat.view(shape).to(device), gradients.to(device))
 
 
-@dataclass
-class _Outcome:
-    optimizer: Optimizer
-    moved: list[Tensor]  # per sample, flattened: how far each element moved
-
-    def numbers(self) -> list[dict[str, float]]:
-        """Return the numeric options of each group: an optimizer may use them as counters."""
-        return [
-            {
-                key: float(value)
-                for key, value in group.items()
-                if isinstance(value, (int, float))
-                or (isinstance(value, Tensor) and value.numel() == 1)
-            }
-            for group in self.optimizer.param_groups
-        ]
+def _pieces(sample: _Sample) -> Samples:
+    """Return two pieces, whose border rarely falls on one between two rows; one piece of few elements."""
+    flat, gradients = sample.values.reshape(-1), sample.gradients.reshape(NUM_STEPS, -1)
+    sizes = [len(flat) // 3 + 1, len(flat) - len(flat) // 3 - 1]
+    parts = zip(flat.split(sizes), gradients.split(sizes, dim=1), strict=True)
+    return [_Sample(*part) for part in parts if len(part[0])]
 
 
-class _MatricesOfSamples(WholeMatrices):
-    """Brings the pieces of samples together, as an engine does with those of ranks."""
+class _NoMatrices(WholeMatrices):
+    """Leaves out what an optimizer asks of whole matrices, which an engine brings together; the rest is tried."""
 
-    def __init__(self, samples: Sequence[_Sample], tensors: Iterator[Tensor]):
-        self._whole = [(s.values.shape, [next(tensors) for _ in s.pieces()]) for s in samples]
-        self._shapes = {piece: shape for shape, pieces in self._whole for piece in pieces}
-
-    def shape_of(self, tensor: Tensor) -> torch.Size:
-        return self._shapes[tensor]
+    def shape_of(self, tensor: Tensor) -> tuple[int, ...]:
+        return 2, 2
 
     def apply(
         self, function: Function, tensors: Sequence[Tensor], values: Sequence[Tensor]
     ) -> list[Tensor]:
-        given, results = dict(zip(tensors, values, strict=True)), dict[Tensor, Tensor]()
-        for shape, pieces in self._whole:
-            if pieces[0] in given:
-                whole = function(torch.cat([given[piece] for piece in pieces]).view(shape))
-                flat = whole.reshape(-1).split([piece.numel() for piece in pieces])
-                results.update(zip(pieces, flat, strict=True))
-        return [results[tensor] for tensor in tensors]
+        return list(values)
 
 
-def _run(
-    factory: OptimizerFactory,
-    groups: Sequence[_Group],
-    seed: int = 0,
-    cut_from: Sequence[_Sample] = (),
+# -- stepping and comparing -------------------------------------------------------------------------
+
+
+class _Outcome(NamedTuple):
+    optimizer: Optimizer
+    moved: list[Tensor]  # by sample, flattened: how far each element moved
+
+
+def _step(
+    factory: OptimizerFactory, trial: Trial, seed: int = 0, *, with_matrices: bool = False
 ) -> _Outcome:
-    """Run a few steps of a new optimizer. Raises ValueError if it cannot do what a strategy asks of it.
-
-    cut_from: the samples of which those of `groups` are pieces, if they are.
-    """
+    """Take a few steps of a new optimizer. Raises ValueError if it cannot do what a strategy asks of it."""
     torch.default_generator.manual_seed(seed)
     if torch.cuda.is_initialized():
         torch.cuda.manual_seed(seed)
-    samples = [sample for group in groups for sample in group.samples]
+    samples = [sample for _, of_group in trial for sample in of_group]
     parameters = [nn.Parameter(sample.values.clone()) for sample in samples]
     left = iter(parameters)
-    optimizer = make_optimizer(
-        factory,
-        [
-            {**copy.deepcopy(dict(group.options)), "params": [next(left) for _ in group.samples]}
-            for group in groups
-        ],
-    )
-    if cut_from and hasattr(optimizer, "matrices"):
-        matrices = _MatricesOfSamples(cut_from, iter(parameters))
-        optimizer.matrices = matrices  # pyright: ignore[reportAttributeAccessIssue]
+    groups = [
+        {**copy.deepcopy(options), "params": [next(left) for _ in of_group]}
+        for options, of_group in trial
+    ]
+    optimizer: Any = make_optimizer(factory, groups)
+    if not with_matrices and hasattr(optimizer, "matrices"):
+        optimizer.matrices = _NoMatrices()
     for group in optimizer.param_groups:
         if isinstance(group.get("lr"), (int, float)):
             group["lr"] = max(group["lr"], LEAST_RATE)
@@ -230,63 +200,42 @@ def _run(
     for step in range(NUM_STEPS):
         for parameter, sample in zip(parameters, samples, strict=True):
             parameter.grad = sample.gradients[step].clone()
-        _step(optimizer)
+        try:
+            optimizer.step()
+        except Exception as error:  # ScheduleFree raises this class itself
+            problem = f"can not make a step: {str(error).splitlines()[0]}"
+            if "closure" in str(error):
+                problem = "wants a closure in step(), and no strategy can give it one"
+            name = type(optimizer).__name__
+            raise ValueError(f"optimizer {name} {problem}: use another optimizer") from error
     pairs = zip(parameters, samples, strict=True)
     return _Outcome(optimizer, [(p.detach() - s.values).reshape(-1) for p, s in pairs])
 
 
-def _step(optimizer: Optimizer) -> None:
-    try:
-        optimizer.step()
-    except Exception as error:  # ScheduleFree raises this class itself
-        problem = f"can not make a step: {str(error).splitlines()[0]}"
-        if "closure" in str(error):
-            problem = "wants a closure in step(), and no strategy can give it one"
-        name = type(optimizer).__name__
-        raise ValueError(f"optimizer {name} {problem}: use another optimizer") from error
-
-
-# -- comparing --------------------------------------------------------------------------------------
-
-
-def _same_apart(factory: OptimizerFactory, groups: Sequence[_Group], whole: _Outcome) -> bool:
-    """Check that each half of the samples moves as it did beside the other half, and that group counters agree."""
+def _same_apart(factory: OptimizerFactory, trial: Trial, whole: _Outcome) -> bool:
+    """Check that each half of the samples moves as it did beside the other half."""
     if any(not isinstance(key, Tensor) for key in whole.optimizer.state):
         return False  # this state belongs to no parameter
     for which in (0, 1):
-        half = _run(factory, [_Group(g.options, g.samples[which::2]) for g in groups])
-        counted = zip(half.numbers(), whole.numbers(), strict=True)
-        if not (_near(half.moved, whole.moved[which::2]) and all(_equal(*n) for n in counted)):
+        half = _step(factory, [(options, samples[which::2]) for options, samples in trial])
+        if not _near(half.moved, whole.moved[which::2]):
             return False
     return True
 
 
-def _same_cut(factory: OptimizerFactory, groups: Sequence[_Group], whole: _Outcome) -> bool:
+def _same_cut(factory: OptimizerFactory, trial: Trial, whole: _Outcome) -> bool:
     """Check that pieces move as the tensors did, and that no state is one of a matrix: of rows, columns or factors."""
     for parameter, state in whole.optimizer.state.items():
         for tensor in (leaf for leaf in tree_leaves(state) if isinstance(leaf, Tensor)):
             if tensor.numel() > 1 and tensor.shape != parameter.shape:
                 return False
-    samples = [sample for group in groups for sample in group.samples]
+    samples = [sample for _, of_group in trial for sample in of_group]
+    pieces = [(options, [p for s in of_group for p in _pieces(s)]) for options, of_group in trial]
     try:
-        pieces_of_groups = [_Group(g.options, _cut(g.samples)) for g in groups]
-        cut = _run(factory, pieces_of_groups, cut_from=samples)
+        moved = iter(_step(factory, pieces).moved)
     except Exception:
         return False  # it accepted the whole tensors, so it is the pieces that it rejects
-    pieces = iter(cut.moved)
-    joined = [torch.cat([next(pieces) for _ in sample.pieces()]) for sample in samples]
-    return _near(joined, whole.moved)
-
-
-def _cut(samples: Sequence[_Sample]) -> list[_Sample]:
-    return [piece for sample in samples for piece in sample.pieces()]
-
-
-def _equal(ours: Mapping[str, float], theirs: Mapping[str, float]) -> bool:
-    if ours.keys() != theirs.keys():
-        return False
-    one, other = (torch.tensor(list(n.values()), dtype=torch.float64) for n in (ours, theirs))
-    return torch.allclose(one, other, rtol=1e-6, atol=0.0, equal_nan=True)
+    return _near([torch.cat([next(moved) for _ in _pieces(s)]) for s in samples], whole.moved)
 
 
 def _near(ours: Sequence[Tensor], theirs: Sequence[Tensor]) -> bool:
@@ -296,21 +245,9 @@ def _near(ours: Sequence[Tensor], theirs: Sequence[Tensor]) -> bool:
     )
 
 
-def _refusal(factory: OptimizerFactory, groups: Sequence[_Group], whole: _Outcome, why: str) -> str:
-    """Return the error message; an optimizer whose result depends on the random seed gets a different one."""
-    name = type(whole.optimizer).__name__
-    if not all(bool(moved.isfinite().all()) for moved in whole.moved):
-        problem = f"optimizer {name} moves weights to infinity or NaN in its first steps"
-        return f"{problem}: lower its learning rate (optimizer.lr)"
-    if _near(_run(factory, groups, seed=1).moved, whole.moved):
-        return f"optimizer {why}"
-    problem = f"optimizer {name} draws random numbers in step(), and every rank would draw its own"
-    return f"{problem}: use another optimizer"
-
-
 @contextmanager
-def _random_states_kept(groups: Sequence[_Group]) -> Iterator[None]:
-    devices = {sample.values.device for group in groups for sample in group.samples}
+def _random_states_kept(trial: Trial) -> Iterator[None]:
+    devices = {sample.values.device for _, samples in trial for sample in samples}
     python = random.getstate()
     try:
         with torch.random.fork_rng(devices=[d for d in devices if d.type == "cuda"]):

@@ -1,4 +1,4 @@
-"""How files of a run are read back, and their version: `format` in summary.json, lines of records, timelines, hashes.
+"""How files of a run are read back, and their version: `format` in summary.json, lines of records, timelines.
 
 A name that is added does not change it, since readers leave out what they do not know. It grows when a name changes its
 meaning or goes: then this version of zeroexp can not read the file, and says so. Older files have no format and are 1.

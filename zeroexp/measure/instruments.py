@@ -2,7 +2,6 @@
 
     the last warm-up step     memory by cause at the peak, which no time counts; dtypes (dtypes_found.py)
     train.trace_steps         the same, and a timeline: trace.<rank>.<step>.json (timeline.py)
-    train.hash_steps          hashes of what the step computes: hashes.<rank>.jsonl (hashes.py)
     train.profile_steps       torch.profiler: profile.<rank>.<step>.json and .txt (profiler.py)
 
 On any other step nothing is installed.
@@ -26,7 +25,6 @@ from zeroexp.config.keys import TrainConfig
 from zeroexp.interface.strategy import Strategy
 from zeroexp.measure.dtypes_found import DtypesFound
 from zeroexp.measure.formats import FORMAT, KEY
-from zeroexp.measure.hashes import StepHashes
 from zeroexp.measure.profiler import may_be_lost, profiling
 from zeroexp.measure.record import Peak
 from zeroexp.measure.timeline import events_of
@@ -59,8 +57,6 @@ class Instruments:
         with ExitStack() as stack:
             if self._profiles(step):
                 stack.enter_context(profiling(self.folder, self.world, step))
-            if step in self.settings.hash_steps and self.module is not None:
-                stack.enter_context(self._hashing(step, self.module, strategy))
             if reading and self.module is not None:
                 # A hook on a part of a compiled block would have it compiled again.
                 parts = () if self.settings.compile else self.module.modules()
@@ -73,11 +69,7 @@ class Instruments:
     def slows(self, step: int) -> bool:
         """Tell whether a rank watches this step at a cost, so that no time may count it."""
         train = self.settings
-        return step in (*train.trace_steps, *train.profile_steps, *train.hash_steps)
-
-    def allocates(self, step: int) -> bool:
-        """Tell whether an instrument allocates in this step, so that what was allocated is not the model's alone."""
-        return step in self.settings.hash_steps
+        return step in (*train.trace_steps, *train.profile_steps)
 
     def write_timeline(self, step: int, trace: StepTrace | None, peak: Peak | None) -> None:
         """Write the timeline, where it was asked for."""
@@ -100,14 +92,6 @@ class Instruments:
             if trace.log is not None and trace.log.snapshot is not None:
                 path = self.folder / f"memory.{self.world.rank}.{step}.pickle"
                 path.write_bytes(pickle.dumps(trace.log.snapshot))
-
-    @contextmanager
-    def _hashing(self, step: int, module: nn.Module, strategy: Strategy) -> Generator[None]:
-        hashes = StepHashes(step, module, self.blocks)
-        with hashes.watching(strategy):
-            yield
-        with may_be_lost(f"hashes.{self.world.rank}.jsonl"):
-            hashes.write(self.folder, self.world.rank)
 
     def _profiles(self, step: int) -> bool:
         ranks = self.settings.profile_ranks

@@ -12,8 +12,7 @@ The words are those of a run, lists and studies too:
             largest micro-batch and the longest sequence
 --advise    which strategy on these ranks, and how fast: the fastest that fits of every strategy, recomputation and
             micro-batch of one global batch, rehearsed for a minute; cluster.gpu names the GPUs; with --json as JSON
---explain   what makes the peak of one point, by a rehearsal, and what each setting would change of model states and
-            traffic; with --rehearse of the peak and the milliseconds
+--explain   what makes the peak of one point, down to its largest tensors, by a rehearsal
 
 cluster.device=auto means the device of a run here, or GPUs if there are more ranks than this machine could run.
 Exit codes: 0 planned (points that mean nothing are skipped with their reason); 2 refused in one line.

@@ -5,12 +5,11 @@ A change keeps what the line says where that has a meaning still, and takes back
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Mapping
 from copy import deepcopy
 from typing import Any, NamedTuple
 
 from zeroexp.config.keys import ENGINE_SETTINGS, TORCH_DDP, Config, PrecisionConfig, resolve
-from zeroexp.cut.layout import LAYOUTS
 from zeroexp.cut.stage import STAGES, Placement
 from zeroexp.models.module import BuiltModel
 from zeroexp.plan.composed_points import BATCH
@@ -18,10 +17,7 @@ from zeroexp.plan.composed_points import BATCH
 MICRO, SEQ_LEN = "data.micro_batch_size", "data.seq_len"
 RECOMPUTES = "train.activation_checkpointing"
 SETTINGS = (*ENGINE_SETTINGS, "gradient_as_bucket_view")  # of `strategy`; null unless set
-PRECISIONS = {
-    "fp32": ("float32", "float32", "float32"),
-    "bf16_master": ("bfloat16", "float32", "float32"),
-}
+PRECISIONS = {"bf16_master": ("bfloat16", "float32", "float32")}
 
 
 class Change(NamedTuple):
@@ -92,53 +88,12 @@ def _with_value(config: Config, key: str, value: object) -> Config:
     setattr(getattr(config, group), name, value)
     if key == RECOMPUTES and not value:
         config.train.recompute_every, config.train.recompute_except = None, []
-    if group != "strategy":
-        return config
-    if not LAYOUTS[config.strategy.implementation].has_owners:
-        config.strategy.owners = None
-    if not config.strategy.overlap:
-        config.strategy.prefetch = None
-    return resolve(config)
+    return config
 
 
 def longest_sequence(model: BuiltModel) -> int | None:
     """Return the most positions that the model's config names."""
     return getattr(getattr(model.module, "config", None), "max_position_embeddings", None)
-
-
-def states_and_traffic(config: Config) -> Iterator[Change]:
-    """Yield every other value of a setting of the strategy."""
-    strategy = config.strategy
-    gathers = strategy.parameters.placement == "shard"
-    settings: dict[str, tuple[object, ...]] = {
-        "strategy": tuple(stage for stage in STAGES if stage != strategy.name),
-        "world_size": (2 * config.world_size,),
-    }
-    if strategy.implementation in LAYOUTS:
-        settings |= {
-            "strategy.unit": ("model", "block", "module"),
-            "strategy.keep": ("none", "last", "all") if gathers else (),
-            "strategy.prefetch": (0, 1, 2) if gathers and strategy.overlap else (),
-            "strategy.bucket_mb": (1, 25, 100),
-            "strategy.overlap": (True, False),
-            "strategy.reduce_each": ("microbatch", "step"),
-            "strategy.implementation": tuple(LAYOUTS),
-        }
-    for key, values in settings.items():
-        now = getattr(strategy, key.removeprefix("strategy."), None)
-        yield from (change(config, {key: value}) for value in values if value != now)
-
-
-def activations_and_products(config: Config) -> Iterator[Change]:
-    """Yield the changes that closed forms do not see."""
-    yield change(config, {RECOMPUTES: not config.train.activation_checkpointing})
-    micro, each = config.data.micro_batch_size, config.data.global_batch_size // config.world_size
-    for samples in (micro // 2, 2 * micro):
-        if samples and each % samples == 0:
-            yield change(config, {MICRO: samples})
-    for name in PRECISIONS:
-        if name != config.precision.name:
-            yield change(config, {"precision": name})
 
 
 def complete_words(made: Change, config: Config, device: str, named: Collection[str] = ()) -> str:

@@ -2,7 +2,6 @@
 
     fewest_ranks    more ranks, rehearsed: the first at which a step fits
     advise          stages, recomputation and micro-batches, rehearsed: the fastest that fits
-    explain_plan    every other value of one setting, and what it changes
 
 Closed forms come first everywhere: what does not fit by its model states alone is not rehearsed.
 """

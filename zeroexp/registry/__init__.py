@@ -1,13 +1,10 @@
 """A registry holds the code that one word of the config may name: ours, and what other packages and modules add.
 
-Others add in two ways, and neither edits a file of ours:
+Others add in a module that `plugins=[module]` names, and edit no file of ours:
 
-    STAGES.add("mine", Stage(...))                       in a module that `plugins=[module]` names
-    [project.entry-points."zeroexp.stages"]              in the pyproject.toml of an installed package
-    mine = "package.module:OBJECT"
+    STAGES.add("mine", Stage(...))
 
-An entry point is imported when its word is used, so that a broken package disturbs nobody who does not use it. A word
-has one meaning: whoever registers it a second time is refused, and both are named. Nothing here imports torch.
+A word has one meaning: whoever registers it a second time is refused, and both are named. Nothing here imports torch.
 
 A registered dataclass is compared with its own annotations (`misfit`): else a forgotten comma in `tasks=("causal")`, or
 a function that takes one argument too few, would be found by a rank, or by the report of a run that is over.
@@ -21,8 +18,7 @@ import re
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import fields, is_dataclass
-from functools import cache
-from importlib import import_module, metadata
+from importlib import import_module
 from typing import Any, ClassVar, Generic, TypeVar, cast
 
 from zeroexp.registry.did_you_mean import suggest_word
@@ -36,7 +32,7 @@ MODULES_OF_OTHERS: set[str] = set()
 
 
 class RegistryError(ConfigError):
-    """A word that is registered wrongly, twice, or by a package that can not be imported."""
+    """A word that is registered wrongly or twice."""
 
 
 class UnknownWord(RegistryError, KeyError):
@@ -53,18 +49,17 @@ class Registry(Mapping[str, Value], Generic[Value]):
     def __init__(
         self,
         key: str,
-        group: str,
         own: Mapping[str, Value],
         *,
         needs: str,
         fits: Callable[[Any], bool] = callable,
         arguments: Callable[[Any], Mapping[str, int]] = lambda value: {},
     ) -> None:
-        """`own` are our words. group: of entry points. needs: what `fits` accepts, in words.
+        """`own` are our words. needs: what `fits` accepts, in words.
 
         arguments: how many each function of a value is called with, by field; "" is a value that is one itself.
         """
-        self.key, self.group, self._needs, self._fits = key, group, needs, fits
+        self.key, self._needs, self._fits = key, needs, fits
         self._arguments = arguments
         self.own = tuple(own)  # in the order in which messages name them
         self._values, self._who = dict(own), dict.fromkeys(own, "zeroexp itself")
@@ -78,9 +73,9 @@ class Registry(Mapping[str, Value], Generic[Value]):
         MODULES_OF_OTHERS.add(module)
         who = f"module {module}"
         self._refuse_unfit(name, value, who)
-        for other in self._sharing():
-            if taken := [*other._claims(name, beside=module)]:
-                raise self._taken_twice(name, taken[0], who)
+        if taken := next((each._who[name] for each in self._sharing() if name in each), None):
+            problem = f"registered by {taken} and by {who}"
+            raise RegistryError(f"{self.key}={name}: {problem}; rename one of them")
         self._values[name], self._who[name] = value, who
         return value
 
@@ -90,50 +85,24 @@ class Registry(Mapping[str, Value], Generic[Value]):
         del self._values[name], self._who[name]
 
     def __getitem__(self, name: str) -> Value:
-        """Return the word's value, importing it if need be. Raises RegistryError, UnknownWord for an unknown word."""
+        """Return the value of the word. Raises UnknownWord."""
         if name not in self:
             words = [word for other in self._sharing() for word in other]
             remedy = suggest_word(self.key, name, words)
             raise UnknownWord(f"{self.key}={name}: unknown word; {remedy}")
-        claims = [claim for other in self._sharing() for claim in other._claims(name)]
-        entries = _entry_points(self.group).get(name, [])
-        if name in self._values and (not entries or self._load(entries[0]) is self._values[name]):
-            claims = [self._who[name]]
-        if len(claims) > 1:
-            raise self._taken_twice(name, *claims[:2])
-        return self._values[name] if name in self._values else self._load(entries[0])
+        return self._values[name]
 
     def __contains__(self, name: object) -> bool:
-        return name in self._values or name in _entry_points(self.group)
+        return name in self._values
 
     def __iter__(self) -> Iterator[str]:
-        return iter(dict.fromkeys([*self._values, *_entry_points(self.group)]))
+        return iter(self._values)
 
     def __len__(self) -> int:
-        return len(list(iter(self)))
+        return len(self._values)
 
     def _sharing(self) -> list[Registry[Any]]:
         return [each for each in Registry._all if each.key == self.key]
-
-    def _claims(self, name: str, beside: str = "") -> Iterator[str]:
-        """Yield who registers the word, beside a module that does: a package may name the object it adds itself."""
-        if name in self._who:
-            yield self._who[name]
-        entries = _entry_points(self.group).get(name, [])
-        yield from (_who(entry) for entry in entries if entry.module != beside)
-
-    def _load(self, entry: metadata.EntryPoint) -> Value:
-        MODULES_OF_OTHERS.add(entry.module)
-        try:
-            value = entry.load()
-        except Exception as error:
-            message = " ".join(f"{type(error).__name__}: {error}".split())
-            raise RegistryError(
-                f"{self.key}={entry.name}: {_who(entry)} can not be loaded ({message}); "
-                "repair or uninstall it, or use another word"
-            ) from error
-        self._refuse_unfit(entry.name, value, _who(entry))
-        return value
 
     def _refuse_unfit(self, name: str, value: object, who: str) -> None:
         if not NAME.fullmatch(name):
@@ -151,24 +120,6 @@ class Registry(Mapping[str, Value], Generic[Value]):
             return misfit(value, arguments)
         problem = wrong_call(value, arguments[""]) if "" in arguments else None
         return problem and f"{value.__name__}(): {problem}"
-
-    def _taken_twice(self, name: str, one: str, other: str) -> RegistryError:
-        problem = f"registered by {one} and by {other}"
-        return RegistryError(f"{self.key}={name}: {problem}; rename one of them")
-
-
-def _who(entry: metadata.EntryPoint) -> str:
-    package = "a package" if entry.dist is None else f"package {entry.dist.name}"
-    return f"{package} ({entry.value})"
-
-
-@cache
-def _entry_points(group: str) -> dict[str, list[metadata.EntryPoint]]:
-    """Return the group's entry points by name; one that two copies of a package's metadata list counts once."""
-    by_name: dict[str, dict[str, metadata.EntryPoint]] = {}
-    for entry in sorted(metadata.entry_points(group=group), key=_who):
-        by_name.setdefault(entry.name, {}).setdefault(entry.value, entry)
-    return {name: [*entries.values()] for name, entries in by_name.items()}
 
 
 class Later:

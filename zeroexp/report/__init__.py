@@ -10,5 +10,4 @@ columns.py            points -> the numbers of every table and export, with keys
   results_table.py, markdown.py, exports.py        for terminals, pages, programs
 page/, figure.py      charts in HTML, and the same on paper, in the colours of palette.py
 sweep_progress.py     while a sweep runs
-step_differences.py   the first verb and tensor in which two runs differ
 """

@@ -4,7 +4,6 @@
     zeroexp report outputs/a outputs/b             both, and which points moved from a to b
     zeroexp report outputs/a --html report.html    one page with every chart, which needs no network
     zeroexp report outputs/a --csv - --json a.json numbers for other programs; - is standard output
-    zeroexp report --diverge RUN_A RUN_B           the first verb and tensor in which two runs differ
 
 Exit codes: 0 fine; 1 a number that must be exact varies between repeats of a point, or what `study.must_equal` names
 differs; 2 refused in one line. A folder that cannot be read costs one line on standard error.
@@ -13,7 +12,6 @@ differs; 2 refused in one line. A folder that cannot be read costs one line on s
 from __future__ import annotations
 
 import argparse
-import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -44,11 +42,6 @@ TEXTS = ("markdown", "csv", "json", "latex")
 
 def main() -> int:
     safe_output.keep_going()
-    if any(word.startswith("--diverge") for word in sys.argv[1:]):
-        # It may run ranks, which no other report does, so it is a command of its own.
-        return subprocess.run(
-            [sys.executable, "-m", "zeroexp.commandline.first_difference", *sys.argv[1:]]
-        ).returncode
     arguments = _arguments()
     try:
         return _report(arguments)

@@ -19,7 +19,8 @@ from zeroexp.report.statistics import LossVerdict, judge_losses, loss_curves
 
 MIB = 1 << 20
 PEAK_BYTES, PEAK_SHARE = MIB, 0.001  # of a rehearsed peak, whichever is more
-MUST_HOLD, AGREEMENT = "study.plan_must_hold", "study.loss_agreement"
+MUST_HOLD, MUST_FALL = "study.plan_must_hold", "study.loss_must_fall"
+AGREEMENT = "study.loss_agreement"
 
 
 @dataclass(frozen=True)
@@ -56,7 +57,7 @@ def claims_of(points: Sequence[Point]) -> list[Claim]:
 
 
 def losses_of(points: Sequence[Point]) -> LossVerdict | None:
-    """Judge the curves by the first point's study.loss_agreement; None where there is no curve.
+    """Judge the curves by the first point's study.loss_agreement and loss_must_fall; None where there is no curve.
 
     Seldom synchronised replicas are no reference, and agree with nothing.
     """
@@ -64,9 +65,10 @@ def losses_of(points: Sequence[Point]) -> LossVerdict | None:
     curves = {**loss_curves(points), **apart}
     if not curves:
         return None
-    agreement = points[0].run.config.get(AGREEMENT, "null")
+    study = points[0].run.config
+    agreement, must_fall = study.get(AGREEMENT, "null"), study.get(MUST_FALL) == "true"
     bound = None if agreement == "null" else float(agreement)
-    return judge_losses(curves, bound=bound, apart=apart)
+    return judge_losses(curves, bound=bound, must_fall=must_fall, apart=apart)
 
 
 def _losses(points: Sequence[Point]) -> list[Claim]:

@@ -22,8 +22,8 @@ FILES = (
     SUMMARY,
     "logs",
 )
-# What instruments leave where they were asked for: timelines, torch's profiles and snapshots, hashes, samples of nodes.
-PATTERNS = ("trace.*.json", "profile.*", "memory.*.pickle", "hashes.*.jsonl", "system.*.jsonl")
+# What instruments leave where they were asked for: timelines, torch's profiles and snapshots, samples of nodes.
+PATTERNS = ("trace.*.json", "profile.*", "memory.*.pickle", "system.*.jsonl")
 ENVIRONMENT = {  # tag -> key of a run's environment
     "git_commit": "git.commit",
     "git_dirty": "git.dirty",

@@ -129,7 +129,7 @@ class _Run:
             step = _Step(self._world, index, self._config, dtypes=dtypes, trace=trace)
             num_tokens = self._accumulate_gradients(step)
             self._update_parameters(step)
-        step.end(num_tokens, moves, bytes_known=not instruments.allocates(index))
+        step.end(num_tokens, moves)
         step.record.traced = instruments.slows(index)
         instruments.write_timeline(index, trace, step.record.peak)
         if step.record.traced:
@@ -265,22 +265,21 @@ class _Step:
             self._trace.note_model_states(states)
         self.clock.enter(phase)
 
-    def end(self, num_tokens: int, moves: list[TimedMove], *, bytes_known: bool) -> None:
+    def end(self, num_tokens: int, moves: list[TimedMove]) -> None:
         record, self._moves = self.record, moves
         if self._dtypes is not None:
             self._dtypes.note("norm", self.grad_norm)
         record.num_tokens = num_tokens
-        if bytes_known:
-            record.peak_bytes = self._allocations.peak_bytes()
-            record.allocated_bytes = self._allocations.allocated_bytes()
-            record.host_peak_bytes = self._allocations.host_peak_bytes()
+        record.peak_bytes = self._allocations.peak_bytes()
+        record.allocated_bytes = self._allocations.allocated_bytes()
+        record.host_peak_bytes = self._allocations.host_peak_bytes()
         if record.peak_bytes is not None:
             record.peak_bytes += held_shared_bytes()
         record.wire_bytes = self._wire.sent_bytes()
         record.traffic = take_traffic()
         if self._trace is not None:
             self._trace.finish(self.clock.marks, moves, held_shared_bytes())
-            record.peak = self._trace.peak(record.step) if bytes_known else None
+            record.peak = self._trace.peak(record.step)
             record.backend = self._trace.backend()
 
     def read(self) -> StepRecord:
