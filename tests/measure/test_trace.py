@@ -210,6 +210,7 @@ def _check_timelines(folder: Path) -> None:
         for verb in ("gather unit blocks.0", "reduce unit blocks.1", "publish unit blocks.1"):
             assert ("verb", verb) in named
         assert {("unit", "forward blocks.0"), ("unit", "backward blocks.1")} <= named
+        _check_flows(events)
         memory = [e["args"] for e in events if e["ph"] == "C"]
         assert all(list(held) == [c for c in CAUSES if c in held] for held in memory)
         peak = other["peak"]
@@ -221,6 +222,18 @@ def _check_timelines(folder: Path) -> None:
         began = {e["name"]: e["ts"] for e in reversed(events) if e["ph"] == "X"}
         for block in ("blocks.0", "blocks.1"):
             assert began[f"gather unit {block}"] <= began[f"forward {block}"]
+
+
+def _check_flows(events: list[dict[str, Any]]) -> None:
+    """Each arrow leads from the issue of a move to the wait for the same one."""
+    parts = {(e["name"], e["args"]["part"], e["ts"]) for e in events if e.get("cat") == "verb"}
+    ends = {e["id"]: e for e in events if e["ph"] == "f"}
+    starts = {e["id"]: e for e in events if e["ph"] == "s"}
+    assert {"gather unit blocks.0", "reduce unit blocks.1"} <= {e["name"] for e in starts.values()}
+    assert starts.keys() == ends.keys()
+    for number, start in starts.items():
+        assert (start["name"], "issue", start["ts"]) in parts
+        assert (start["name"], "wait", ends[number]["ts"]) in parts and ends[number]["bp"] == "e"
 
 
 def _check_profile(folder: Path) -> None:

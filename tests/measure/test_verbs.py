@@ -14,7 +14,7 @@ from zeroexp.cut.stage import STAGES
 from zeroexp.engines.sharded import Sharded
 from zeroexp.measure import verb_seconds
 from zeroexp.measure.record import VerbSeconds
-from zeroexp.measure.verb_seconds import meter, sum_up_moves, timed_as_verb
+from zeroexp.measure.verb_seconds import TimedMove, meter, sum_up_moves, timed_as_verb
 from zeroexp.process import world as worlds
 from zeroexp.process.world import World
 from zeroexp.zero.options import Options
@@ -100,6 +100,38 @@ def test_what_moves_on_wait_overlaps_nothing(seconds, moves):
     pending.wait()
     verbs, _ = sum_up_moves(moves)
     assert verbs["gather"].overlapped == 0
+
+
+def test_no_moment_counts_twice_however_many_moves_are_in_flight(seconds, moves):
+    """Of three moves in flight, each alone would say 22, 51 and 76 s, where 24 s were computed."""
+    pending = [start(seconds, verb) for verb in ("reduce", "gather", "reduce")]
+    seconds.pass_by(20)  # compute
+    pending[0].wait()  # 26 s, of which 16 blocked: the others overlap nothing meanwhile
+    seconds.pass_by(4)  # compute
+    for each in pending[1:]:
+        each.wait()
+    verbs, waited = sum_up_moves(moves)
+    assert sum(verb.overlapped for verb in verbs.values()) == 20 + 4
+    assert verbs["reduce"].overlapped == 20  # the first one's; then the gather is the oldest
+    assert verbs["gather"].overlapped == 4
+    assert sum(verb.exposed for verb in verbs.values()) == waited["1"] == 3 * 16
+    assert sum(verb.working for verb in verbs.values()) == 3 * (1 + 8 + 2)
+
+
+def test_overlapping_waits_of_streams_are_exposed_once(seconds):
+    """Events of a GPU may be on several streams, whose waits overlap."""
+    gpu = torch.device("cuda")
+
+    def move(verb: str, waited: float, arrived: float) -> TimedMove:
+        marks = {"issued": 0.0, "waited": waited, "arrived": arrived, "ended_at": arrived + 1}
+        return TimedMove(verb, "unit a", gpu, 0.0, **marks)
+
+    made = [move("gather", 2.0, 8.0), move("reduce", 4.0, 10.0), move("norm", 5.0, 7.0)]
+    verbs, _ = sum_up_moves(made)
+    exposed = {name: verb.exposed for name, verb in verbs.items()}
+    assert exposed == {"gather": 6.0, "reduce": 2.0, "norm": 0.0}  # 8 of which each alone says 14
+    assert sum(verb.overlapped for verb in verbs.values()) == 2.0
+    assert sum(verb.working for verb in verbs.values()) == 1.0
 
 
 def test_a_verb_without_a_message_works(seconds, moves):

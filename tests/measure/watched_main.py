@@ -1,4 +1,4 @@
-"""Ranks of which the first takes long to write what it saw of a step, for test_trace.py."""
+"""Ranks of which one keeps objects (test_drift.py), or takes long to write what it saw of a step (test_trace.py)."""
 
 from __future__ import annotations
 
@@ -14,6 +14,19 @@ from zeroexp.run import rank
 EARLY = "early"
 LONG = 0.5  # seconds, in which a step of the test's model would begin and end many times
 prepare = rank.prepare
+
+
+def keeper(folder: Path, *, device: str) -> None:
+    """Rank 1 keeps ten objects of every step."""
+    kept: list[object] = []
+    slows = Instruments.slows
+
+    def keeping(self: Instruments, step: int) -> bool:
+        kept.extend(object() for _ in range(10 * self.world.rank))
+        return slows(self, step)
+
+    Instruments.slows = keeping  # pyright: ignore
+    rank.main(folder, device=device)
 
 
 def slow_writer(folder: Path, *, device: str) -> None:

@@ -90,6 +90,23 @@ def test_it_writes_figures_pages_and_texts(outputs, report):
     assert [point["point"] for point in json.loads(text)["points"]] == ["a", "b"], "nothing else"
 
 
+def test_steps_have_the_names_of_torchtitan_on_request(outputs, report):
+    _, text, _ = report("outputs/newer", "--torchtitan", "-")
+    steps = [json.loads(line) for line in text.splitlines()]
+    assert [(each["run"], each["step"]) for each in steps] == [
+        (name, step) for name in ("a", "b") for step in range(1, 24)
+    ]
+    # Step 1 of zero3 on two ranks: 12 samples of 128 tokens, 0.4 / 2 + 3 * 0.05 s, see run_folders.py.
+    assert steps[0] == {
+        **{"run": "a", "step": 1, "loss_metrics/global_avg_loss": 7.0, "grad_norm": 2.0},
+        **{"throughput(tps)": pytest.approx(12 * 128 / 0.35 / 2)},
+        **{"time_metrics/end_to_end(s)": pytest.approx(0.35)},
+        **{"time_metrics/data_loading(s)": 0.0, "time_metrics/data_loading(%)": 0.0},
+        **{"tflops": pytest.approx(0.2 / 0.7), "mfu(%)": pytest.approx(100 * 0.2 / 0.7 / 4)},
+        "memory/max_active(GiB)": pytest.approx((48 + 48 + 96 + 10) / 1024),
+    }
+
+
 def test_a_torn_run_is_one_line_and_a_broken_claim_an_exit_code(outputs, report):
     (outputs / "newer/a/summary.json").write_text("{")
     code, _, errors = report("outputs/newer")

@@ -75,6 +75,17 @@ def test_a_long_run_in_a_pipe_shows_a_step_every_few_seconds_with_time_left() ->
     assert shown[-1].endswith("54 s left")  # step 46 of 100, a second each
 
 
+def test_what_drifts_is_named_every_three_hundred_steps_while_the_run_goes_on() -> None:
+    pipe = io.StringIO()
+    progress = Progress(1, pipe, Clock())
+    progress.start(1, "run", num_steps=1000)
+    for step in range(603):
+        objects = 1000 + 10 * min(step, 303) if step % 10 == 0 else None
+        progress.step(1, record(step, step_seconds=0.25, num_objects=objects))
+    named = [line for line in pipe.getvalue().splitlines() if "objects" in line]
+    assert named == ["[1/1] run: live objects rise by 10 a step"]
+
+
 def test_a_terminal_shows_the_running_points_and_keeps_what_ended() -> None:
     terminal, clock = Terminal(), Clock()
     with Progress(3, terminal, clock) as progress:

@@ -23,6 +23,7 @@ from zeroexp.report.columns import (
     all_columns,
     chosen_columns,
     column_name,
+    exported_columns,
     printed_columns,
     setting_text,
 )
@@ -32,6 +33,7 @@ from zeroexp.report.markdown import render as as_markdown
 from zeroexp.report.measured_points import Point
 from zeroexp.report.results_table import print_lines, render
 from zeroexp.report.tables import Table
+from zeroexp.tracking import labels
 from zeroexp.tracking.files import write_engine
 
 P = PARAMETER_BYTES / 2**20
@@ -63,6 +65,29 @@ def rows(text: str) -> list[dict[str, str]]:
         for n, head in enumerate(heads)
     ]
     return [dict(zip(named, row, strict=True)) for row in cells]
+
+
+def test_what_rises_with_the_steps_stands_below_but_for_a_time_that_others_spoilt(
+    tmp_path: Path,
+) -> None:
+    rises = {"step time": "rises by 1 % per 100 steps, rank 0", "live objects": "rise by 10 a step"}
+    for name, cores in (("calm", 0.0), ("spoilt", 1.0)):
+        run = write_run(tmp_path / name, "zero3" if cores else "ddp")
+        change(run / "summary.json", {"drift": rises})
+        (run / "load.json").write_text(f'{{"seconds": 9.0, "other_cores": {cores}}}')
+    made = points(tmp_path)
+    for width in (None, 60):
+        text = " ".join(render(made, width).split())
+        assert "Drift of calm: step time rises by 1 % per 100 steps, rank 0." in text
+        assert "Drift of spoilt: live objects rise by 10 a step." in text
+        assert "Drift of spoilt: step time" not in text
+    content = json.loads(
+        exports.as_json(made, exported_columns(made, conclude(made)), conclude(made))
+    )
+    assert content["points"][1]["drift"] == "Drift of spoilt: live objects rise by 10 a step."
+    assert labels.run_tags(made[0].run, "done")["drift"] == (
+        "step time rises by 1 % per 100 steps, rank 0; live objects rise by 10 a step"
+    )
 
 
 def test_one_row_per_point_with_its_numbers(folder: Path) -> None:

@@ -114,6 +114,7 @@ def test_the_summary_becomes_metrics_of_the_fullest_rank_and_the_mean(summary: R
     assert made["verb/gather_overlapped_ms"] == 30.0
     assert made["verb/reduce_exposed_ms"] == 15.0  # rank r waits 10 r ms
     assert made["time/exposed_ms"] == 35.0
+    assert made["comp_comm_overlap_pctg"] == pytest.approx(100 * 70 / (70 + 35))
 
 
 def test_what_scales_stands_at_the_world_size(summary: RunSummary) -> None:

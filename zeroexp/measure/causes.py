@@ -19,6 +19,7 @@ from torch import UntypedStorage
 
 from zeroexp.interface.strategy import ModelStates
 from zeroexp.measure.allocations import Block, Log, is_counted
+from zeroexp.measure.intervals import Interval, interval_at
 from zeroexp.measure.memory import local_tensor
 from zeroexp.measure.record import CAUSES, KINDS, OUTER
 
@@ -26,8 +27,6 @@ CAUSE_OF_KIND = {"buffers": "pools", OUTER: "optimizer"}
 COLLECTIVES = ("c10d::", "gloo:", "nccl:")
 # Ranges that FSDP2 names itself.
 RANGES = {"FSDP::all_gather": "pools", "FSDP::post_backward_reduce": "buckets"}
-
-Interval = tuple[str, float, float]
 
 
 @dataclass
@@ -158,11 +157,6 @@ class Causes:
 def _of_unknown(held: Counter[str], num_bytes: int) -> str:
     """Return the cause of a freed block that nobody showed: a bucket inside of DDP, which lays them out anew."""
     return "buckets" if held["buckets"] >= num_bytes > held["other"] else "other"
-
-
-def interval_at(intervals: Sequence[Interval], when: float) -> Interval | None:
-    """Return the first interval that holds this moment."""
-    return next((each for each in intervals if each[1] <= when < each[2]), None)
 
 
 def _shared(readings: Sequence[Reading], shared_bytes: int) -> Counter[str]:

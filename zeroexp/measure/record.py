@@ -129,6 +129,10 @@ class StepRecord:
     # Traced steps: what torch names itself (c10d::, gloo:, FSDP::). `working` is time inside of it, waiting included.
     backend: dict[str, VerbSeconds] = field(default_factory=dict[str, VerbSeconds])
     traced: bool = False  # instruments slowed this step down, so that no time counts it
+    # Before every tenth step, see measure/drift.py; None in others.
+    resting_bytes: int | None = None  # allocated by torch
+    num_objects: int | None = None  # blocks that Python's allocator has given out
+    collection_seconds: float | None = None  # of a full garbage collection then
 
 
 @dataclass
@@ -169,6 +173,9 @@ class RankSummary:
     memory_bytes_at: dict[str, dict[str, int]] = field(default_factory=dict[str, dict[str, int]])
     times: RankTimes | None = None
     peak: Peak | None = None  # of the traced step that held most
+    drift: dict[str, str] = field(
+        default_factory=dict[str, str]
+    )  # what rises with the steps, and how
 
 
 @dataclass
@@ -237,6 +244,8 @@ class RunSummary:
     not_rehearsed: str | None = None
     # By rank; empty in older summaries.
     times: list[RankTimes] = field(default_factory=list[RankTimes])
+    # What rises with the steps (measure/drift.py) -> by how much, on the first rank where it does.
+    drift: dict[str, str] = field(default_factory=dict[str, str])
     # Of all ranks: what the model needs, nothing recomputed.
     model_flops_per_step: float | None = None
     peak_flops_per_second: float | None = None  # of one rank, see peak_flops_source

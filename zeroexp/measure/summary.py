@@ -10,6 +10,7 @@ from dataclasses import fields
 from math import isfinite
 from statistics import fmean, median
 
+from zeroexp.measure.drift import rising
 from zeroexp.measure.record import (
     HOST,
     MemorySummary,
@@ -59,6 +60,7 @@ def summarise_rank(
             (r.host_peak_bytes for r in records if r.host_peak_bytes), default=None
         ),
         bus_bytes=fmean(sum(r.traffic.bus_bytes.values()) for r in steps),
+        drift=rising(records),
     )
 
 
@@ -105,6 +107,7 @@ def summarise(
         num_parameters=num_parameters,
         plan=plan or {},
         times=[r.times for r in ranks if r.times],
+        drift={k: f"{v}, rank {r.rank}" for r in reversed(ranks) for k, v in r.drift.items()},
     )
 
 

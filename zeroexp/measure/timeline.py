@@ -17,6 +17,7 @@ The file is JSON in the trace-event format, which Perfetto and chrome://tracing 
                               (spans of one row may overlap here)
             backend   tid 5   what torch names itself: collectives and engines in C++ ("c10d::allreduce_",
                               "FSDP::all_gather"); args {"async": true} where another thread ended it
+    "s"   the arrow from the issue of a move (verb row) to "f", its wait: equal `id`, `cat` "move"
     "C"   memory over time: name "memory", args {cause: bytes} with every cause of record.CAUSES that the step has, in
           their order, to be stacked; their sum is all that torch's allocator and shared memory hold
 
@@ -29,7 +30,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from zeroexp.measure.allocations import Span
 from zeroexp.measure.causes import Causes
 from zeroexp.measure.record import CAUSES
 from zeroexp.measure.trace import StepTrace, spans_of
@@ -51,10 +51,11 @@ def events_of(trace: StepTrace, rank: int) -> list[dict[str, Any]]:
         events.append(
             maker.span("unit", f"{unit.turn} {unit.unit}", unit.began_at, unit.ended_at, words)
         )
-    for move in trace.moves:
-        events += _events_of_move(maker, move, trace.began_at)
+    for number, move in enumerate(trace.moves):
+        events += _events_of_move(maker, move, number, trace.began_at)
     for span in trace.log.spans if trace.log is not None else ():
-        events.append(_event_of_backend(maker, span))
+        words = {"async": span.asynchronous}
+        events.append(maker.span("backend", span.name, span.began_at, span.ended_at, words))
     if trace.causes is not None:
         events += [maker.memory(when, held) for when, held in _points(trace.causes, trace)]
     return events
@@ -82,6 +83,17 @@ class _EventMaker:
             "args": args or {},
         }
 
+    def flow(self, name: str, number: int, issued: float, waited: float) -> list[dict[str, Any]]:
+        """Return both ends of the arrow from the span that issues a move to the span that waits for it."""
+        shared = {"pid": self._rank, "tid": ROWS.index("verb"), "cat": "move", "name": name}
+        shared["id"] = (
+            f"{self._rank}.{number}"  # ids are those of the whole trace, which viewers may join
+        )
+        return [
+            {**shared, "ph": "s", "ts": self._micro(issued)},
+            {**shared, "ph": "f", "bp": "e", "ts": self._micro(waited)},
+        ]
+
     def memory(self, when: float, held: dict[str, int]) -> dict[str, Any]:
         point = {"ph": "C", "pid": self._rank, "tid": 0, "name": "memory"}
         return {**point, "ts": self._micro(max(when, self._began)), "args": held}
@@ -90,10 +102,15 @@ class _EventMaker:
         return round(MICRO * (when - self._began), 3)
 
 
-def _events_of_move(maker: _EventMaker, move: TimedMove, began: float) -> Iterator[dict[str, Any]]:
+def _events_of_move(
+    maker: _EventMaker, move: TimedMove, number: int, began: float
+) -> Iterator[dict[str, Any]]:
     words = {"verb": move.verb, "what": move.what}
     name = f"{move.verb} {move.what}"
-    for part, (start, end) in spans_of(move).items():
+    spans = spans_of(move)
+    if len(spans) == 2 and spans["issue"][0] >= began:
+        yield from maker.flow(name, number, spans["issue"][0], spans["wait"][0])
+    for part, (start, end) in spans.items():
         if end > began:  # a move of the step before may be waited for in this one
             yield maker.span("verb", name, max(start, began), end, {**words, "part": part})
     for peer, start, seconds in move.blocked:
@@ -101,12 +118,6 @@ def _events_of_move(maker: _EventMaker, move: TimedMove, began: float) -> Iterat
             yield maker.span("exposed", name, start, start + seconds, {**words, "peer": peer})
     if isinstance(move.issued, float) and isinstance(move.waited, float) and not move.moves_on_wait:
         yield maker.span("flight", name, max(move.issued, began), max(move.waited, began), words)
-
-
-def _event_of_backend(maker: _EventMaker, span: Span) -> dict[str, Any]:
-    return maker.span(
-        "backend", span.name, span.began_at, span.ended_at, {"async": span.asynchronous}
-    )
 
 
 def _points(causes: Causes, trace: StepTrace) -> Iterator[tuple[float, dict[str, int]]]:

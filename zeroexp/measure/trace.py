@@ -23,14 +23,13 @@ from zeroexp.interface.strategy import ModelStates
 from zeroexp.measure.allocations import Log, logging_allocations
 from zeroexp.measure.causes import (
     Causes,
-    Interval,
     Reading,
     Times,
     in_causes_order,
-    interval_at,
     largest_causes,
     read_states,
 )
+from zeroexp.measure.intervals import Interval, count_once, interval_at
 from zeroexp.measure.memory import local_tensor
 from zeroexp.measure.record import Peak, VerbSeconds
 from zeroexp.measure.verb_seconds import TimedMove
@@ -124,15 +123,21 @@ class StepTrace:
         """Return the seconds of what torch names itself, by name without its object in brackets.
 
         What another thread ended was in flight meanwhile; in all else the thread that called it was busy or waited.
+        What one name calls counts in its `working` seconds too.
         """
         seconds: dict[str, VerbSeconds] = {}
+        flights: list[Interval] = []
         for span in self.log.spans if self.log is not None else ():
             name = span.name.partition(" (")[0]
             if name.startswith(BACKEND):
                 verb = seconds.setdefault(name, VerbSeconds())
                 verb.count += 1
-                verb.overlapped += (span.ended_at - span.began_at) * span.asynchronous
-                verb.working += (span.ended_at - span.began_at) * (not span.asynchronous)
+                if span.asynchronous:
+                    flights.append((name, span.began_at, span.ended_at))
+                else:
+                    verb.working += span.ended_at - span.began_at
+        for name, in_flight in count_once(flights).items():
+            seconds[name].overlapped = in_flight
         return seconds
 
     @contextmanager

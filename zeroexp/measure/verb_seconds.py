@@ -4,9 +4,10 @@
     in flight          .....................              overlapped: the rank computes meanwhile
     wait                                    ====####      exposed (====: nothing to do but wait), then working (####)
 
-Working is packing, copying and summing in the rank's own thread. A gather over shared memory moves nothing before it is
-waited for, so nothing of it overlaps. Where `recording` names a GPU the marks are events in the stream: exposed is how
-long the stream stands still for the move, and work that the host does to issue it is not counted.
+Working is packing, copying and summing in the rank's own thread. While that packs or waits for one move, another one in
+flight overlaps nothing, and what two in flight share counts once. A gather over shared memory moves nothing before it
+is waited for, so nothing of it overlaps. Where `recording` names a GPU the marks are events in the stream: exposed is
+how long the stream stands still for the move, and work that the host does to issue it is not counted.
 
 One meter serves the whole process, because engine, transports and training loop send messages and none of them knows
 the others. It costs a few readings of the clock for each move and is always on; moves that have ended are kept only
@@ -17,7 +18,7 @@ from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Callable, Generator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -25,6 +26,7 @@ from typing import Any, TypeVar
 import torch
 
 from zeroexp.measure.clock import Mark, mark_now, seconds_between
+from zeroexp.measure.intervals import Interval, count_once
 from zeroexp.measure.record import ALL_RANKS, VerbSeconds
 
 HOST = torch.device("cpu")
@@ -50,26 +52,6 @@ class TimedMove:
     blocked: list[tuple[int | None, float, float]] = field(
         default_factory=list[tuple[int | None, float, float]]
     )
-
-    @property
-    def exposed_seconds(self) -> float:
-        if self.device.type == "cpu" or self.waited is None or self.arrived is None:
-            return sum(seconds for _, _, seconds in self.blocked)
-        return seconds_between(self.waited, self.arrived)
-
-    @property
-    def working_seconds(self) -> float:
-        if self.device.type != "cpu":
-            return _between(self.arrived, self.ended_at)
-        issuing, finishing = (
-            _between(self.began_at, self.issued),
-            _between(self.waited, self.ended_at),
-        )
-        return max(0.0, issuing + finishing - self.exposed_seconds)
-
-    @property
-    def overlapped_seconds(self) -> float:
-        return 0.0 if self.moves_on_wait else _between(self.issued, self.waited)
 
 
 class VerbMeter:
@@ -175,21 +157,49 @@ def timed_as_verb(verb: str) -> Callable[[Function], Function]:
     return decorate
 
 
-def sum_up_moves(moves: Iterable[TimedMove]) -> tuple[dict[str, VerbSeconds], dict[str, float]]:
-    """Return (verb -> seconds, rank -> seconds that this rank waited for it); reading waits for events on a GPU."""
+def sum_up_moves(moves: Sequence[TimedMove]) -> tuple[dict[str, VerbSeconds], dict[str, float]]:
+    """Return (verb -> seconds, rank -> seconds that this rank waited for it); reading waits for events on a GPU.
+
+    No moment counts twice, so that the sums over verbs are those of the unions of the moves' intervals.
+    """
     verbs: dict[str, VerbSeconds] = {}
     waits: dict[str, float] = {}
     for move in moves:
-        verb = verbs.setdefault(move.verb, VerbSeconds())
-        verb.count += 1
-        verb.working += move.working_seconds
-        verb.overlapped += move.overlapped_seconds
-        verb.exposed += move.exposed_seconds
+        verbs.setdefault(move.verb, VerbSeconds()).count += 1
         for peer, _, seconds in move.blocked:
             rank = ALL_RANKS if peer is None else str(peer)
             waits[rank] = waits.get(rank, 0.0) + seconds
+    for device in {move.device for move in moves}:  # nothing orders the marks of two clocks
+        exposed, thread, flights = _intervals([move for move in moves if move.device == device])
+        for verb, seconds in count_once(exposed).items():
+            verbs[verb].exposed += seconds
+        for verb, seconds in count_once(thread, but=exposed).items():
+            verbs[verb].working += seconds
+        for verb, seconds in count_once(flights, but=thread).items():
+            verbs[verb].overlapped += seconds
     return verbs, waits
 
 
-def _between(start: Mark | None, end: Mark | None) -> float:
-    return 0.0 if start is None or end is None else seconds_between(start, end)
+def _intervals(
+    moves: Sequence[TimedMove],
+) -> tuple[list[Interval], list[Interval], list[Interval]]:
+    """Return when moves of one clock were exposed, when they had the thread or stream, and when they were in flight."""
+    origin, on_host = moves[0].began_at, moves[0].device.type == "cpu"
+    exposed, thread, flights = list[Interval](), list[Interval](), list[Interval]()
+    for move in moves:
+        marks = (move.began_at, move.issued, move.waited, move.arrived, move.ended_at)
+        began, issued, waited, arrived, ended = (
+            None if mark is None else seconds_between(origin, mark) for mark in marks
+        )
+        if on_host:
+            starts = ((seconds_between(origin, since), lasts) for _, since, lasts in move.blocked)
+            exposed += [(move.verb, start, start + lasts) for start, lasts in starts]
+            if began is not None and issued is not None:
+                thread.append((move.verb, began, issued))
+        elif waited is not None and arrived is not None:
+            exposed.append((move.verb, waited, arrived))
+        if waited is not None and ended is not None:
+            thread.append((move.verb, waited, ended))
+        if waited is not None and issued is not None and not move.moves_on_wait:
+            flights.append((move.verb, issued, waited))
+    return exposed, thread, flights

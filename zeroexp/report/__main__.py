@@ -37,7 +37,7 @@ from zeroexp.report.tables import Table
 FINE, BROKEN, REFUSED = 0, 1, 2
 STANDARD_OUTPUT = "-"
 ONE_SWEEP = ("figure", "write")  # what shows a single sweep
-TEXTS = ("markdown", "csv", "json", "latex")
+TEXTS = ("markdown", "csv", "json", "latex", "torchtitan")
 
 
 def main() -> int:
@@ -119,6 +119,7 @@ def _write(
         "markdown": lambda: markdown.render(points, printed),
         "csv": lambda: exports.as_csv(points, exported),
         "json": lambda: exports.as_json(points, exported, conclusions, problems=list(problems)),
+        "torchtitan": lambda: exports.as_torchtitan(points),
         "latex": lambda: Table.of(points, beside_names([POINT], printed)).as_latex(),
     }
     for option, text in texts.items():

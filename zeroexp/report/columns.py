@@ -13,7 +13,7 @@ from zeroexp.config.keys import ConfigError
 from zeroexp.measure.record import OUTER, STEP_SECONDS, RunSummary, Spread
 from zeroexp.report.compare import Conclusions
 from zeroexp.report.measured_points import Point, distinguishing_keys
-from zeroexp.report.statistics import step_time_interval, why_doubtful
+from zeroexp.report.statistics import drift_lines, step_time_interval, why_doubtful
 
 MIB = 2**20
 SKEW = 1.02  # smaller differences between ranks are not shown
@@ -355,6 +355,7 @@ def _columns_for_programs(points: Sequence[Point], peaks: Mapping[str, float]) -
         _number("peak_flops", lambda s: peak_name(s) or None),
         _number("diverged_at", lambda s: s.diverged_at),
         Column("doubt", why_doubtful),
+        Column("drift", lambda p: " ".join(drift_lines([p])) or None),
     ]
 
 

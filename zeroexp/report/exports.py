@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import csv
 import io
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -68,6 +68,37 @@ def runs_as_json(runs: Sequence[Run]) -> str:
     points = points_of(runs)
     conclusions = conclude(points)
     return as_json(points, exported_columns(points, conclusions), conclusions, problems=[])
+
+
+def as_torchtitan(points: Sequence[Point]) -> str:
+    """Return a line of JSON for each step of each point, by torchtitan's names of metrics.
+
+    Memory is what is allocated, where torchtitan counts blocks that are still in use; a step is numbered from 1.
+    """
+    return "\n".join(dumps(row) for point in points for row in _torchtitan_rows(point))
+
+
+def _torchtitan_rows(point: Point) -> Iterator[dict[str, Any]]:
+    ranks, summary = point.run.world_size, point.summary
+    flops = summary.model_flops_per_step if summary else None
+    peak = summary.peak_flops_per_second if summary else None
+    for record in point.records:
+        seconds, data_seconds = record.step_seconds, record.phase_seconds.get("data", 0.0)
+        held, of_rank = record.peak_bytes, flops and flops / record.step_seconds / ranks
+        row = {
+            "loss_metrics/global_avg_loss": record.loss,
+            "grad_norm": record.grad_norm,
+            "throughput(tps)": record.num_tokens / seconds / ranks,
+            "tflops": of_rank and of_rank / 1e12,
+            "mfu(%)": of_rank and peak and 100 * of_rank / peak,
+            "time_metrics/end_to_end(s)": seconds,
+            "time_metrics/data_loading(s)": data_seconds,
+            "time_metrics/data_loading(%)": 100 * data_seconds / seconds,
+            "memory/max_active(GiB)": held and held / 2**30,
+            "validation_metrics/loss": record.validation_loss,
+        }
+        known = {name: value for name, value in row.items() if value is not None}
+        yield {"run": point.name, "step": record.step + 1, **known}
 
 
 def as_csv(points: Sequence[Point], columns: Sequence[Column]) -> str:

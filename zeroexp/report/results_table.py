@@ -21,7 +21,7 @@ from zeroexp.report.columns import (
     shares_memory,
 )
 from zeroexp.report.measured_points import Point
-from zeroexp.report.statistics import DOUBT, why_doubtful
+from zeroexp.report.statistics import DOUBT, drift_lines, why_doubtful
 from zeroexp.report.tables import Table
 
 # What a narrow terminal shows, the most important first; rows keep the order of the wide table.
@@ -121,6 +121,7 @@ def _meanings(points: Sequence[Point]) -> list[str]:
         else "",
         describe_peak_flops(points),
         DOUBT if any(map(why_doubtful, points)) else "",
+        *drift_lines(points),
         *_engine_meanings(points),
         *_dtype_meanings(points),
         *_stage_meanings(points),
@@ -134,6 +135,7 @@ def _brief_meanings(points: Sequence[Point]) -> list[str]:
         "step: the median of rank 0. total, peak: the most that the fullest rank held at one moment, and had allocated "
         "at once; planned: its peak in a rehearsal. More columns: a wider terminal, zeroexp report FOLDER --csv -, the "
         "page.",
+        *drift_lines(points),
         *_stage_meanings(points),
         *_outer_meanings(points),
     ]

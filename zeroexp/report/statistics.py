@@ -21,6 +21,7 @@ from enum import Enum
 from statistics import fmean, stdev
 from typing import Any
 
+from zeroexp.measure.drift import STEP_TIME
 from zeroexp.report.measured_points import Point
 from zeroexp.tracking.run import Run
 
@@ -219,6 +220,18 @@ def why_doubtful(point: Point) -> str | None:
     if interval and interval.high > interval.low * (1 + SPOILT):
         return f"its 95 % interval is {100 * (interval.high / interval.low - 1):.0f} % wide"
     return None
+
+
+def drift_lines(points: Sequence[Point]) -> list[str]:
+    """Say once for each point what rose with the steps of its runs, but for times that others spoilt."""
+    found = {
+        f"{point.name}: {what}": how
+        for point in points
+        for run in point.finished_runs
+        for what, how in (run.summary.drift if run.summary else {}).items()
+        if what != STEP_TIME or not is_spoilt(run)
+    }
+    return [f"Drift of {what} {how}." for what, how in found.items()]
 
 
 def _interval_of_mean(logs: Sequence[float], alpha: float) -> tuple[float, float]:

@@ -10,11 +10,13 @@ import shutil
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TextIO
 
+from zeroexp.measure.drift import rising
 from zeroexp.measure.record import StepRecord
 
+STEPS_OF_DRIFT = 300  # so often a run is asked whether it drifts while it goes on
 SECONDS_BETWEEN_FRAMES = 0.1
 SECONDS_BETWEEN_STEP_LINES = 5.0  # per point in a pipe; its first and last step always show
 MAX_RUNNING_LINES = 8
@@ -29,6 +31,7 @@ class _Point:
     record: StepRecord | None = None
     first_step_done: float = 0.0
     line_shown: float = float("-inf")
+    recent: list[StepRecord] = field(default_factory=list[StepRecord])  # that were not judged yet
 
     @property
     def num_done(self) -> int:
@@ -68,6 +71,11 @@ class Progress:
     def step(self, number: int, record: StepRecord) -> None:
         point, now = self._running[number], self._clock()
         point.record = record
+        point.recent.append(record)
+        if len(point.recent) == STEPS_OF_DRIFT:
+            for what, how in rising(point.recent).items():
+                self.note(f"[{number}/{self._num_points}] {point.name}: {what} {how}")
+            point.recent.clear()
         point.first_step_done = point.first_step_done or now
         if self._live:
             self._draw(now)

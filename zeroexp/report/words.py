@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from zeroexp.report.columns import MIB
 from zeroexp.report.measured_points import Point
-from zeroexp.report.statistics import largest_distance, loss_curves, why_doubtful
+from zeroexp.report.statistics import drift_lines, largest_distance, loss_curves, why_doubtful
 
 
 class Card(NamedTuple):
@@ -20,13 +20,13 @@ class Card(NamedTuple):
 
 
 def headline_sentences(points: Sequence[Point]) -> list[str]:
-    """Say what ran, and which runs diverged."""
+    """Say what ran, which runs diverged, and what rose with the steps."""
     diverged = [
         f"{point.name} {point.summary.verdict}: its numbers are of a run that does not train."
         for point in points
         if point.summary and point.summary.verdict
     ]
-    return [_what_ran(points), *diverged]
+    return [_what_ran(points), *diverged, *drift_lines(points)]
 
 
 def headline_cards(points: Sequence[Point]) -> list[Card]:

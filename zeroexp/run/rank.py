@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import gc
 import math
 import os
+import pickle
 import sys
 import time
 import traceback
@@ -207,6 +209,8 @@ def _train(config: Config, world: World, folder: Path, stop: Stop) -> bool:
     )
     num_steps = config.train.warmup_steps + config.train.steps
     start_step, is_own = _resume(config, folder, strategy, shapes, world)
+    gc.collect()
+    gc.freeze()  # what is built lives to the end, and no collection (measure/drift.py) has to visit it
     instruments = Instruments(config.train, world, folder, model.module, blocks, _labels(config))
     steps = train(
         strategy,
@@ -326,7 +330,9 @@ def _run_steps(
 
     Each record is on the disk before the checkpoint of its step can become whole. is_own: the run began these steps.
     """
-    records: list[StepRecord] = []
+    records: list[
+        bytes
+    ] = []  # as objects they would be a leak themselves, and garbage collection's work
     writes = world.rank == 0
     writing = RecordWriter(folder, from_step=start_step, rests_on=is_own) if writes else None
     with writing or nullcontext() as writer:
@@ -334,14 +340,14 @@ def _run_steps(
             record.saving_seconds = saver.take_blocked_seconds()
             if writer:
                 writer.write(record)
-            records.append(record)
+            records.append(pickle.dumps(record))
             if not saver.is_due(record.step + 1):
                 continue
             progress.note_phase(record.step + 1, progress.SAVING)
             if writer:
                 writer.sync()
             saver.save(record.step + 1)
-    return records
+    return [pickle.loads(record) for record in records]
 
 
 def _summarise(

@@ -43,10 +43,11 @@ def step_entries(written_at: float, record: StepRecord) -> list[Entry]:
         "tokens_per_s": _digits(record.num_tokens / record.step_seconds),
         **{f"phase/{name}_ms": _milliseconds(s) for name, s in record.phase_seconds.items()},
     }
-    if record.validation_loss is not None:
-        values["validation_loss"] = record.validation_loss
-    if record.validation_accuracy is not None:
-        values["validation_accuracy"] = record.validation_accuracy
+    values |= {
+        key: value
+        for key in ("validation_loss", "validation_accuracy")
+        if (value := getattr(record, key)) is not None
+    }
     if record.saving_seconds:
         values["time/saving_ms"] = _milliseconds(record.saving_seconds)
     if record.peak_bytes is not None:
@@ -130,23 +131,22 @@ def _verb_entries(summary: RunSummary) -> dict[str, float]:
         for part in parts
     }
     if ranks:
-        values["time/exposed_ms"] = _milliseconds(fmean(rank.exposed_seconds for rank in ranks))
+        exposed = fmean(rank.exposed_seconds for rank in ranks)
+        hidden = fmean(sum(verb.overlapped for verb in rank.verbs.values()) for rank in ranks)
+        values["time/exposed_ms"] = _milliseconds(exposed)
+        if exposed + hidden:  # by the name and definition of PyTorch's Holistic Trace Analysis
+            values["comp_comm_overlap_pctg"] = _digits(100 * hidden / (exposed + hidden))
     return values
 
 
 def _memory_entries(summary: RunSummary) -> dict[str, float]:
     memory = summary.memory
-    spreads = {KIND_NAMES[kind]: ranks for kind, ranks in memory.by_kind.items()} | {
-        "total": memory.total
+    spreads = {KIND_NAMES[kind]: ranks for kind, ranks in memory.by_kind.items()}
+    spreads |= {
+        name: ranks
+        for name in ("total", "peak", "build_peak", "host", "host_peak")
+        if (ranks := getattr(memory, name)) is not None
     }
-    if memory.peak is not None:
-        spreads["peak"] = memory.peak
-    if memory.build_peak is not None:
-        spreads["build_peak"] = memory.build_peak
-    if memory.host is not None:
-        spreads["host"] = memory.host
-    if memory.host_peak is not None:
-        spreads["host_peak"] = memory.host_peak
     fullest = {f"memory/{name}_mib": _mib(s.fullest) for name, s in spreads.items()}
     mean = {f"memory/{name}_mib_mean": _mib(s.mean) for name, s in spreads.items()}
     return fullest | mean

@@ -55,6 +55,7 @@ def run_params(run: Run) -> dict[str, str]:
 
 def run_tags(run: Run, status: str) -> dict[str, str]:
     told = {tag: run.environment.get(key, "null") for tag, key in ENVIRONMENT.items()}
+    drift = run.summary.drift if run.summary else {}
     return {
         "sweep": run.sweep,
         "strategy": run.label,
@@ -62,6 +63,7 @@ def run_tags(run: Run, status: str) -> dict[str, str]:
         **({"attempts": str(run.num_attempts)} if run.num_attempts > 1 else {}),
         **({"reason": run.reason} if run.reason else {}),
         **({"verdict": run.summary.verdict} if run.summary and run.summary.verdict else {}),
+        **({"drift": "; ".join(map(" ".join, drift.items()))} if drift else {}),
         **({"data": run.summary.data_source} if run.summary and run.summary.data_source else {}),
         **({"peak_flops": run.summary.peak_flops_name} if run.summary and run.summary.mfu else {}),
         **{tag: value for tag, value in told.items() if value != "null"},

@@ -32,6 +32,7 @@ from zeroexp.config.optimizer import learning_rate
 from zeroexp.data import Microbatch, StepBatch
 from zeroexp.interface.strategy import Strategy
 from zeroexp.measure.clock import StepClock
+from zeroexp.measure.drift import read_between_steps
 from zeroexp.measure.dtypes_found import DtypesFound
 from zeroexp.measure.instruments import Instruments
 from zeroexp.measure.memory import AllocationMeter, bytes_by_kind
@@ -237,6 +238,7 @@ class _Step:
         self.grad_norm = self.loss
         self._wire = WireMeter(world.backend)
         self._allocations = AllocationMeter(world.timed_device)
+        read_between_steps(self.record, self._allocations.peak_bytes)  # it has counted nothing yet
         # A trace is of the host's time, on a GPU too.
         self.clock = StepClock(world.timed_device if trace is None else torch.device("cpu"))
         progress.note_phase(index, progress.DATA)

@@ -60,7 +60,9 @@ class Moves:
     def __init__(self, world: World) -> None:
         self.world = world
         self.checksum = self.num_collectives = 0
-        self.collectives: deque[tuple[int, str]] = deque(maxlen=NUM_REMEMBERED)  # (number, what)
+        # (number, what); full from the start, since what grows with the steps is a leak (measure/drift.py)
+        older = ((-number, "") for number in reversed(range(NUM_REMEMBERED)))
+        self.collectives: deque[tuple[int, str]] = deque(older, maxlen=NUM_REMEMBERED)
         self.waits = False
         self.error: str | None = None
         self._thread: Comparison | None = None
@@ -80,7 +82,7 @@ class Moves:
             raise RuntimeError(self.error)
         self.checksum = zlib.crc32(what.encode(), self.checksum)
         self.num_collectives += 1
-        self.collectives.append((self.num_collectives, what))
+        self.collectives.append((self.num_collectives, sys.intern(what)))
 
     def watched(self, work: Any, message: str | None = None) -> WatchedWork:
         """Watch the wait for a collective, or for a message, as "rank 1: the gather of blocks.2"."""
