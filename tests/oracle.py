@@ -104,6 +104,8 @@ class Outcome:
 
 # -- one process ------------------------------------------------------------------------------------
 
+Publish = Callable[[Mapping[nn.Parameter, Tensor], torch.dtype], None]
+
 
 def train_oracle(recipe: Recipe, rules: Rules | None = None) -> Outcome:
     """Computed once for all tests that ask for the same: what it returns is not to be changed."""
@@ -111,15 +113,21 @@ def train_oracle(recipe: Recipe, rules: Rules | None = None) -> Outcome:
 
 
 @cache
-def _train_oracle(recipe: Recipe, rules: Rules, model: TestModel) -> Outcome:
-    """`model`: what the recipe's word means now, since some tests register another under the same word."""
+def _train_oracle(
+    recipe: Recipe, rules: Rules, model: TestModel, publish: Publish | None = None
+) -> Outcome:
+    """`model`: what the recipe's word means now, since some tests register another under the same word.
+
+    publish: makes parameters of weights; None: it casts them.
+    """
+    publish = publish or _publish
     precision = PRECISIONS[recipe.precision]
     built = model.build()
     config = recipe.optimizer_config()
     masters, optimizer = _masters(built, config, _dtype(precision.master))
     outcome = Outcome()
     frozen = {p: p.detach().clone() for p in built.module.parameters() if not p.requires_grad}
-    _publish({**masters, **frozen}, _dtype(precision.compute))
+    publish({**masters, **frozen}, _dtype(precision.compute))
     for step in range(recipe.steps):
         gradients, loss = _summed_gradients(built.module, recipe, rules, step)
         for parameter, gradient in gradients.items():
@@ -129,7 +137,7 @@ def _train_oracle(recipe: Recipe, rules: Rules, model: TestModel) -> Outcome:
         outcome.norms.append(_clip([m.grad for m in masters.values()], config.max_grad_norm))
         optimizer.step()
         optimizer.zero_grad()
-        _publish(masters, _dtype(precision.compute))
+        publish(masters, _dtype(precision.compute))
     for name, parameter in built.module.named_parameters():
         weight = frozen[parameter] if parameter in frozen else masters[parameter]
         moments = {} if parameter in frozen else optimizer.state.get(weight, {})

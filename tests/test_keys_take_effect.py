@@ -91,7 +91,10 @@ CASES: dict[str, list[Case]] = {
     "strategy.optimizer.placement": [
         Case("strategy.optimizer.placement=shard", OURS, f"{MINE}ddp")
     ],
-    "strategy.parameters.dtype": [Case("strategy.parameters.dtype=bfloat16", OURS)],
+    "strategy.parameters.dtype": [
+        Case("strategy.parameters.dtype=bfloat16", OURS),
+        Case("strategy.parameters.dtype=float8", OURS),
+    ],
     "strategy.gradients.dtype": [
         Case("strategy.gradients.dtype=bfloat16", OURS, BF16),
         Case("strategy.gradients.dtype=bfloat16", []),

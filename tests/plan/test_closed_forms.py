@@ -109,7 +109,7 @@ def form_of(
     world_size = strategy.wire.world.size
     row = stage_for_world(STAGES[stage], world_size // options.replicas)
     kind, outer = OPTIMIZERS[optimizer][1], options.outer
-    names = ("replicas", "offload", "secondary_partition")
+    names = ("replicas", "offload", "codes_rest", "secondary_partition")
     more = {name: getattr(options, name) for name in names}
     more["outer"] = outer and OuterForm(2 if outer.momentum else 1)
     return ShardedForm(units, row, world_size, schedule, precision, kind, **more)
@@ -146,7 +146,9 @@ def situations(draw):
     shards = world_size // replicas
     nodes = [n for n in range(2, shards) if shards % n == 0] if is_sharded else []
     secondary = draw(st.sampled_from([None, *nodes]))
-    offloads = ["all"] if is_sharded and secondary is None else []
+    gather_codec = draw(codecs) if stage == "zero3" else None
+    codes_rest = gather_codec is not None and is_sharded and shards > 1 and draw(st.booleans())
+    offloads = ["all"] if is_sharded and secondary is None and not codes_rest else []
     reduce_codec = draw(codecs) if stage in ("zero1", "zero2", "zero3") else None
     options = Options(
         layout=draw(st.sampled_from(["parameter", "tensor", "buffer"])),
@@ -160,14 +162,16 @@ def situations(draw):
         transport=draw(st.sampled_from(["gloo", "native"])),
         replicas=replicas,
         secondary_partition=secondary,
-        gather_codec=draw(codecs) if stage == "zero3" else None,
+        gather_codec=gather_codec,
+        codes_rest=codes_rest,
         reduce_codec=reduce_codec,
         error_feedback=reduce_codec is not None and draw(st.booleans()),
         offload=draw(st.sampled_from([None, "optimizer", *offloads])),
     )
     may_differ = options.offload is None and options.secondary_partition is None
     if options.replicas > 1 and may_differ and draw(st.booleans()):
-        alone = world_size if draw(st.booleans()) else options.replicas  # a replica of one rank
+        is_alone = draw(st.booleans()) and not codes_rest
+        alone = world_size if is_alone else options.replicas  # a replica of one rank
         outer = draw(st.sampled_from([Outer(1), Outer(1, lr=1.0, momentum=0.0)]))
         options = replace(options, outer=outer, replicas=alone)
     schedule = ScheduleForm(

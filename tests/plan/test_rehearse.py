@@ -68,6 +68,7 @@ def by_module(model: str, keep: str, prefetch: int, accumulation: int) -> tuple[
 RECOMPUTES = "train.activation_checkpointing=true"
 MIXTRAL = ("model=mixtral_tiny", *LLAMA[1:])
 CODECS = ("strategy.gather_codec=int8", "strategy.reduce_codec=int4")
+CODES = "strategy.parameters.dtype=float8"
 GROUPS = "strategy.replicas=2"
 COPIES = "strategy.secondary_partition=2"
 OUTER = "strategy.outer.every=1"
@@ -91,6 +92,8 @@ POINTS = [
     (FAKE, (*LLAMA, *point("zero3", "parameter", *CODECS))),
     (2, llama("zero3", "buffer", "block", COPIES)),
     (FAKE, (*LLAMA, *point("zero3", "parameter", COPIES, *CODECS))),
+    (4, llama("zero3", "buffer", "block", CODES, "precision=bf16_master")),
+    (FAKE, (*LLAMA, *point("zero3", "parameter", CODES, COPIES, OFFLOAD))),
     (4, llama("zero3", "buffer", "block", OFFLOAD)),
     (4, llama("zero3", "buffer", "block", "strategy.offload=all")),
     (FAKE, (*LLAMA, *point("zero3", "tensor", "strategy.offload=all", "precision=bf16_master"))),

@@ -23,8 +23,7 @@ WHOLE_ON_A_RANK = {("torch", stage) for stage in TORCH_DDP}
 def check_stage_of_rows(config: Config) -> Iterator[Refusal]:
     """Require that the three rows form a known stage, and the stage that the strategy's name promises."""
     strategy = config.strategy
-    kinds = (strategy.parameters, strategy.gradients, strategy.optimizer)
-    row = ",".join(kind.placement for kind in kinds)
+    row = ",".join(row.placement for row in strategy.rows)
     if strategy.name in STAGES and str(STAGES[strategy.name]) == row:
         return
     stage = {str(stage): name for name, stage in STAGES.items()}.get(row)
@@ -145,8 +144,7 @@ def check_replicas(config: Config) -> Iterator[Refusal]:
     strategy, replicas = config.strategy, config.strategy.replicas
     if replicas is None or replicas == 1:
         return
-    rows = (strategy.parameters, strategy.gradients, strategy.optimizer)
-    stage = Stage.of(*(row.placement for row in rows))
+    stage = Stage.of(*(row.placement for row in strategy.rows))
     differ = strategy.outer.every is not None
     if problem := why_no_replicas(replicas, stage, config.world_size, differ=differ):
         yield "strategy.replicas", *problem
@@ -166,8 +164,7 @@ def check_secondary_partition(config: Config) -> Iterator[Refusal]:
         yield key, f"{problem}, and no key sets it", "use buffer, or leave it out"
     if strategy.implementation in ENGINES:
         return
-    rows = (strategy.parameters, strategy.gradients, strategy.optimizer)
-    stage = Stage.of(*(row.placement for row in rows))
+    stage = Stage.of(*(row.placement for row in strategy.rows))
     shards = config.world_size // (strategy.replicas or 1)
     if problem := why_no_secondary_copy(size, stage, shards):
         yield key, *problem
@@ -185,6 +182,27 @@ def check_secondary_partition(config: Config) -> Iterator[Refusal]:
     if strategy.offload == "all":
         problem = "keeps on the device what strategy.offload=all puts on the host"
         yield key, problem, "use one of them"
+
+
+def check_codes_at_rest(config: Config) -> Iterator[Refusal]:
+    """Require parameters that are gathered, with masters of which codes are made."""
+    strategy, key = config.strategy, "strategy.parameters.dtype"
+    if strategy.codes is None or strategy.implementation in ENGINES:
+        return
+    shards = config.world_size // (strategy.replicas or 1)
+    if strategy.parameters.placement != "shard" or shards == 1:
+        problem = "parameters that rest whole are computed with as they rest"
+        yield key, problem, "use strategy=zero3 on two ranks or more, or leave it out"
+    if config.model.lora.r is not None:
+        problem = (
+            "adapters freeze weights, which have no master: they would rest beside their codes"
+        )
+        yield key, problem, "use strategy.gather_codec"
+    if strategy.gather_codec is not None:
+        problem = f"gathers send the codes of {key}={strategy.codes} as they rest"
+        yield "strategy.gather_codec", problem, "leave it null"
+    if strategy.offload == "all":
+        yield "strategy.offload", f"codes of {key} rest on the device", "use optimizer"
 
 
 def check_outer(config: Config) -> Iterator[Refusal]:
@@ -247,8 +265,8 @@ def check_quantized(config: Config) -> Iterator[Refusal]:
     strategy, key = config.strategy, f"model.lora.quantize={config.model.lora.quantize}"
     if config.model.lora.quantize is None:
         return
-    mode, rows = config.precision, (strategy.parameters, strategy.gradients, strategy.optimizer)
-    dtypes = {mode.compute, mode.reduce, mode.master, *(row.dtype for row in rows)}
+    mode = config.precision
+    dtypes = {mode.compute, mode.reduce, mode.master, *(row.dtype for row in strategy.rows)}
     if dtypes != {"float32"} or mode.autocast:
         yield "precision", f"casts weights, and those of {key} are packed", "use precision=fp32"
     if strategy.gather_codec is not None:
@@ -275,6 +293,7 @@ RULES = (
         check_moments,
         check_replicas,
         check_secondary_partition,
+        check_codes_at_rest,
         check_outer,
         check_reduce_each,
         check_selective_recomputation,

@@ -4,7 +4,8 @@
     host                                  └▶ transit ─▶ update ─┴ master weights
 
 With `all` the pieces of parameters that rest sharded are on the host as well: masters become pieces there, and each
-gather first takes its own piece over the bus.
+gather first takes its own piece over the bus. Where parameters rest as codes masters are the pieces: the host makes
+their codes, which cross the bus once a step and rest on the device.
 
 On a GPU the host's memory is pinned and copies are queued on the current stream, behind what makes their source and
 before what reads their target. The host waits in two places: for gradients before it updates, and in `settle`, before
@@ -37,10 +38,17 @@ Updates = Sequence[tuple[Tensor, Tensor]]
 class Bus:
     """The bus of one engine; where nothing is offloaded, each method does what a single memory needs."""
 
-    def __init__(self, world: World, offload: str | None, count: Callable[[str, int], None]):
+    def __init__(
+        self,
+        world: World,
+        offload: str | None,
+        count: Callable[[str, int], None],
+        *,
+        codes_rest: bool = False,
+    ):
         """count: is told each move, `to_host` or `to_device`, and its bytes."""
         self.is_used = offload is not None
-        self.keeps_pieces = offload == ALL
+        self.keeps_pieces = offload == ALL or (self.is_used and codes_rest)
         self._is_on_gpu = world.device.type == "cuda" and not world.is_fake
         self._count = count
         self._memory: list[Tensor] = []  # all that masters and transit lie in
@@ -109,6 +117,16 @@ class Bus:
         self._last_copy = Mark(is_on_gpu=self._is_on_gpu)
         self._count("to_device", sum(parameter.nbytes for parameter in parameters))
 
+    def brought(self, made: Tensor, device: torch.device) -> Tensor:
+        """Return on the device what was made where the masters are."""
+        if not self.is_used:
+            return made
+        there = torch.empty_like(made, device=device)
+        copy_over(there, made)
+        self._last_copy = Mark(is_on_gpu=self._is_on_gpu)
+        self._count("to_device", there.nbytes)
+        return there
+
     def pieces_to_device(self, parts: Sequence[GatherPart], rank: int) -> Sequence[GatherPart]:
         """Return the parts of a gather with this rank's pieces in their place in the full parameters."""
         if not self.keeps_pieces:
@@ -130,7 +148,8 @@ class Bus:
         if self.is_used:
             states.host = [*self._memory, *states.optimizer]
             states.master, states.optimizer = [], []
-            states.parameters = [] if self.keeps_pieces else states.parameters
+            here = set(map(id, self._memory))
+            states.parameters = [each for each in states.parameters if id(each) not in here]
         return states
 
     def _transit_of(self, master: Tensor, like: Tensor) -> Tensor:

@@ -9,9 +9,9 @@ The factor is the largest absolute value of the block over the largest number of
 what is not finite makes its whole block nan. Equal values have equal codes on every rank and in every run.
 
 A gather carries codes, and every rank computes with what they stand for, the owner of a section as well: all see the
-same weights. A reduction carries each rank's terms as codes to the rank that sums them, in rank order and in the dtype
-of the sum. That rank's own terms travel nowhere and stay exact. What the optimizer keeps, and so every checkpoint,
-never passes a codec.
+same weights. They are made for each gather, or once a step where parameters rest as codes. A reduction carries each
+rank's terms as codes to the rank that sums them, in rank order and in the dtype of the sum. That rank's own terms
+travel nowhere and stay exact. What the optimizer keeps, and so every checkpoint, never passes a codec.
 
 With error feedback (arXiv:1901.09847, 1-bit Adam) a rank keeps what rounding leaves out of each gradient that it sends,
 and adds it to the next one, so that in the long run nothing is left out. Where it has no gradient it sends none of it.
@@ -69,9 +69,19 @@ def decode(codec: str, encoded: Tensor, numel: int, dtype: torch.dtype) -> Tenso
     return blocks.view(num_rows, -1)[:, :numel].to(dtype)
 
 
-def encoded_part(codec: str, parts: Sequence[GatherPart]) -> GatherPart:
-    """Return what an all-gather of these parts moves: the codes of this rank's pieces, and room for those of all."""
-    codes = encode(codec, torch.cat([part.piece for part in parts]))
+def encode_pieces(codec: str, parts: Sequence[GatherPart]) -> Tensor:
+    """Return the codes of this rank's pieces, side by side."""
+    return encode(codec, torch.cat([part.piece for part in parts]))
+
+
+def encoded_part(
+    codec: str, parts: Sequence[GatherPart], resting: Tensor | None = None
+) -> GatherPart:
+    """Return what an all-gather of these parts moves: the codes of this rank's pieces, and room for those of all.
+
+    resting: these codes, where they rest.
+    """
+    codes = encode_pieces(codec, parts) if resting is None else resting
     return GatherPart(_chunk_of_codes(codec, parts), empty_codes(codec, parts), codes)
 
 

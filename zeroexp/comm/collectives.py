@@ -28,6 +28,7 @@ from zeroexp.comm.codec import (
     decode_gathered,
     empty_codes,
     empty_residuals,
+    encode_pieces,
     encoded_part,
     reduce_scatter_encoded,
 )
@@ -102,7 +103,8 @@ class Collectives:
     of the `replicas` groups. With one replica the group is the world, and this rank the only holder.
     sums_each_step: reductions are of all ranks; False: of the group, and `sum_between` alone leaves it.
     reductions_apart: see `Transport.reduce_apart`. gather_codec, reduce_codec: of gathers and of reduce-scatters in the
-    group; None: they are exact. error_feedback: what the second leaves out is added to the next gradient.
+    group; None: they are exact. codes_rest: what gathers send rests, and masters are the pieces that it is made of.
+    error_feedback: what the second leaves out is added to the next gradient.
     secondary_partition: ranks of a node, which keep a secondary copy of what is gathered; None: nobody does. offload:
     what rests on the host, to which `bus` leads. Codecs, secondary copies and pieces on the host travel by messages,
     since memory that is shared is not sent.
@@ -117,13 +119,15 @@ class Collectives:
         sums_each_step: bool = True,
         reductions_apart: bool = False,
         gather_codec: str | None = None,
+        codes_rest: bool = False,
         reduce_codec: str | None = None,
         error_feedback: bool = False,
         secondary_partition: int | None = None,
         offload: str | None = None,
     ):
         self.world = world
-        self.bus = Bus(world, offload, self._count_over_bus)
+        self.bus = Bus(world, offload, self._count_over_bus, codes_rest=codes_rest)
+        self.codes_rest = codes_rest
         self.group, self.holders = world.split(replicas)
         # The ranks that take a step together.
         self.stepping = world if sums_each_step else self.group
@@ -229,21 +233,31 @@ class Collectives:
         what: str = "parameters",
         *,
         exact: bool = False,
+        codes: Tensor | None = None,
         secondary: SecondaryCopy | None = None,
     ) -> Pending:
         """Start sharded -> replicated. Parts without an `offer` are offered now. `exact`: without a codec.
 
-        secondary: keeps what has arrived.
+        codes: of the pieces, see `codes_at_rest`. secondary: keeps what has arrived.
         """
         codec = None if exact else self._gather_codec
         with meter.issuing(kind, what) as move:
-            parts = self.bus.pieces_to_device(parts, self.group.rank)
-            moved = parts if codec is None else [encoded_part(codec, parts)]
+            if codes is None:
+                parts = self.bus.pieces_to_device(parts, self.group.rank)
+            moved = parts if codec is None else [encoded_part(codec, parts, codes)]
             gathered, num_bytes = self._transport.all_gather(moved, offer, f"the {kind} of {what}")
             move.moves_on_wait = self.facts.moves_on_wait
             fulls = [part.full for part in moved]
             arrived = self._unpacked(gathered, codec, fulls, parts, secondary)
             return self._count(kind, (arrived, num_bytes), move)
+
+    def codes_at_rest(self, parts: Sequence[GatherPart]) -> Tensor | None:
+        """Return the codes of this rank's pieces, which are on the device; None: the pieces rest themselves."""
+        if not self.codes_rest or self._gather_codec is None:
+            return None
+        with self.bus.on_host():
+            codes = encode_pieces(self._gather_codec, parts)
+        return self.bus.brought(codes, self.world.device)
 
     def secondary_copy(self, parts: Sequence[GatherPart]) -> SecondaryCopy | None:
         """Make room for what this rank keeps of these parts for its node; None: all gathers go over all ranks.

@@ -61,8 +61,17 @@ def of_engine(stands_for: Any = None, *choices: str, **bounds: float) -> Any:
 
 
 @dataclass
-class Row:
-    """The placement of one kind of state between uses, and its dtype."""
+class ParametersRow:
+    """The placement of parameters between uses, and their dtype."""
+
+    placement: str = choice(*(placement.value for placement in Placement))
+    # int8, float8, int4: they rest and travel as codes beside masters (zero3), see docs/codecs.md
+    dtype: str = choice(*DTYPES, *CODE_BITS)
+
+
+@dataclass
+class Row(ParametersRow):
+    """The placement of another kind of state, and its dtype."""
 
     placement: str = choice(*(placement.value for placement in Placement))
     dtype: str = choice(*DTYPES)
@@ -143,7 +152,7 @@ class OuterKeys:
 @dataclass
 class StrategyConfig:
     name: str = "zero3"  # ddp | zero1 | zero1_allreduce | zero2 | zero3, or a plugin's
-    parameters: Row = field(default_factory=Row)
+    parameters: ParametersRow = field(default_factory=ParametersRow)
     gradients: Row = field(default_factory=Row)
     optimizer: Row = field(default_factory=Row)
     implementation: str = "buffer"  # parameter | tensor | buffer (ours) | torch, or a plugin's
@@ -178,6 +187,15 @@ class StrategyConfig:
     # These are settings of torch's engines.
     gradient_as_bucket_view: bool | None = None  # DistributedDataParallel
     settings: dict[str, Any] = field(default_factory=dict[str, Any])  # keys of a plugin's engine
+
+    @property
+    def rows(self) -> tuple[ParametersRow, ...]:
+        return self.parameters, self.gradients, self.optimizer
+
+    @property
+    def codes(self) -> str | None:
+        """The codec in whose codes parameters rest; None: they rest in a dtype of torch."""
+        return self.parameters.dtype if self.parameters.dtype in CODE_BITS else None
 
 
 # What `of_engine` has declared, by name. Options of zeroexp/zero has the same choices and defaults.

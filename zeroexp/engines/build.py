@@ -61,7 +61,7 @@ def _sharded(config: Config, model: BuiltModel, world: World, common: dict[str, 
         model.module,
         blocks=model.blocks,
         stage=stage_of(config.strategy),
-        dtypes=dtypes_of(config.strategy),
+        dtypes=dtypes_of(config),
         options=options_of(config.strategy),
         world=world,
         **common,
@@ -89,7 +89,7 @@ def _fsdp2(config: Config, model: BuiltModel, world: World, common: dict[str, An
         model.module,
         blocks=model.blocks,
         reshard_after_forward=config.strategy.name == "zero3",
-        dtypes=dtypes_of(config.strategy),
+        dtypes=dtypes_of(config),
         world=world,
         replicas=config.strategy.replicas or 1,
         **common,
@@ -98,14 +98,17 @@ def _fsdp2(config: Config, model: BuiltModel, world: World, common: dict[str, An
 
 def stage_of(strategy: StrategyConfig) -> Stage:
     """Return the stage that the config's three rows form."""
-    rows = (strategy.parameters, strategy.gradients, strategy.optimizer)
-    return Stage.of(*(row.placement for row in rows))
+    return Stage.of(*(row.placement for row in strategy.rows))
 
 
-def dtypes_of(strategy: StrategyConfig) -> Dtypes:
-    """Return the dtypes of the config's three rows."""
-    rows = (strategy.parameters, strategy.gradients, strategy.optimizer)
-    return Dtypes(*(DTYPES[row.dtype] for row in rows))
+def row_dtypes(config: Config) -> tuple[str, ...]:
+    """Return the dtypes of the config's three rows; what rests as codes is computed with in the precision's."""
+    compute, *others = (row.dtype for row in config.strategy.rows)
+    return config.precision.compute if config.strategy.codes else compute, *others
+
+
+def dtypes_of(config: Config) -> Dtypes:
+    return Dtypes(*(DTYPES[dtype] for dtype in row_dtypes(config)))
 
 
 def options_of(strategy: StrategyConfig) -> Options:
@@ -114,4 +117,6 @@ def options_of(strategy: StrategyConfig) -> Options:
     words["layout"], words["outer"] = strategy.implementation, None
     if strategy.outer.every is not None:
         words["outer"] = Outer(strategy.outer.every, strategy.outer.lr, strategy.outer.momentum)
+    if strategy.codes:
+        words |= {"gather_codec": strategy.codes, "codes_rest": True}
     return Options(**{word: value for word, value in words.items() if value is not None})

@@ -3,7 +3,7 @@
     weights     of modules with a matrix, while they run        gradients   where they rest after backward
     products    what these modules return                       reduced     what the optimizer is given
     norm        of all gradients, as the engine returns it      master      what it updates
-                                                                moments     what it keeps of each element
+    at rest     codes, where parameters rest as such            moments     what it keeps of each element
 
 No engine is asked what it does: modules, optimizers and tensors are looked at. A precision that an engine accepts and
 does not have shows here.
@@ -44,6 +44,8 @@ class DtypesFound:
 
     def note_states(self, states: ModelStates) -> None:
         """Note gradients that rest, and what the optimizer keeps of each element (a count has one)."""
+        if any(each.dtype is torch.uint8 for each in states.parameters):
+            self.by_role["at rest"] = {"codes": None}
         self.note("gradients", *states.gradients)
         kept = [each for each in states.optimizer if each.numel() > 1]
         self.note("moments", *kept)
@@ -103,6 +105,7 @@ def _has_matrix(module: nn.Module) -> bool:
 def _asked(config: Config) -> dict[str, str]:
     precision = config.precision
     return {
+        "at rest": "codes" if config.strategy.codes else precision.compute,
         "weights": precision.compute,
         "products": "bfloat16" if precision.autocast else precision.compute,
         "gradients": precision.reduce,

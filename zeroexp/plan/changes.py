@@ -10,6 +10,7 @@ from copy import deepcopy
 from typing import Any, NamedTuple
 
 from zeroexp.config.keys import ENGINE_SETTINGS, TORCH_DDP, Config, PrecisionConfig, resolve
+from zeroexp.cut.codes import CODE_BITS
 from zeroexp.cut.stage import STAGES, Placement
 from zeroexp.models.module import BuiltModel
 from zeroexp.plan.composed_points import BATCH
@@ -75,10 +76,9 @@ def with_world(config: Config, world_size: int) -> Config:
 def _with_precision(config: Config, name: str) -> Config:
     config = deepcopy(config)
     config.precision = PrecisionConfig(name, *PRECISIONS[name])
-    strategy = config.strategy
-    rows = (strategy.parameters, strategy.gradients, strategy.optimizer)
-    for row, dtype in zip(rows, PRECISIONS[name], strict=True):
-        row.dtype = dtype
+    for row, dtype in zip(config.strategy.rows, PRECISIONS[name], strict=True):
+        if row.dtype not in CODE_BITS:
+            row.dtype = dtype
     return config
 
 

@@ -155,6 +155,7 @@ class ShardedForm(ClosedForm):
     replicas: int = 1
     matrices: Sequence[Sequence[CutMatrix]] = ()
     offload: str | None = None  # see Options
+    codes_rest: bool = False
     secondary_partition: int | None = None
     outer: OuterForm | None = None
     at_rest = "compute"
@@ -200,10 +201,11 @@ class ShardedForm(ClosedForm):
             _add(traffic, "norm", 1, 2 * num_bytes * (size - 1) // size)
         if self.offload:
             owned = self.held_elements(rank).owned
-            to_device = self._gathered_pieces(place) if self.offload == ALL else owned
+            elements = self._gathered_pieces(place) if self.offload == ALL else owned
+            codes = self._section_bytes(rank, self.group_size)
             traffic.bus_bytes = {
                 "to_host": self._reduce * owned,
-                "to_device": self._compute * to_device,
+                "to_device": codes if self.codes_rest else self._compute * elements,
             }
         return traffic
 
@@ -374,12 +376,22 @@ class ShardedForm(ClosedForm):
         if self.outer is not None:
             master = ITEMSIZE[self.precision.master]
             held[OUTER] = self.outer.num_tensors * master * self.held_elements(rank).owned
+        codes = 0
+        if self.codes_rest:  # beside them pieces: masters, and what is frozen in its own dtype
+            codes, place = self._section_bytes(rank, self.group_size), rank % self.group_size
+            trained = ((chunk, num) for chunk, num in self._chunks if chunk.kind != FROZEN)
+            numel = sum(num * chunk.section_numel(place) for chunk, num in trained)
+            frozen = self.held_elements(rank).resting - numel
+            held["parameters"] = codes + self._compute * frozen
+            held["master"] = ITEMSIZE[self.precision.master] * numel
         if self.offload is None:
             return held
         owned = self.held_elements(rank).owned
-        if self.offload == ALL:  # masters of the parameters' dtype are the pieces
-            on_host = held["parameters"] + held["master"] + self._reduce * owned
-            return {**held, **NOTHING_LEFT, HOST: held["optimizer"] + on_host}
+        if self.offload == ALL or self.codes_rest:
+            # Pieces are on the host; masters of their dtype are the pieces.
+            on_host = held["parameters"] - codes + held["master"] + self._reduce * owned
+            on_host += held["optimizer"]
+            return {**held, **NOTHING_LEFT, "parameters": codes, HOST: on_host}
         master, is_cast = self.precision.master, self.precision.master != self.precision.compute
         transit = max(self._reduce, self._compute if is_cast else 0)
         on_host = held["optimizer"] + (ITEMSIZE[master] + transit) * owned
@@ -388,14 +400,18 @@ class ShardedForm(ClosedForm):
     def _secondary_bytes(self, rank: int) -> int:
         """Return the bytes that a rank keeps of all gathered units for its node."""
         size = self.secondary_partition
-        if size is None or self.stage.gather is not Move.ALL_GATHER:
+        return self._section_bytes(rank, size) if size else 0
+
+    def _section_bytes(self, rank: int, size: int) -> int:
+        """Return the bytes of a rank's sections of all that gathers bring, cut for so many ranks."""
+        if self.stage.gather is not Move.ALL_GATHER:
             return 0
-        kept = 0
+        num_bytes = 0
         for unit in self.units_by_shape:
             chunks, itemsize = self._gathered_chunks(unit.chunks)
             numel = sum(chunk.for_ranks(size).section_numel(rank % size) for chunk in chunks)
-            kept += unit.num_units * itemsize * numel
-        return kept
+            num_bytes += unit.num_units * itemsize * numel
+        return num_bytes
 
     def equivalence_key(self, rank: int) -> Hashable:
         facts, place = self.schedule.facts, rank % self.group_size

@@ -15,7 +15,7 @@ from zeroexp.cut.chunk import Chunk
 from zeroexp.cut.layout import LAYOUTS, lay_out
 from zeroexp.cut.matrix_step import CutMatrix, cut_matrices
 from zeroexp.cut.stage import Move, Placement, Stage
-from zeroexp.engines.build import options_of, stage_of
+from zeroexp.engines.build import options_of, row_dtypes, stage_of
 from zeroexp.models.module import BuiltModel
 from zeroexp.models.outline import outline_of
 from zeroexp.plan.closed_forms import ClosedForm, ShardedForm
@@ -76,18 +76,17 @@ def _sharded_form(config: Config, model: BuiltModel, transport: str, between: st
     )
     by_kind = optimizers_of(config.optimizer)
     whole = {kind for kind, own in by_kind.items() if OPTIMIZERS[own.name].whole_matrices}
-    rows = (strategy.parameters, strategy.gradients, strategy.optimizer)
-    precision = PrecisionForm(*(row.dtype for row in rows))
     form = ShardedForm(
         layout,
         stage,
         world_size,
         schedule,
-        precision,
+        PrecisionForm(*row_dtypes(config)),
         _optimizer(config),
         replicas=options.replicas,
         matrices=_matrices(layout, model, options, stage, group_size, whole),
         offload=options.offload,
+        codes_rest=options.codes_rest,
         secondary_partition=options.secondary_partition,
         outer=_outer(config, options),
     )

@@ -6,6 +6,7 @@ Rank 1 of 4 holds this ('#' real memory, '.' not held):
     parameters rest replicated  full  # # # #                                     piece  = full[section 1]
     master of another dtype     one flat tensor over the spans the optimizer owns here; so are all on the host
     master of the same dtype    views of piece / full
+    parameters rest as codes    piece in the master's dtype, masters are its views; the unit has the codes (unit.py)
 """
 
 from __future__ import annotations
@@ -51,11 +52,12 @@ class Held:
     chunk: Chunk
     parameters: list[nn.Parameter]  # the members, in order
     shapes: list[torch.Size]
-    piece: Tensor  # this rank's section, flat, compute dtype
+    piece: Tensor  # this rank's section, flat, compute dtype; where codes rest, the master's
     owned_memory: Tensor  # the memory that the offsets of the owned spans refer to: the piece, or all parameters
     owned: tuple[Span, ...]  # the elements of which this rank keeps the weight: its own, or all
     report: Callable[..., None]  # the observer's `shown`
     device: torch.device  # of full parameters
+    dtype: torch.dtype  # of full parameters
     masters: list[nn.Parameter] = field(default_factory=list)  # one for each owned span
     master_flat: Tensor | None = None  # the masters' memory, where it is not the parameters' own
     # Views of the owned elements in the masters' shapes, where a step casts masters into them; made once.
@@ -70,7 +72,7 @@ class Held:
     span_of: dict[int, int] = field(init=False)
 
     def __post_init__(self) -> None:
-        nan = self.piece.new_full((), float("nan"), device=self.device)
+        nan = torch.full((), float("nan"), dtype=self.dtype, device=self.device)
         self.nothing = [nan.expand(shape) for shape in self.shapes]
         self.span_of = {span.member: index for index, span in enumerate(self.owned)}
 
@@ -88,11 +90,11 @@ class Held:
 
     @property
     def full_bytes(self) -> int:
-        return self.chunk.padded_numel * self.piece.itemsize
+        return self.chunk.padded_numel * self.dtype.itemsize
 
     def place_in(self, full: Tensor) -> None:
         """Let the full parameters lie in `full`: flat, padded, of any dtype."""
-        self.full = full = full.view(self.piece.dtype)
+        self.full = full = full.view(self.dtype)
         self.views = self.views_of(full)
 
     def views_of(self, full: Tensor) -> list[Tensor]:
@@ -114,7 +116,7 @@ class Held:
         self.report(self, there=there)
 
     def own_elements(self) -> Iterator[tuple[Span, Tensor]]:
-        """Yield each owned span with the compute-dtype memory of its elements, flat."""
+        """Yield each owned span with the memory of its elements, flat, in the dtype of the piece."""
         return ((s, self.owned_memory[s.offset : s.offset + s.numel]) for s in self.owned)
 
     def weights(self) -> Iterator[tuple[Span, Tensor]]:
@@ -169,8 +171,10 @@ def allocate(
     parameters = [named[member.name] for member in chunk.members]
     shapes = [parameter.shape for parameter in parameters]
     full = None
+    is_master = wire.codes_rest and chunk.kind != FROZEN
     if stage.parameters is Placement.SHARD:
-        piece = wire.empty_piece(chunk.section_numel(rank), dtypes.compute).zero_()
+        dtype = dtypes.master if is_master else dtypes.compute
+        piece = wire.empty_piece(chunk.section_numel(rank), dtype).zero_()
     else:
         full = wire.empty(chunk.padded_numel, dtypes.compute).zero_()
         piece = full[chunk.section(rank)]
@@ -179,10 +183,12 @@ def allocate(
         owned_memory, owned = piece, chunk.spans(rank)
     else:
         owned_memory, owned = full, chunk.whole()
-    device = wire.world.device
-    held = Held(chunk, parameters, shapes, piece, owned_memory, owned, report, device, full=full)
+    of_full = wire.world.device, dtypes.compute
+    held = Held(chunk, parameters, shapes, piece, owned_memory, owned, report, *of_full, full=full)
     if held.is_trainable:
         _make_masters(held, dtypes, wire)
+    if is_master:
+        held.master_flat = piece
     return held
 
 
@@ -190,7 +196,7 @@ def _make_masters(held: Held, dtypes: Dtypes, wire: Collectives) -> None:
     """Make masters: views of the parameters' own memory where dtypes and devices agree, else memory of their own."""
     values: Sequence[Tensor] = [elements for _, elements in held.own_elements()]
     lies_apart = wire.bus.is_used and not wire.bus.keeps_pieces
-    if (dtypes.master is not dtypes.compute or lies_apart) and values:
+    if (dtypes.master is not held.piece.dtype or lies_apart) and values:
         sizes = [span.numel for span in held.owned]
         held.master_flat = wire.bus.empty(sum(sizes), dtypes.master, held.piece.device)
         values = held.master_flat.split(sizes)

@@ -80,6 +80,7 @@ class Options:
     reductions_apart: bool = False
     # What travels in fewer bytes, and is rounded: int8, float8 or int4 (comm/codec.py); None: it is exact.
     gather_codec: str | None = None  # parameters that rest sharded
+    codes_rest: bool = False  # these rest as what is gathered, encoded once a step, beside masters
     reduce_codec: str | None = None  # gradients that are reduce-scattered
     # What `reduce_codec` leaves out of a gradient is kept in float32, and added to the next one.
     error_feedback: bool = False
@@ -94,7 +95,7 @@ class Options:
     def of_moves(self) -> dict[str, Any]:
         """Those that the moves between ranks, and to the host, are made with."""
         names = ("transport", "replicas", "reductions_apart", "gather_codec", "reduce_codec")
-        names = (*names, "error_feedback", "secondary_partition", "offload")
+        names = (*names, "codes_rest", "error_feedback", "secondary_partition", "offload")
         of_names = {name: getattr(self, name) for name in names}
         return {**of_names, "sums_each_step": self.outer is None}
 

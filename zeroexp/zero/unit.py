@@ -5,6 +5,7 @@ held.py draws what a rank holds of a unit. cut/stage.py derives from the stage w
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -52,6 +53,7 @@ class Unit:
         self.is_sharded = stage.gather is Move.ALL_GATHER and bool(held)
         self.full: FullStorage | None = None  # of the full parameters, where they rest sharded
         self.secondary: SecondaryCopy | None = None  # for gathers inside of the node
+        self._codes: Tensor | None = None  # of this rank's pieces, where they rest and are gathered
         self.generation = 0  # number of optimizer steps that the weights have taken
         self.trainable = [each for each in held if each.is_trainable]
         self.parameters = [parameter for each in held for parameter in each.parameters]
@@ -110,7 +112,7 @@ class Unit:
         with meter.issuing("gather", what):
             self.full.take_up()
             self._arriving = self._wire.all_gather(
-                self._parts, "gather", self._offer, what, secondary=copy
+                self._parts, "gather", self._offer, what, codes=self._codes, secondary=copy
             )
 
     def arrive(self) -> None:
@@ -217,21 +219,32 @@ class Unit:
     def offer(self) -> None:
         """Allow peers to gather this rank's pieces until the next optimizer step. All ranks call it in one order."""
         self._offer = self._wire.offer(self._parts, self._offer)
+        self._codes = None  # those of the step before go first
+        self._codes = self._wire.codes_at_rest(self._parts)
 
     def gather_into(self, fulls: list[Tensor]) -> None:
         """Gather the full parameters into other memory, one flat tensor a chunk; the unit stays as it is."""
-        parts = [GatherPart(h.chunk, f, h.piece) for h, f in zip(self.held, fulls, strict=True)]
+        held = zip(self.held, fulls, strict=True)
+        parts = [GatherPart(h.chunk, full, h.piece.to(full.dtype)) for h, full in held]
         self._wire.all_gather(parts, "gather", self._offer, str(self), exact=True).wait()
 
     def states(self) -> dict[str, list[Tensor]]:
         """Return the tensors that exist now, by kind of memory."""
         return {
-            "parameters": [h.piece if self.is_sharded else h.whole for h in self.held],
+            "parameters": [*self._at_rest()],
             "gradients": [tensor for each in self._gradients for tensor in each.tensors],
             "master": [h.master_flat for h in self.held if h.master_flat is not None],
             "secondary": [] if self.secondary is None else self.secondary.kept,
             "buffers": [*self._left_out(), *([] if self.full is None else [self.full.memory])],
         }
+
+    def _at_rest(self) -> Iterator[Tensor]:
+        """Yield what parameters rest in; pieces that are masters rest as the unit's codes."""
+        if self._codes is not None:
+            yield self._codes
+        for held in self.held:
+            if held.piece is not held.master_flat:
+                yield held.piece if self.is_sharded else held.whole
 
     def gradient_presence(self) -> list[bool]:
         """Tell for each trainable parameter whether this rank's backward gave it a gradient since `zero_grad`."""

@@ -103,7 +103,8 @@ def _pin(unit: Unit, rank: int) -> None:
     if not unit.is_sharded:
         return  # the parameters rest whole
     copies = [
-        held.piece.new_empty(held.chunk.padded_numel, device=held.device) for held in unit.held
+        torch.empty(held.chunk.padded_numel, dtype=held.dtype, device=held.device)
+        for held in unit.held
     ]
     unit.gather_into(copies)
     for held, copy in zip(unit.held, copies, strict=True):
@@ -126,7 +127,7 @@ def _was_written(held: Held, rank: int) -> bool:
         return True
     if held.pinned is not None:
         shown = held.pinned[held.chunk.real_section(rank)]
-        return not _same_bytes(shown, held.piece[: len(shown)].to(shown.device))
+        return not _same_bytes(shown, held.piece[: len(shown)].to(shown))
     if held.master_flat is not None:
         shown = torch.cat([_shown_span(held, span) for span in held.owned])
         return not _same_bytes(shown, held.master_flat.to(shown))

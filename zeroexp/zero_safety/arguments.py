@@ -169,7 +169,7 @@ def refuse_options(options: Options, stage: Stage, world_size: int) -> None:
             raise ValueError(
                 f"options.{key}={getattr(options, key)}: use {', '.join(map(str, words))}"
             )
-    for key in ("overlap", "reductions_apart", "error_feedback"):
+    for key in ("overlap", "reductions_apart", "codes_rest", "error_feedback"):
         if not isinstance(getattr(options, key), bool):
             raise ValueError(f"options.{key}={getattr(options, key)!r}: use True or False")
     depth = options.prefetch
@@ -182,6 +182,12 @@ def refuse_options(options: Options, stage: Stage, world_size: int) -> None:
         raise ValueError(
             f"options.gather_codec={options.gather_codec}: parameters that rest replicated are not gathered, use zero3"
         )
+    if options.codes_rest and (options.gather_codec is None or world_size == options.replicas):
+        raise ValueError(
+            "options.codes_rest=True: no codes are gathered, set gather_codec, on two ranks or more that shard"
+        )
+    if options.codes_rest and options.offload == ALL:
+        raise ValueError("options.offload=all: codes rest on the device, use optimizer")
     if options.reduce_codec and stage.gradients is Placement.REPLICATE:
         raise ValueError(
             f"options.reduce_codec={options.reduce_codec}: gradients are all-reduced, use zero1, zero2 or zero3"
