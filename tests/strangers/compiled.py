@@ -25,17 +25,15 @@ MAY_NOT = r"compile|OptimizedModule"
 
 
 # Each compiles for seconds on every rank, so that this one stands for all before a change.
-QUICK = "blocks_compiled_in_place_by_aot_eager"
+QUICK = "blocks_compiled_in_place_by"
 
 
-def by_backend(function: Callable[[Lab, str], None]) -> None:
-    """What "eager" does is the first half of "aot_eager"."""
-    for name in ("eager", "aot_eager"):
-        slow = f"{function.__name__}_{name}" != QUICK
-        variants([name], SETTINGS, may_refuse=MAY_NOT, tolerance=5e-6, slow=slow)(function)
+def by_aot_eager(function: Callable[[Lab, str], None]) -> None:
+    slow = function.__name__ != QUICK
+    variants(["aot_eager"], SETTINGS, may_refuse=MAY_NOT, tolerance=5e-6, slow=slow)(function)
 
 
-@by_backend
+@by_aot_eager
 def blocks_compiled_in_place_by(lab: Lab, backend: str) -> None:
     torch._dynamo.reset()
     model = Net()
@@ -44,7 +42,7 @@ def blocks_compiled_in_place_by(lab: Lab, backend: str) -> None:
     lab.train(lab.wrap(model), num_microbatches=2)
 
 
-@by_backend
+@by_aot_eager
 def blocks_compiled_in_place_after_wrapping_by(lab: Lab, backend: str) -> None:
     torch._dynamo.reset()
     t = lab.wrap(Net())
@@ -63,7 +61,7 @@ def blocks_replaced_by_compiled_ones(lab: Lab) -> None:
     lab.train(lab.wrap(model), num_microbatches=2)
 
 
-@by_backend
+@by_aot_eager
 def the_model_compiled_in_place_by(lab: Lab, backend: str) -> None:
     torch._dynamo.reset()
     model = Net()
@@ -71,7 +69,7 @@ def the_model_compiled_in_place_by(lab: Lab, backend: str) -> None:
     lab.train(lab.wrap(model), num_microbatches=2)
 
 
-@by_backend
+@by_aot_eager
 def the_model_compiled_in_place_after_wrapping_by(lab: Lab, backend: str) -> None:
     torch._dynamo.reset()
     t = lab.wrap(Net())
@@ -79,7 +77,7 @@ def the_model_compiled_in_place_after_wrapping_by(lab: Lab, backend: str) -> Non
     lab.train(t, num_microbatches=2)
 
 
-@by_backend
+@by_aot_eager
 def the_wrapped_model_compiled_by(lab: Lab, backend: str) -> None:
     """`compiled = torch.compile(strategy.model)`, and the loop calls `compiled`."""
     torch._dynamo.reset()
@@ -92,7 +90,7 @@ def the_wrapped_model_compiled_by(lab: Lab, backend: str) -> None:
     lab.train(t, loss, num_microbatches=2)
 
 
-@by_backend
+@by_aot_eager
 def a_compiled_model_wrapped_by(lab: Lab, backend: str) -> None:
     """The door gets what `torch.compile(model)` returned: names begin with `_orig_mod`."""
     torch._dynamo.reset()
@@ -101,7 +99,7 @@ def a_compiled_model_wrapped_by(lab: Lab, backend: str) -> None:
     lab.train(lab.wrap(compiled, blocks), num_microbatches=2)
 
 
-@by_backend
+@by_aot_eager
 def a_function_in_a_block_compiled_by(lab: Lab, backend: str) -> None:
     """The block's forward calls a compiled method that reads the block's weights."""
     torch._dynamo.reset()
@@ -111,14 +109,6 @@ def a_function_in_a_block_compiled_by(lab: Lab, backend: str) -> None:
             return x + torch.compile(self.inner, backend=backend)(x)
 
     lab.train(lab.wrap(Net(Inside)))
-
-
-@by_backend
-def the_loss_compiled_by(lab: Lab, backend: str) -> None:
-    """A compiled function of output and target, no weights in it."""
-    torch._dynamo.reset()
-    square = torch.compile(lambda a, b: (a - b).square().mean(), backend=backend)
-    lab.train(lab.wrap(Net()), lambda m, b: square(m(b.x), b.y) / b.num_ranks)
 
 
 @variants(["block", "model"], SETTINGS, may_refuse=MAY_NOT, tolerance=5e-6, slow=True)
@@ -134,13 +124,6 @@ def compiled_by_inductor(lab: Lab, what: str) -> None:
 
 
 @scenario(ONLY_ZERO3, may_refuse=r"script|trace|jit")
-def a_scripted_block(lab: Lab) -> None:
-    model = Net()
-    model.layers[1] = torch.jit.script(model.layers[1])
-    lab.train(lab.wrap(model))
-
-
-@scenario(ONLY_ZERO3, may_refuse=r"script|trace|jit")
 def a_traced_block(lab: Lab) -> None:
     model = Net()
     model.layers[1] = torch.jit.trace(model.layers[1], torch.ones(4, 6))
@@ -153,12 +136,6 @@ def a_graph_module_as_a_block(lab: Lab) -> None:
     model = Net()
     model.layers[1] = torch.fx.symbolic_trace(model.layers[1])
     lab.train(lab.wrap(model))
-
-
-@scenario()
-def a_graph_module_as_the_model(lab: Lab) -> None:
-    model = torch.fx.symbolic_trace(Net())
-    lab.train(lab.wrap(model, []))
 
 
 @scenario(ONLY_ZERO3, may_refuse=r"gathered|export")

@@ -299,12 +299,6 @@ def one_block_that_is_everything(lab: Lab) -> None:
     lab.train(lab.wrap(nn.Sequential(Net()), ["0"]))
 
 
-@scenario()
-def a_bare_layer(lab: Lab) -> None:
-    torch.manual_seed(3)
-    lab.train(lab.wrap(nn.Linear(6, 3), []))
-
-
 @scenario(TWO, refused=r"parameter .*inference_mode", oracle=False)
 def a_model_made_in_inference_mode(lab: Lab) -> None:
     with torch.inference_mode():
@@ -336,21 +330,6 @@ def an_unusual_tree(lab: Lab) -> None:
             return self.head(x)
 
     lab.train(lab.wrap(Tree(), ["parts.first block", "parts.second-block"]))
-
-
-@variants(["none", "all", "last"], EVERY_WAY)
-def kept(lab: Lab, keep: str) -> None:
-    lab.train(lab.wrap(Net(), keep=keep), num_microbatches=2)
-
-
-@variants(["0", "1", "2", "9"])
-def gathered_ahead_by(lab: Lab, prefetch: str) -> None:
-    lab.train(lab.wrap(Net(), prefetch=int(prefetch)), num_microbatches=2)
-
-
-@variants(["direct", "gloo", "native"], may_refuse=r"transport|native|gloo")
-def sent_by(lab: Lab, transport: str) -> None:
-    lab.train(lab.wrap(Net(), transport=transport), num_microbatches=2)
 
 
 @variants(["owners", "cuts"], refused="cut the parameters")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -26,7 +25,6 @@ MODES: dict[str, Any] = {
     "no_grad": torch.no_grad,
     "inference_mode": torch.inference_mode,
     "enable_grad": torch.enable_grad,
-    "grad_disabled": lambda: torch.set_grad_enabled(False),
 }
 
 
@@ -181,18 +179,6 @@ def text_made_of_other_lengths_on_each_rank(lab: Lab) -> None:
     lab.train(t, next_word_loss, steps=[1])
 
 
-@scenario(EVERY_WAY)
-def a_forward_inside_the_context(lab: Lab) -> None:
-    """Training forward and backward all inside `gathered`, without a penalty."""
-    t = lab.wrap(Net())
-    for step in range(3):
-        for batch in lab.batches(step, 2):
-            with t.microbatch(last=batch.last), t.gathered():
-                t.backward(plain_loss(t.model, batch))
-        lab.note(t.step())
-        t.zero_grad()
-
-
 @scenario(may_refuse=r"inside strategy\.gathered")
 def a_context_around_whole_steps(lab: Lab) -> None:
     """Somebody enters `gathered` once, around the loop: weights inside are those after each step, or it is refused."""
@@ -229,13 +215,3 @@ def forward_in_another_thread(lab: Lab) -> None:
                 pool.submit(work).result()
             lab.note(t.step())
             t.zero_grad()
-
-
-@scenario(may_refuse=r"thread")
-def backward_in_another_thread(lab: Lab) -> None:
-    t = lab.wrap(Net())
-    for batch in lab.microbatches(t, steps=range(2)):
-        loss = plain_loss(t.model, batch)
-        worker = threading.Thread(target=loss.backward)
-        worker.start()
-        worker.join()

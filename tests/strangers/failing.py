@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from tests.strangers.lab import (
     EVERY_WAY,
@@ -137,20 +137,6 @@ def an_error_in_an_evaluation(lab: Lab) -> None:
             lab.note(t.model(torch.ones(2, 6)))
 
 
-@scenario(EVERY_WAY)
-def a_wrong_shape_in_an_evaluation(lab: Lab) -> None:
-    """torch's own error comes out as it is, and training goes on."""
-    t = lab.wrap(Net())
-    for step in range(2):
-        lab.train(t, steps=[step])
-        try:
-            with torch.no_grad():
-                t.model(torch.ones(2, 5))
-            raise AssertionError("a wrong shape went through")
-        except RuntimeError as error:
-            lab.note("shapes cannot be multiplied" in str(error))
-
-
 @scenario()
 def control_flow_by_exceptions(lab: Lab) -> None:
     """Early exit: a block raises to leave the body, and the root catches it (features of a middle layer)."""
@@ -177,21 +163,6 @@ def control_flow_by_exceptions(lab: Lab) -> None:
     model = Early(Leaving)
     model.layers[1].leaves = True
     lab.train(lab.wrap(model))
-
-
-@scenario(may_refuse=r"microbatch")
-def a_microbatch_left_by_a_break(lab: Lab) -> None:
-    """`continue` and `break` leave the context in good order: no backward, and the next one counts."""
-    t = lab.wrap(Net())
-    for step in range(2):
-        for batch in lab.batches(step, 3):
-            with t.microbatch(last=batch.last):
-                loss = plain_loss(t.model, batch)
-                if batch.microbatch == 1:
-                    continue
-                t.backward(loss)
-        lab.note(t.step())
-        t.zero_grad()
 
 
 @scenario()
@@ -234,25 +205,3 @@ def a_context_inside_a_failing_microbatch(lab: Lab) -> None:
             attempt(batch, fails=False)
         lab.note(t.step())
         t.zero_grad()
-
-
-@scenario()
-def an_error_of_a_hook(lab: Lab) -> None:
-    """A user's forward hook raises once."""
-    t = lab.wrap(Net())
-    fails = [True]
-
-    def hook(_module: nn.Module, _args: Any, _output: Any) -> None:
-        if fails[0]:
-            raise Oops("in a hook")
-
-    t.model.layers[1].register_forward_hook(hook)
-    for batch in lab.batches(0):
-        try:
-            with t.microbatch(last=True):
-                t.backward(plain_loss(t.model, batch))
-        except Oops:
-            pass
-    fails[0] = False
-    t.zero_grad()
-    lab.train(t, steps=[1, 2])

@@ -160,26 +160,6 @@ def experts_chosen(lab: Lab, how: str) -> None:
     lab.train(t, loss, steps=range(4), num_microbatches=2)
 
 
-@scenario(EVERY_WAY)
-def a_head_used_by_turns(lab: Lab) -> None:
-    """Two tasks, each with a head; momentum of the resting head must not move it."""
-
-    class TwoHeads(Net):
-        def __init__(self) -> None:
-            super().__init__()
-            self.other = nn.Linear(WIDTH, 3)
-            self.turn = 0
-
-        def forward(self, x: Tensor) -> Tensor:
-            return (self.other if self.turn else self.head)(self.body(x))
-
-    def loss(model: nn.Module, batch: Batch) -> Tensor:
-        model.turn = batch.step % 2
-        return plain_loss(model, batch)
-
-    lab.train(lab.wrap(TwoHeads(), optimizer=adamw), loss, steps=range(4))
-
-
 @scenario(EVERY_WAY, may_refuse=r"parameter|optimizer|group")
 def weights_that_no_group_has(lab: Lab) -> None:
     """Trainable, but not given to the optimizer: torch makes gradients and moves nothing."""
@@ -213,11 +193,6 @@ def with_adapters() -> Net:
     return model
 
 
-@scenario(EVERY_WAY)
-def low_rank_adapters(lab: Lab) -> None:
-    lab.train(lab.wrap(with_adapters(), optimizer=adamw), num_microbatches=2)
-
-
 @scenario()
 def adapters_merged_into_their_base(lab: Lab) -> None:
     """Inside the writing context a frozen weight is written, too."""
@@ -229,15 +204,6 @@ def adapters_merged_into_their_base(lab: Lab) -> None:
                 module.base.weight.add_(module.b @ module.a)
                 module.b.zero_()
     lab.train(t, steps=[2])
-
-
-@scenario()
-def biases_alone(lab: Lab) -> None:
-    """BitFit."""
-    model = Net()
-    for name, p in model.named_parameters():
-        p.requires_grad_(name.endswith("bias"))
-    lab.train(lab.wrap(model, optimizer=adamw))
 
 
 @scenario(may_refuse=r"grad|trainable|parameter")

@@ -11,7 +11,6 @@ from torch.autograd.function import once_differentiable
 
 from tests.strangers.lab import (
     EVERY_WAY,
-    WIDTH,
     Batch,
     Lab,
     adamw,
@@ -90,16 +89,6 @@ def gradients_touched_inside_the_microbatch_by(lab: Lab, way: str) -> None:
         with t.microbatch(last=True):
             t.backward(plain_loss(t.model, batch))
             TOUCHES[way](t.model)
-    t.step()
-
-
-@variants(["a_look", "assigned", "clip_grad_norm"], refused=TAKEN)
-def gradients_touched_in_the_context_by(lab: Lab, way: str) -> None:
-    """`gathered` gathers weights, not gradients."""
-    t = lab.wrap(Net())
-    lab.one_backward(t)
-    with t.gathered():
-        TOUCHES[way](t.model)
     t.step()
 
 
@@ -233,22 +222,6 @@ def a_hook_after_accumulation_that_scales_registered(lab: Lab, when: str) -> Non
     lab.train(t)
 
 
-@variants(["before", "after"], may_refuse=r"hook|\.grad\b|max_grad_norm")
-def a_hook_after_accumulation_that_replaces_registered(lab: Lab, when: str) -> None:
-    model = Net()
-
-    def register() -> None:
-        for p in model.layers[1].parameters():
-            p.register_post_accumulate_grad_hook(replace)
-
-    def replace(p: Tensor) -> None:
-        assert p.grad is not None
-        p.grad = p.grad.sign() * 0.01
-
-    t = wrapped(lab, model, register, when, isolated=True)
-    lab.train(t)
-
-
 @variants(["before", "after"], refused=r"hook|\.grad\b|max_grad_norm|written", oracle=False)
 def an_optimizer_inside_backward_registered(lab: Lab, when: str) -> None:
     """The LOMO trick: each weight is updated as soon as its gradient is there: by this rank's own alone."""
@@ -333,32 +306,6 @@ def a_hook_registered_later_that_reads_its_modules_weights(lab: Lab) -> None:
     lab.train(t)
 
 
-@scenario()
-def hooks_on_activations(lab: Lab) -> None:
-    """`h.register_hook` scales a gradient on its way; `retain_grad` keeps one."""
-
-    class Hooked(Net):
-        def body(self, x: Tensor) -> Tensor:
-            x = self.inp(x)
-            for layer in self.layers:
-                x = layer(x)
-                if x.requires_grad:
-                    x.register_hook(lambda grad: grad * 0.7)
-            self.kept = x
-            return x
-
-    t = lab.wrap(Hooked())
-    for step in range(2):
-        for batch in lab.batches(step):
-            with t.microbatch(last=True):
-                loss = plain_loss(t.model, batch)
-                t.model.kept.retain_grad()
-                t.backward(loss)
-                batch.note(t.model.kept.grad)
-        t.step()
-        t.zero_grad()
-
-
 # -- backward in other ways ---------------------------------------------------------------------------
 
 
@@ -378,15 +325,6 @@ def backward_to_some_weights(lab: Lab) -> None:
         some = [t.model.layers[1], t.model.head] if batch.last else [t.model.head]
         loss = plain_loss(t.model, batch)
         loss.backward(inputs=[p for module in some for p in module.parameters()])
-
-
-@scenario()
-def autograd_backward(lab: Lab) -> None:
-    """`torch.autograd.backward` of two losses at once, and of a tensor with its gradient."""
-    t = lab.wrap(Net())
-    for batch in lab.microbatches(t, steps=range(2)):
-        output = t.model(batch.x)
-        torch.autograd.backward([batch.loss(output), output], [None, torch.full_like(output, 0.1)])
 
 
 # Parts of the model called by hand are freed under ZeRO-3, which its message says.
@@ -456,17 +394,6 @@ def detached_and_attached_again(lab: Lab) -> None:
         output = t.model.head(t.model.layers[2](t.model.layers[1](cut)))
         batch.loss(output).backward()
         lower.backward(cut.grad)
-
-
-@scenario(may_refuse=BACKWARDS)
-def truncated_backward_through_time(lab: Lab) -> None:
-    """The state goes from one microbatch to the next, detached."""
-    t = lab.wrap(Net())
-    state = {rank: torch.zeros(1, WIDTH) for rank in lab.ranks}
-    for batch in lab.microbatches(t, num_microbatches=2):
-        hidden = t.model.body(batch.x + state[batch.rank])
-        t.backward(batch.loss(t.model.head(hidden)))
-        state[batch.rank] = hidden.detach().mean(0, keepdim=True)
 
 
 @scenario(may_refuse=BACKWARDS)
@@ -584,22 +511,6 @@ def a_step_without_a_microbatch(lab: Lab) -> None:
     lab.train(t, steps=[1])
 
 
-@scenario(EVERY_WAY)
-def an_empty_microbatch(lab: Lab) -> None:
-    """The loader had nothing: the context is entered and left."""
-    t = lab.wrap(Net())
-    for batch in lab.microbatches(t, num_microbatches=2):
-        if batch.microbatch == 0:
-            t.backward(plain_loss(t.model, batch))
-
-
-@scenario()
-def a_loss_times_zero(lab: Lab) -> None:
-    """Gradients of zeros are gradients: momentum and decay go on."""
-    t = lab.wrap(Net(), optimizer=adamw)
-    lab.train(t, lambda model, batch: plain_loss(model, batch) * (batch.step % 2))
-
-
 @scenario()
 def a_loss_that_is_masked_on_one_rank(lab: Lab) -> None:
     """One rank's samples have no labels: its loss is zero, but it has a graph."""
@@ -708,21 +619,6 @@ def a_hook_on_a_tied_weight_registered(lab: Lab, when: str) -> None:
         model.embed.weight.register_hook(lambda grad: grad.clamp(-0.01, 0.01))
 
     lab.train(wrapped(lab, model, register, when), next_word_loss)
-
-
-@scenario(may_refuse=r"tied|embedding|gradient|backward")
-def a_gradient_penalty_with_a_tied_weight(lab: Lab) -> None:
-    """The penalty is on the embedding's rows as they come out of the lookup."""
-
-    def loss(model: nn.Module, batch: Batch) -> Tensor:
-        kept: list[Tensor] = []
-        handle = model.embed.register_forward_hook(lambda _m, _a, out: kept.append(out))
-        value = next_word_loss(model, batch)
-        handle.remove()
-        (slope,) = torch.autograd.grad(value, kept[0], create_graph=True)
-        return value + 10 * batch.num_ranks * slope.square().sum()
-
-    lab.train(lab.wrap(Language()), loss)
 
 
 @scenario(EVERY_WAY)

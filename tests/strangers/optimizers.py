@@ -73,27 +73,6 @@ def stepping_with(lab: Lab, name: str) -> None:
 # -- other people's -----------------------------------------------------------------------------------
 
 
-class Lion(Optimizer):
-    """Element by element, written in the plainest way."""
-
-    def __init__(self, params: Any, lr: float = 0.01) -> None:
-        super().__init__(params, {"lr": lr, "betas": (0.9, 0.99)})
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
-        for group in self.param_groups:
-            first, second = group["betas"]
-            for p in group["params"]:
-                if p.grad is None:
-                    continue
-                state = self.state[p]
-                if "m" not in state:
-                    state["m"] = torch.zeros_like(p)
-                m = state["m"]
-                p.add_(torch.lerp(p.grad, m, first).sign(), alpha=-group["lr"])
-                m.lerp_(p.grad, 1 - second)
-
-
 class CountingInTraining(CountingAverage):
     """Steps in one mode alone, as ScheduleFree does, which raises `Exception` itself."""
 
@@ -140,11 +119,6 @@ class Centred(Optimizer):
                 if grad.ndim > 1:
                     grad = grad - grad.mean(dim=1, keepdim=True)
                 p.sub_(group["lr"] * grad)
-
-
-@scenario(EVERY_WAY)
-def an_optimizer_of_ones_own(lab: Lab) -> None:
-    lab.train(lab.wrap(Net(), optimizer=Lion), num_microbatches=2)
 
 
 @variants(["in_the_group", "in_an_attribute", "in_the_state"], EVERY_WAY)
@@ -204,22 +178,10 @@ def an_optimizer_of_all_parameters_at_once(lab: Lab, kind: str) -> None:
     lab.train(lab.wrap(Net(), optimizer=kinds[kind]))
 
 
-@scenario([*BY_STAGE, *WHOLE], refused=r"LBFGS|closure|optimizer", oracle=False)
-def lbfgs(lab: Lab) -> None:
-    lab.train(lab.wrap(Net(), optimizer=lambda g: torch.optim.LBFGS(g[0]["params"])))
-
-
-@scenario(refused=r"optimizer|sparse|group|SparseAdam", oracle=False)
-def sparse_adam(lab: Lab) -> None:
-    lab.train(lab.wrap(Net(), optimizer=torch.optim.SparseAdam))
-
-
 # -- what scripts do with an optimizer ------------------------------------------------------------------
 
 
-@variants(
-    ["lambda", "one_cycle", "cosine", "plateau", "sequence", "by_hand", "per_group"], EVERY_WAY
-)
+@variants(["lambda", "one_cycle", "by_hand"], EVERY_WAY)
 def a_schedule(lab: Lab, kind: str) -> None:
     model = Net()
     first, *rest = model.parameters()
@@ -229,23 +191,14 @@ def a_schedule(lab: Lab, kind: str) -> None:
     made: dict[str, Callable[[], Any]] = {
         "lambda": lambda: schedulers.LambdaLR(t.optimizer, lambda step: 0.5**step),
         "one_cycle": lambda: schedulers.OneCycleLR(t.optimizer, max_lr=0.2, total_steps=6),
-        "cosine": lambda: schedulers.CosineAnnealingLR(t.optimizer, T_max=4),
-        "plateau": lambda: schedulers.ReduceLROnPlateau(t.optimizer, patience=0),
-        "sequence": lambda: schedulers.SequentialLR(
-            t.optimizer,
-            [schedulers.ConstantLR(t.optimizer, 0.1), schedulers.ExponentialLR(t.optimizer, 0.5)],
-            milestones=[2],
-        ),
     }
     scheduler = made[kind]() if kind in made else None
     for step in range(4):
         lab.train(t, steps=[step])
-        if kind == "plateau":
-            scheduler.step(1.0)
-        elif scheduler is not None:
+        if scheduler is not None:
             scheduler.step()
         else:
-            for group in t.optimizer.param_groups[: 1 if kind == "per_group" else 2]:
+            for group in t.optimizer.param_groups[:1]:
                 group["lr"] *= 0.3
         lab.note([round(group["lr"], 6) for group in t.optimizer.param_groups])
 
@@ -276,51 +229,6 @@ def a_group_added_later(lab: Lab) -> None:
         t.step()
         t.zero_grad()
     lab.note(extra.weight)
-
-
-@scenario(may_refuse=r"group|optimizer|parameter")
-def a_weight_outside_of_the_model(lab: Lab) -> None:
-    """A learned temperature that is no parameter of the model, in the optimizer's groups."""
-    temperature = nn.Parameter(torch.ones(()))
-    model = Net()
-    groups = [{"params": list(model.parameters())}, {"params": [temperature], "lr": 0.5}]
-    t = lab.wrap(model, groups=groups)
-    lab.train(t, lambda model, batch: batch.loss(model(batch.x) * temperature))
-    lab.note(temperature)
-
-
-@scenario()
-def weight_decay_by_hand(lab: Lab) -> None:
-    """Decoupled decay in the script, inside the writing context."""
-    t = lab.wrap(Net())
-    for step in range(3):
-        lab.train(t, steps=[step])
-        with t.gathered(write=True), torch.no_grad():
-            for p in t.model.parameters():
-                if p.ndim > 1:
-                    p.mul_(0.95)
-
-
-@scenario(EVERY_WAY, tolerance=5e-6)
-def no_decay_for_norms_and_biases(lab: Lab) -> None:
-    model = Net()
-    decay = [p for n, p in model.named_parameters() if p.ndim > 1]
-    rest = [p for n, p in model.named_parameters() if p.ndim < 2]
-    groups = [
-        {"params": decay, "weight_decay": 0.2},
-        {"params": rest, "weight_decay": 0.0, "betas": (0.5, 0.9)},
-    ]
-    lab.train(lab.wrap(model, groups=groups, optimizer=adamw), num_microbatches=2)
-
-
-@scenario()
-def groups_given_as_generators(lab: Lab) -> None:
-    model = Net()
-    groups = [
-        {"params": model.head.parameters()},
-        {"params": (p for p in model.layers.parameters())},
-    ]
-    lab.train(lab.wrap(model, groups=groups))
 
 
 @scenario()

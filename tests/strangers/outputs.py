@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import weakref
-from collections import UserDict, namedtuple
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -33,24 +32,18 @@ class Slotted:
         self.state, self.aux = state, aux
 
 
-Pair = namedtuple("Pair", "state aux")
 SHELF: list[Tensor] = []
 
 PACK: dict[str, tuple[Callable[[Tensor, Tensor], Any], Callable[[Any], tuple[Tensor, Tensor]]]] = {
     "tuple": (lambda s, a: (s, a), lambda o: o),
-    "list": (lambda s, a: [s, a], lambda o: (o[0], o[1])),
     "dict": (lambda s, a: {"s": s, "a": a}, lambda o: (o["s"], o["a"])),
     "nested": (
         lambda s, a: {"s": [(s, None)], "a": {"x": a}},
         lambda o: (o["s"][0][0], o["a"]["x"]),
     ),
-    "namedtuple": (Pair, lambda o: (o.state, o.aux)),
     "dataclass": (Hidden, lambda o: (o.state, o.aux)),
     "object": (Box, lambda o: (o.state, o.aux)),
     "slots": (Slotted, lambda o: (o.state, o.aux)),
-    "user_dict": (lambda s, a: UserDict(s=s, a=a), lambda o: (o["s"], o["a"])),
-    "list_of_objects": (lambda s, a: [Box(s, a)], lambda o: (o[0].state, o[0].aux)),
-    "object_in_dict": (lambda s, a: {"b": Box(s, a)}, lambda o: (o["b"].state, o["b"].aux)),
     "closure": (lambda s, a: lambda: (s, a), lambda o: o()),
     "generator": (lambda s, a: iter((s, a)), lambda o: (next(o), next(o))),
 }
@@ -96,25 +89,6 @@ def packed_by_frozen_blocks_in(lab: Lab, kind: str) -> None:
     model = PackingNet(kind)
     model.layers.requires_grad_(False)
     lab.train(lab.wrap(model), loss_and_aux)
-
-
-@variants([*PACK], quick=["tuple", "object", "closure"])
-def packed_with_only_the_auxiliary_used_in(lab: Lab, kind: str) -> None:
-    """The last block's state goes nowhere."""
-
-    class Auxiliary(PackingNet):
-        def forward(self, x: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
-            state, aux = self.inp(x), torch.zeros(())
-            for layer in self.layers:
-                state, aux = PACK[kind][1](layer(state))
-            return 0.3 * aux + 0.1 * self.head(x).mean()
-
-    def loss(model: nn.Module, batch: Batch) -> Tensor:
-        return model(batch.x) / batch.num_ranks
-
-    model = Auxiliary(kind)
-    model.layers[2].norm.requires_grad_(False)
-    lab.train(lab.wrap(model), loss)
 
 
 # -- beside the output ---------------------------------------------------------------------------------
@@ -164,17 +138,6 @@ def left_in_an_attribute_by_a_frozen_probe(lab: Lab) -> None:
     lab.train(lab.wrap(Net(Probing)), loss_with_attributes)
 
 
-@scenario()
-def left_in_an_attribute_and_nothing_else_used(lab: Lab) -> None:
-    """The model's own output goes nowhere: only what blocks left has a backward."""
-
-    def loss(model: nn.Module, batch: Batch) -> Tensor:
-        model(batch.x)
-        return torch.stack([layer.aux for layer in model.layers]).sum() / batch.num_ranks
-
-    lab.train(lab.wrap(Net(Probing)), loss)
-
-
 class Appending(Block):
     def forward(self, x: Tensor, found: list[Tensor] | None = None) -> Tensor:
         x = super().forward(x)
@@ -201,30 +164,6 @@ def appended_to(lab: Lab, place: str) -> None:
     lab.train(lab.wrap(AppendingNet(shelf=place == "a_global")), loss_and_aux)
 
 
-class Caching(Block):
-    """Puts keys into a dictionary that the caller carries through the blocks (a cache with gradients)."""
-
-    def forward(self, x: Tensor, cache: dict[str, Tensor] | None = None) -> Tensor:
-        assert cache is not None
-        cache["keys"] = self.up(x) + cache.get("keys", 0)
-        return super().forward(x) + self.down(cache["keys"])
-
-
-class CachingNet(Net):
-    def body(self, x: Tensor) -> Tensor:
-        x, cache = self.inp(x), dict[str, Tensor]()
-        for layer in self.layers:
-            x = layer(x, cache=cache)
-        return x + cache["keys"][:, :WIDTH]
-
-
-@variants(["trainable", "frozen"])
-def a_cache_that_goes_through_blocks(lab: Lab, weights: str) -> None:
-    model = CachingNet(Caching)
-    model.layers.requires_grad_(weights == "trainable")
-    lab.train(lab.wrap(model))
-
-
 # -- odd outputs ---------------------------------------------------------------------------------------
 
 
@@ -247,21 +186,6 @@ class Viewing(Block):
         return torch.cat([super().forward(x), x], dim=1)[:, :WIDTH].t().contiguous().t()
 
 
-class Slicing(Block):
-    """Its output is a view of its input beside a part that is new."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        left, right = x.chunk(2, dim=1)
-        return torch.cat([left, right + self.inner(x)[:, :3]], dim=1)
-
-
-class Half(Block):
-    """One of two outputs needs no gradient."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x) + super().forward(x).detach()
-
-
 class Twice(Block):
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(super().forward(x))
@@ -275,22 +199,12 @@ class Late(Block):
         return x.add_(self.inner(x.clone()))
 
 
-class Complex(Block):
-    """Through the frequency domain and back."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + torch.fft.irfft(torch.fft.rfft(self.inner(x)), n=WIDTH)
-
-
 BLOCKS = {
     "in_place": InPlace,
     "identity": Identity,
     "view": Viewing,
-    "slice": Slicing,
-    "half_detached": Half,
     "twice": Twice,
     "late": Late,
-    "complex": Complex,
 }
 
 

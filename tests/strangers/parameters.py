@@ -13,12 +13,11 @@ from tests.strangers.lab import (
     Batch,
     Lab,
     adamw,
-    next_word_loss,
     plain_loss,
     scenario,
     variants,
 )
-from tests.strangers.models import Block, Language, Net
+from tests.strangers.models import Block, Net
 
 REFUSED_DTYPE = r"dtype|int8|int32|complex|bool|float"
 
@@ -62,22 +61,6 @@ def a_parameter_of_kind(lab: Lab, kind: str) -> None:
     with t.gathered():
         lab.note(t.model.layers[1].extra)
         lab.note(tuple(t.model.layers[1].extra.shape))
-
-
-@scenario(EVERY_WAY)
-def a_root_of_zero_dim_parameters(lab: Lab) -> None:
-    """A learned scale and a temperature outside of all blocks."""
-
-    class Scaled(Net):
-        def __init__(self) -> None:
-            super().__init__()
-            self.scale = nn.Parameter(torch.tensor(1.5))
-            self.nothing = nn.Parameter(torch.zeros(3, 0))
-
-        def forward(self, x: Tensor) -> Tensor:
-            return super().forward(x) * self.scale
-
-    lab.train(lab.wrap(Scaled()))
 
 
 @scenario(EVERY_WAY)
@@ -134,14 +117,6 @@ def a_frozen_parameter_of(lab: Lab, name: str) -> None:
         def __init__(self) -> None:
             Block.__init__(self)
             self.extra = nn.Parameter(torch.ones(4, dtype=dtype), requires_grad=False)
-
-    lab.wrap(Net(Made))
-
-
-@scenario(refused=REFUSED_DTYPE, oracle=False)
-def a_trainable_complex_parameter(lab: Lab) -> None:
-    class Made(Odd):
-        make = staticmethod(lambda: torch.ones(4, dtype=torch.complex64))
 
     lab.wrap(Net(Made))
 
@@ -254,26 +229,6 @@ def batch_norm(lab: Lab) -> None:
         lab.note(t.model(torch.ones(2, WIDTH)))
 
 
-@scenario()
-def batch_norm_that_is_frozen(lab: Lab) -> None:
-    """Evaluation mode while training: statistics stay."""
-    model = Net(Normed)
-    for layer in model.layers:
-        layer.batch_norm.running_mean.add_(0.3)
-    t = lab.wrap(model)
-    for layer in model.layers:
-        layer.batch_norm.eval()
-    lab.train(t)
-    for buffer in t.model.buffers():
-        lab.note(buffer)
-
-
-@scenario(refused={"zero3": r"gathered"})
-def buffers_in_the_state_dict(lab: Lab) -> None:
-    t = lab.wrap(Net(Normed))
-    lab.note([*t.model.state_dict()])
-
-
 # -- layers of torch ----------------------------------------------------------------------------------
 
 
@@ -289,24 +244,6 @@ class Convolving(nn.Module):
         return x + self.back(self.slope(self.norm(self.conv(x.unsqueeze(1))))).squeeze(1)
 
 
-class Bilinear(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.bilinear = nn.Bilinear(WIDTH, WIDTH, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + torch.tanh(self.bilinear(x, x))
-
-
-class Gru(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.cell = nn.GRUCell(WIDTH, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.cell(x, x)
-
-
 class Dropping(Block):
     """Random in forward: seeded by who trains it."""
 
@@ -314,7 +251,7 @@ class Dropping(Block):
         return nn.functional.dropout(super().forward(x), 0.5, self.training)
 
 
-LAYERS = {"convolutions": Convolving, "bilinear": Bilinear, "gru_cell": Gru, "dropout": Dropping}
+LAYERS = {"convolutions": Convolving, "dropout": Dropping}
 
 
 @variants([*LAYERS], EVERY_WAY, tolerance=1e-5)
@@ -324,35 +261,3 @@ def layers_of(lab: Lab, kind: str) -> None:
         return plain_loss(model, batch)
 
     lab.train(lab.wrap(Net(LAYERS[kind])), loss, num_microbatches=2)
-
-
-@variants(["padding", "scaled", "bag"])
-def an_embedding_with(lab: Lab, what: str) -> None:
-    class Lookup(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            torch.manual_seed(4)
-            if what == "bag":
-                self.embed: nn.Module = nn.EmbeddingBag(11, WIDTH)
-            else:
-                words = {"padding_idx": 0} if what == "padding" else {"scale_grad_by_freq": True}
-                self.embed = nn.Embedding(11, WIDTH, **words)
-            self.layers = nn.ModuleList(Block() for _ in range(3))
-            self.head = nn.Linear(WIDTH, 3)
-
-        def forward(self, ids: Tensor) -> Tensor:
-            x = self.embed(ids)
-            x = x if what == "bag" else x.mean(1)
-            for layer in self.layers:
-                x = layer(x)
-            return self.head(x)
-
-    lab.train(lab.wrap(Lookup()), lambda model, batch: batch.loss(model(batch.ids)))
-
-
-@scenario()
-def a_tied_model_with_a_padding_word(lab: Lab) -> None:
-    """The head's gradient reaches the padding row, the embedding's does not."""
-    model = Language()
-    model.embed.padding_idx = 0
-    lab.train(lab.wrap(model), next_word_loss, num_microbatches=2)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from tests.strangers.lab import EVERY_WAY, GATHERED, Batch, Lab, plain_loss, scenario, variants
+from tests.strangers.lab import EVERY_WAY, GATHERED, Batch, Lab, plain_loss, scenario
 from tests.strangers.models import Block, Net
 
 
@@ -77,12 +77,6 @@ def penalty_without_a_context(lab: Lab) -> None:
 
 
 @scenario(refused={"zero3": GATHERED})
-def penalty_before_the_forward(lab: Lab) -> None:
-    t = lab.wrap(Net())
-    lab.train(t, lambda model, batch: 0.01 * squares(model) + plain_loss(model, batch))
-
-
-@scenario(refused={"zero3": GATHERED})
 def penalty_on_one_weight_of_a_block(lab: Lab) -> None:
     t = lab.wrap(Net())
 
@@ -90,35 +84,6 @@ def penalty_on_one_weight_of_a_block(lab: Lab) -> None:
         return plain_loss(model, batch) + model.layers[1].up.weight.abs().mean()
 
     lab.train(t, loss)
-
-
-@scenario(may_refuse={"zero3": GATHERED})
-def penalty_on_a_weight_of_the_root(lab: Lab) -> None:
-    t = lab.wrap(Net())
-    lab.train(t, lambda model, batch: plain_loss(model, batch) + model.head.weight.abs().mean())
-
-
-@variants(["cat", "vector", "foreach", "norms", "stack", "dot"], refused={"zero3": GATHERED})
-def penalty_by(lab: Lab, way: str) -> None:
-    """However the weights of the blocks are put together."""
-
-    def size(model: nn.Module) -> Tensor:
-        weights = list(model.layers.parameters())
-        if way == "cat":
-            return torch.cat([p.flatten() for p in weights]).square().sum()
-        if way == "vector":
-            return nn.utils.parameters_to_vector(weights).square().sum()
-        if way == "foreach":
-            return torch.stack(torch._foreach_norm(weights)).sum()
-        if way == "norms":
-            return torch.stack([torch.linalg.vector_norm(p) for p in weights]).sum()
-        if way == "stack":
-            return torch.stack([layer.up.weight for layer in model.layers]).var()
-        first, second, _ = (layer.up.weight.view(-1) for layer in model.layers)
-        return torch.dot(first, second)
-
-    t = lab.wrap(Net())
-    lab.train(t, lambda model, batch: plain_loss(model, batch) + 0.01 * size(model))
 
 
 class PenalisedBlock(Block):
@@ -150,22 +115,6 @@ def penalty_that_the_root_computes(lab: Lab) -> None:
     lab.train(t, loss)
 
 
-@scenario(may_refuse={"zero3": GATHERED})
-def penalty_alone(lab: Lab) -> None:
-    """The model's forward is never called."""
-    t = lab.wrap(Net())
-
-    def loss(model: nn.Module, batch: Batch) -> Tensor:
-        return squares(model) * (1 + batch.x.mean())
-
-    for step in range(2):
-        for batch in lab.batches(step):
-            with t.microbatch(last=True), t.gathered():
-                t.backward(loss(t.model, batch))
-        lab.note(t.step())
-        t.zero_grad()
-
-
 # -- penalties on gradients ---------------------------------------------------------------------------
 
 
@@ -186,13 +135,6 @@ def gradient_penalty_through_frozen_blocks(lab: Lab) -> None:
     model = Net()
     model.layers.requires_grad_(False)
     lab.train(lab.wrap(model), gradient_penalty)
-
-
-@scenario()
-def gradient_penalty_through_one_frozen_block(lab: Lab) -> None:
-    model = Net()
-    model.layers[1].requires_grad_(False)
-    lab.train(lab.wrap(model), gradient_penalty, num_microbatches=2)
 
 
 @scenario()
@@ -230,18 +172,6 @@ def gradient_of_an_input_without_a_graph(lab: Lab) -> None:
         x = batch.x.requires_grad_()
         (slope,) = torch.autograd.grad(batch.loss(model(x)), x)
         return batch.loss(model(batch.x + 0.1 * slope.sign()))
-
-    lab.train(lab.wrap(Net()), loss)
-
-
-@scenario()
-def hessian_vector_product_of_the_input(lab: Lab) -> None:
-    def loss(model: nn.Module, batch: Batch) -> Tensor:
-        x = batch.x.requires_grad_()
-        output = model(x)
-        (first,) = torch.autograd.grad(output.square().sum(), x, create_graph=True)
-        (second,) = torch.autograd.grad((first * batch.x).sum(), x, create_graph=True)
-        return batch.loss(output) + 0.1 * second.square().mean() / batch.num_ranks
 
     lab.train(lab.wrap(Net()), loss)
 

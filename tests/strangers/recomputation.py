@@ -103,14 +103,6 @@ def checkpoint_inside_a_checkpoint_of_one_block(lab: Lab) -> None:
     lab.train(lab.wrap(RecomputedInside()), num_microbatches=2)
 
 
-OTHER_OPTIONS: dict[str, dict[str, Any]] = {"prefetch": {"prefetch": 1}, "unit": {"unit": "model"}}
-
-
-@variants([*OTHER_OPTIONS])
-def checkpoint_inside_a_checkpoint_with_another(lab: Lab, option: str) -> None:
-    lab.train(lab.wrap(RecomputedInside(), **OTHER_OPTIONS[option]), num_microbatches=2)
-
-
 @variants(["two_blocks", "all_blocks", "each_block"])
 def checkpoint_with_frozen_blocks_around(lab: Lab, where: str) -> None:
     model = Recomputed(where, reentrant=False)
@@ -221,12 +213,6 @@ def saved_tensors(lab: Lab, how: str) -> None:
     lab.train(lab.wrap(Net()), loss, num_microbatches=2)
 
 
-@scenario()
-def anomalies_detected(lab: Lab) -> None:
-    with torch.autograd.detect_anomaly(check_nan=True):
-        lab.train(lab.wrap(Net()))
-
-
 # -- weights made of others ---------------------------------------------------------------------------
 
 
@@ -309,20 +295,6 @@ def the_blocks_own_weight_made_by(lab: Lab, way: str) -> None:
     lab.train(lab.wrap(model, isolated=True))
 
 
-@scenario(may_refuse=MADE_REFUSED)
-def a_parametrization_that_is_cached(lab: Lab) -> None:
-    """`parametrize.cached` computes the weight once for several uses."""
-    model = Net()
-    for layer in model.layers:
-        new_weight_norm(layer)
-
-    def loss(model: nn.Module, batch: Batch) -> Tensor:
-        with nn.utils.parametrize.cached():
-            return batch.loss(model(batch.x) + model(batch.x * 2))
-
-    lab.train(lab.wrap(model), loss)
-
-
 @scenario()
 def autocast(lab: Lab) -> None:
     """bfloat16 inside, weights in float32; the cast of a weight is cached for the pass."""
@@ -333,16 +305,3 @@ def autocast(lab: Lab) -> None:
         return batch.loss(output.float())
 
     lab.train(lab.wrap(Net()), loss, num_microbatches=2)
-
-
-@scenario()
-def autocast_around_everything(lab: Lab) -> None:
-    """Also around backward and several forwards: the cache outlives the blocks."""
-    t = lab.wrap(Net())
-    for step in range(2):
-        for batch in lab.batches(step, 2):
-            with t.microbatch(last=batch.last), torch.autocast("cpu", torch.bfloat16):
-                loss = batch.loss(t.model(batch.x).float() + t.model(batch.x * 2).float())
-                t.backward(loss)
-        lab.note(t.step())
-        t.zero_grad()

@@ -15,7 +15,6 @@ from tests.strangers.lab import (
     Batch,
     Lab,
     Setting,
-    plain_loss,
     scenario,
     variants,
 )
@@ -44,18 +43,6 @@ def blocks_run_by_hand_through(lab: Lab, road: str) -> None:
         return batch.loss(model.head(x))
 
     lab.train(lab.wrap(Net()), loss, num_microbatches=2)
-
-
-@variants(["first", "last"], EVERY_WAY, may_refuse=BY_HAND)
-def one_block_by_hand_beside_the_model(lab: Lab, which: str) -> None:
-    """The model ran, then a loss looks once more through one block's inside."""
-    index = {"first": 0, "last": 2}[which]
-
-    def loss(model: nn.Module, batch: Batch) -> Tensor:
-        value = plain_loss(model, batch)
-        return value + model.layers[index].inner(batch.x).square().mean() / batch.num_ranks
-
-    lab.train(lab.wrap(Net()), loss)
 
 
 @scenario(EVERY_WAY, may_refuse=BY_HAND)
@@ -89,17 +76,6 @@ def a_loss_in_chunks(lab: Lab) -> None:
         return torch.stack(total).sum() / labels.numel() / batch.num_ranks
 
     lab.train(lab.wrap(Language(tied=False)), loss)
-
-
-@scenario(EVERY_WAY, may_refuse=EVERYWHERE_BUT_ZERO3)
-def a_loss_in_chunks_with_a_tied_head(lab: Lab) -> None:
-    def loss(model: nn.Module, batch: Batch) -> Tensor:
-        hidden = model.hidden(batch.ids)
-        labels = batch.ids.roll(-1, 1)
-        logits = torch.cat([linear(h, model.embed.weight) for h in hidden.split(2, dim=1)], dim=1)
-        return cross_entropy(logits.flatten(0, 1), labels.flatten()) / batch.num_ranks
-
-    lab.train(lab.wrap(Language()), loss)
 
 
 @scenario(EVERY_WAY, may_refuse=EVERYWHERE_BUT_ZERO3)
@@ -150,25 +126,6 @@ def a_transformer_encoder_layer(lab: Lab) -> None:
         t.model.train()
 
 
-class Listed(nn.Module):
-    """Its weights lie in a ParameterList and a ParameterDict, which have no forward."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weights = nn.ParameterList(torch.randn(WIDTH, WIDTH) * 0.3 for _ in range(2))
-        self.named = nn.ParameterDict({"bias": torch.zeros(WIDTH), "gain": torch.ones(())})
-
-    def forward(self, x: Tensor) -> Tensor:
-        for weight in self.weights:
-            x = x + torch.tanh(x @ weight)
-        return self.named["gain"] * x + self.named["bias"]
-
-
-@scenario(EVERY_WAY)
-def parameter_lists_and_dicts(lab: Lab) -> None:
-    lab.train(lab.wrap(Net(Listed)), num_microbatches=2)
-
-
 class Recurrent(nn.Module):
     """torch's own recurrent layers keep a flat list of their weights."""
 
@@ -183,17 +140,6 @@ class Recurrent(nn.Module):
 @scenario(EVERY_WAY)
 def recurrent_layers(lab: Lab) -> None:
     lab.train(lab.wrap(Net(Recurrent)), num_microbatches=2)
-
-
-@scenario(EVERY_WAY)
-def a_slice_of_the_blocks(lab: Lab) -> None:
-    """`nn.Sequential` over a slice: the blocks run, their list does not."""
-
-    class Sliced(Net):
-        def body(self, x: Tensor) -> Tensor:
-            return self.layers[2](nn.Sequential(*self.layers[:2])(self.inp(x)))
-
-    lab.train(lab.wrap(Sliced()))
 
 
 class Chooser(nn.Module):

@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from tests.strangers.lab import (
     BY_STAGE,
@@ -189,27 +188,6 @@ class Odd(nn.Module):
 @scenario((*ODD_WORLDS, *IN_GROUPS))
 def sizes_that_nothing_divides(lab: Lab) -> None:
     lab.train(lab.wrap(Net(Odd), optimizer=adamw, max_grad_norm=0.2), num_microbatches=3)
-
-
-class Recomputed(Block):
-    def __init__(self) -> None:
-        super().__init__()
-        self.drop = nn.Dropout(0.3)
-        self.register_buffer("calls", torch.zeros(()))
-
-    def inner(self, x: Tensor) -> Tensor:
-        # Each sample draws by its own values, so that ranks and one process draw the same.
-        seed = int(x.detach().abs().sum() * 1e3)
-        keep = torch.rand(x.shape, generator=torch.Generator().manual_seed(seed)) > 0.3
-        return super().inner(x * keep)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return checkpoint(super().forward, x, use_reentrant=False)
-
-
-@scenario(ODD_WORLDS)
-def recomputed_blocks_that_draw(lab: Lab) -> None:
-    lab.train(lab.wrap(Net(Recomputed), optimizer=adamw, max_grad_norm=0.2), num_microbatches=2)
 
 
 @scenario(ODD_WORLDS)

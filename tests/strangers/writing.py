@@ -35,18 +35,6 @@ def weights_loaded_in_the_context(lab: Lab) -> None:
     lab.train(t, steps=[1, 2])
 
 
-@scenario()
-def weights_initialised_in_the_context(lab: Lab) -> None:
-    """nn.init before the first step, with the same random state everywhere."""
-    t = lab.wrap(Net())
-    with t.gathered(write=True):
-        torch.manual_seed(3)
-        for p in t.model.parameters():
-            nn.init.normal_(p, std=0.1)
-        nn.init.orthogonal_(t.model.layers[0].up.weight)
-    lab.train(t)
-
-
 @variants(["chance", "order"], EVERY_WAY, refused="ranks wrote different weights")
 def written_differently_by_rank(lab: Lab, way: str) -> None:
     """Unseeded chance in an initialisation, and values that are the same but for their order."""
@@ -148,26 +136,6 @@ def loaded_with_a_master_of_another_dtype(lab: Lab) -> None:
     with t.gathered():
         for p in t.model.parameters():
             lab.note(p)
-
-
-@scenario()
-def weights_swapped_for_an_evaluation(lab: Lab) -> None:
-    """Averages in, a forward pass, the trained weights back."""
-    t = lab.wrap(Net())
-    with t.gathered():
-        ema = {n: p.detach().clone() for n, p in t.model.named_parameters()}
-    for step in range(2):
-        lab.train(t, steps=[step])
-        with t.gathered(write=True), torch.no_grad():
-            live = {n: p.detach().clone() for n, p in t.model.named_parameters()}
-            for name, p in t.model.named_parameters():
-                ema[name].lerp_(p, 0.3)
-                p.copy_(ema[name])
-        with torch.no_grad():
-            lab.note(t.model(torch.ones(2, WIDTH)))
-        with t.gathered(write=True), torch.no_grad():
-            for name, p in t.model.named_parameters():
-                p.copy_(live[name])
 
 
 @scenario()
