@@ -16,7 +16,9 @@ from torch import Tensor, nn
 
 from tests.comm.asked import Call, as_nccl, asking
 from zeroexp.comm.base import GatherPart, ReducePart
-from zeroexp.comm.collectives import Collectives
+from zeroexp.comm.collectives import TRANSPORTS, Collectives
+from zeroexp.comm.direct import Direct
+from zeroexp.comm.native import Native
 from zeroexp.comm.sizes import slot_bytes
 from zeroexp.cut.chunk import Chunk, ParameterSpec
 from zeroexp.cut.layout import lay_out
@@ -25,6 +27,7 @@ from zeroexp.measure.traffic import WireMeter
 from zeroexp.plan.closed_forms import ShardedForm
 from zeroexp.plan.form_terms import PrecisionForm, ScheduleForm
 from zeroexp.process import progress
+from zeroexp.process.watchdog.differs import Moves
 from zeroexp.process.world import World, barrier, current, fake_world, leave_process_group
 
 SEGMENT_BYTES = 4 << 20  # longer messages travel in segments
@@ -186,7 +189,7 @@ def check_all(world: World, name: str, transport: str) -> list[tuple[str, int, i
                 PrecisionForm(*[str(dtype).removeprefix("torch.")] * 3),
             )
             counted_bytes = CHECKS[name](world, transport, case, dtype)
-            form_bytes = form.traffic(world.rank).bytes_by_kind[kind]
+            form_bytes = form.traffic(world.rank).bytes_by_kind.get(kind, 0)  # one rank reduces nothing
             found.append((f"{case} {dtype}", counted_bytes, form_bytes))
     return found
 
@@ -355,6 +358,19 @@ def test_a_move_counts_when_it_starts_and_when_a_rank_begins_to_wait_for_it(rank
     """Whoever looks for a hang tells by it which of two ranks in one phase has done less."""
     for before, under_way, awaited in ranks(moves_counted, world_size=2):
         assert before < under_way < awaited
+
+
+@pytest.mark.parametrize(
+    ("device", "backend", "transport"), [("cpu", "gloo", Direct), ("cuda:1", "nccl", Native)]
+)
+def test_a_backend_for_each_device_is_that_of_the_model(device, backend, transport, monkeypatch):
+    """What torch says of a group that was made with cpu:gloo,cuda:nccl, or on a GPU without a name."""
+    with fake_world(1, 2):
+        monkeypatch.setattr(dist, "get_backend_config", lambda: "cpu:gloo,cuda:nccl")
+        world = current(device)
+        monkeypatch.undo()
+        assert (world.backend, world.device, world.rank) == (backend, torch.device(device), 1)
+        assert type(TRANSPORTS["auto"](world, Moves(world))) is transport
 
 
 @pytest.mark.parametrize("backend", [None, "gloo", "cpu:gloo"])

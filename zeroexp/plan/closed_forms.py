@@ -301,6 +301,8 @@ class ShardedForm(ClosedForm):
 
     @property
     def _num_reductions(self) -> int:
+        if self.group_size == 1:
+            return 0
         return self.schedule.accumulation if self.schedule.reduce_each == "microbatch" else 1
 
     @property

@@ -34,8 +34,7 @@ class Gradients:
         self._rank, self._device = world.rank, world.device
         self._rests = stage.gradients
         self._dtype = dtypes.reduce
-        # Whether sums lie in the whole gradients, which stay anyway.
-        self._in_place = self._rests is Placement.PARTIAL or world.size == 1
+        self._is_alone = world.size == 1  # grouping.py, [Note: world of one]
         for parameter in self._parameters:
             # Autograd adds up the gradients of microbatches, and bfloat16 keeps three digits of a sum.
             parameter.grad_dtype = torch.promote_types(dtypes.compute, dtypes.reduce)
@@ -82,6 +81,9 @@ class Gradients:
 
     def owned(self) -> list[Tensor]:
         """Return the sums of the owned spans; where gradients rest replicated they are cut out of whole sums."""
+        if self._is_alone:
+            self._sums = {member: self._own(member) for member in range(len(self._parameters))}
+            return [*self._sums.values()]
         assert self._num_reduced, f"{self._chunk}: no gradient was reduced since the last step"
         if self._rests is Placement.REPLICATE:
             return [self._sums[span.member][span.start : span.stop] for span in self._owned]
@@ -109,6 +111,13 @@ class Gradients:
         return [_part(self._whole[each.member], each.start, each.stop) for each in part.ranges]
 
     def _take_whole(self, member: int) -> Tensor:
+        gradient = self._own(member).reshape(-1)
+        with unguarded():
+            self._parameters[member].grad = None
+        return gradient
+
+    def _own(self, member: int) -> Tensor:
+        """Return what autograd left in a parameter, or zeros, in the reduce dtype."""
         parameter, place = self._parameters[member], self._chunk.members[member]
         with unguarded():
             if parameter.grad is None:
@@ -116,9 +125,7 @@ class Gradients:
                 return torch.zeros(numel, dtype=self._dtype, device=self._device)
             self.present[member] = True
             # A sparse embedding leaves a sparse gradient.
-            gradient = parameter.grad.to_dense().reshape(-1).to(self._dtype)
-            parameter.grad = None
-            return gradient
+            return parameter.grad.to_dense().to(self._dtype)
 
     def _drop_reduced(self, part: Slice) -> None:
         """Drop members that are all on their way: buckets come last range first, so a member's first range ends it."""
@@ -129,7 +136,7 @@ class Gradients:
                 del self._whole[each.member]
 
     def _allocate_sums(self, part: Slice, indices: Sequence[int]) -> None:
-        if self._in_place:
+        if self._rests is Placement.PARTIAL:  # sums lie in the whole gradients, which stay anyway
             for index in indices:
                 span = self._owned[index]
                 self._sums[index] = self._whole[span.member][span.start : span.stop]

@@ -4,20 +4,21 @@ Every parameter is claimed once, by identity. Tied weights are one parameter. A 
 that lies outside all of them, belongs to the root unit, whose parameters are there from the beginning of forward at
 least until backward reaches its first block.
 
-[Note: world of one] The piece of a single rank is the whole: parameters that rest sharded over one rank rest
-replicated, and nothing is gathered or copied. Only `stage_for_world` decides this.
+[Note: world of one] The piece of a single rank is the whole, and its own gradient is the sum. So one rank carries out
+every stage as ddp: it gathers, reduces and publishes nothing, and gradients stay where autograd left them
+(`Gradients.owned`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
 
 from zeroexp.cut.chunk import FROZEN, ParameterSpec
-from zeroexp.cut.stage import Placement, Stage
+from zeroexp.cut.stage import STAGES, Stage
 
 # These modules compute with the weights of modules inside them whose forward they never call.
 USES_ITS_PARTS = (nn.MultiheadAttention,)
@@ -39,7 +40,7 @@ class Group:
 
 def stage_for_world(stage: Stage, world_size: int) -> Stage:
     """Return the stage that `world_size` ranks carry out, see [Note: world of one]."""
-    return stage if world_size > 1 else replace(stage, parameters=Placement.REPLICATE)
+    return stage if world_size > 1 else STAGES["ddp"]
 
 
 def group_parameters(

@@ -149,6 +149,8 @@ class Unit:
         written into the whole gradients.
         last: the microbatch is the last of its step. With replicas its sums are summed between these too.
         """
+        if self._wire.group.size == 1:
+            return Pending([])  # grouping.py, [Note: world of one]
         with meter.issuing("hand_over" if self.reduces_at_hand_over else "reduce", str(self)):
             if self._sums_by is Move.REDUCE_SCATTER:
                 parts = [self._gradients[part.index].to_scatter(part) for part in bucket.slices]
@@ -176,7 +178,9 @@ class Unit:
             for (parameter, master), gradient in owned:
                 if not self._wire.bus.is_used:
                     gradient = gradient.to(master.dtype)
-                handed.append(MasterGradient(parameter, master, gradient.view(master.shape)))
+                if gradient.shape != master.shape:
+                    gradient = gradient.view(master.shape)
+                handed.append(MasterGradient(parameter, master, gradient))
         return handed
 
     # -- publish: O -> P, after the optimizer's step ---------------------------------------------

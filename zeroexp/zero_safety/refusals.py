@@ -74,6 +74,7 @@ class Refusals(Observer):
         wire: Collectives,
     ) -> None:
         self._is_alone = wire.world.size == 1
+        self._are_taken = False  # whether gradients are marked as taken
         self._units, self._wire = units, wire
         self._num_equal = 0  # steps that have left all replicas the same weights
         # A second last microbatch would sum again what was summed between replicas.
@@ -165,6 +166,9 @@ class Refusals(Observer):
         self._mark_gradients(taken=False)
 
     def _mark_gradients(self, *, taken: bool) -> None:
+        if taken is self._are_taken:
+            return
+        self._are_taken = taken
         for unit in self._units:
             for parameter in unit.trainable_parameters:
                 mark_gradient_taken(parameter, taken=taken)

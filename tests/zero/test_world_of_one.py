@@ -1,0 +1,177 @@
+"""One rank asks its backend for nothing, and launches what a plain loop launches, whatever the stage and layout.
+
+A group of one rank (as many replicas as ranks) meets the others in outer steps alone.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from functools import partial
+from itertools import product
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from benchmarks.growth import Dispatched
+from tests.comm.asked import asking
+from zeroexp.cut.stage import STAGES
+from zeroexp.engines.sharded import Sharded
+from zeroexp.process.world import World, fake_world
+from zeroexp.zero.options import Dtypes, Options, Outer
+
+LAYOUTS = ["parameter", "tensor", "buffer"]
+CASES = list(product(STAGES, LAYOUTS))
+WIDTH, MICROBATCHES = 8, 2
+FLOAT32 = Dtypes(torch.float32, torch.float32, torch.float32)
+BF16_MASTER = Dtypes(torch.bfloat16, torch.float32, torch.float32)
+
+
+def make_model(num_layers: int = 4) -> nn.Sequential:
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(num_layers)))
+    model[1].bias.requires_grad_(False)
+    return model
+
+
+def make_optimizer(parameters: object) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, lr=0.1, foreach=True)  # pyright: ignore[reportArgumentType]
+
+
+def engine(
+    world: World,
+    stage: str,
+    layout: str,
+    model: nn.Sequential | None = None,
+    dtypes: Dtypes = FLOAT32,
+    clip: float | None = None,
+    **options: object,
+) -> Sharded:
+    model = model or make_model()
+    trained = [p for p in model.parameters() if p.requires_grad]
+    return Sharded(
+        model,
+        blocks=[str(index) for index in range(1, len(model) - 1)],
+        stage=STAGES[stage],
+        param_groups=[{"params": trained}],
+        optimizer_factory=make_optimizer,
+        world=world,
+        dtypes=dtypes,
+        max_grad_norm=clip,
+        options=Options(layout=layout, transport="native", **options),  # pyright: ignore[reportArgumentType]
+    )
+
+
+def inputs_of(step: int, index: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    drawn = torch.manual_seed(10 * step + index)
+    return torch.randn(3, WIDTH, generator=drawn).to(dtype)
+
+
+def take_step(strategy: Sharded, step: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    for index in range(MICROBATCHES):
+        with strategy.microbatch(last=index == MICROBATCHES - 1):
+            output = strategy.model(inputs_of(step, index, dtype))
+            strategy.backward(output.float().square().sum())
+    norm = strategy.step()
+    strategy.zero_grad()
+    return norm
+
+
+class Plain:
+    """The loop without any engine, with the weights of the optimizer beside the model's where dtypes ask for it."""
+
+    def __init__(self, model: nn.Sequential, dtypes: Dtypes, clip: float | None):
+        self._dtypes, self._clip = dtypes, clip
+        trained = [p for p in model.parameters() if p.requires_grad]
+        self.masters = [p.detach().clone() for p in trained]
+        self.model = model.to(dtypes.compute)
+        self._trained = trained
+        for parameter in trained:
+            parameter.grad_dtype = dtypes.reduce
+        self._optimizer = make_optimizer(self.masters)
+
+    def take_step(self, step: int) -> Tensor:
+        for index in range(MICROBATCHES):
+            output = self.model(inputs_of(step, index, self._dtypes.compute))
+            output.float().square().sum().backward()
+        gradients = [p.grad for p in self._trained if p.grad is not None]
+        norm = nn.utils.get_total_norm(gradients)
+        for master, gradient in zip(self.masters, gradients, strict=True):
+            master.grad = gradient
+        if self._clip is not None:
+            nn.utils.clip_grads_with_norm_(self.masters, self._clip, norm)
+        self._optimizer.step()
+        with torch.no_grad():
+            torch._foreach_copy_([p.detach() for p in self._trained], self.masters)
+        for parameter in self._trained:
+            parameter.grad = None
+        return norm
+
+
+@pytest.mark.parametrize("dtypes", [FLOAT32, BF16_MASTER], ids=["fp32", "bf16_master"])
+@pytest.mark.parametrize(("stage", "layout"), CASES)
+def test_one_rank_trains_as_a_plain_loop_and_asks_its_backend_for_nothing(stage, layout, dtypes):
+    plain = Plain(make_model(), dtypes, clip=None)
+    with fake_world(0, 1) as world, asking() as asked:
+        strategy = engine(world, stage, layout, dtypes=dtypes)
+        for step in range(3):
+            norm = take_step(strategy, step, dtypes.compute)
+            assert norm.item() == pytest.approx(plain.take_step(step).item(), rel=1e-5)
+        weights = dict(strategy.model.named_parameters())
+        for name, parameter in plain.model.named_parameters():
+            assert torch.equal(weights[name].detach(), parameter.detach()), name
+        assert asked.launches == []
+        assert strategy.wire.take_traffic().calls_by_kind == {}
+
+
+def test_a_clipped_step_asks_for_nothing_either():
+    plain = Plain(make_model(), FLOAT32, clip=0.5)
+    with fake_world(0, 1) as world, asking() as asked:
+        strategy = engine(world, "zero3", "buffer", clip=0.5)
+        for step in range(3):
+            take_step(strategy, step)
+            assert plain.take_step(step) > 0.5
+        for mine, theirs in zip(strategy.model.parameters(), plain.model.parameters(), strict=True):
+            torch.testing.assert_close(mine.detach(), theirs.detach())
+        assert asked.launches == []
+
+
+def launches_of_four_steps(world: World, every: int) -> list[int]:
+    """How often each step asks the backend, of ranks that shard with nobody and meet every so many steps."""
+    options = {"replicas": world.size, "outer": Outer(every)}
+    strategy = engine(world, "zero3", "buffer", **options)
+    take_step(strategy, 0)
+    counts = []
+    for step in range(1, 4):
+        with asking() as asked:
+            take_step(strategy, step)
+        counts.append(len(asked.launches))
+    return counts
+
+
+def test_groups_of_one_rank_ask_in_outer_steps_alone():
+    """Steps 2 and 4 are outer ones: one sum for each unit, the root among them."""
+    with fake_world(1, 3) as world:
+        assert launches_of_four_steps(world, every=2) == [3, 0, 3]
+
+
+def operations(take_step: Callable[[int], Tensor]) -> Counter[str]:
+    for step in range(2):
+        take_step(step)
+    with Dispatched() as dispatched:
+        take_step(2)
+    return dispatched.counts
+
+
+@pytest.mark.parametrize(("stage", "layout"), CASES)
+def test_more_layers_launch_no_more_beside_those_of_a_plain_loop(stage, layout):
+    """What the engine launches beyond the loop is for the step as a whole, however many layers there are."""
+    beyond = []
+    for num_layers in (4, 24):
+        plain = operations(Plain(make_model(num_layers), FLOAT32, clip=1.0).take_step)
+        with fake_world(0, 1) as world:
+            strategy = engine(world, stage, layout, make_model(num_layers), clip=1.0)
+            mine = operations(partial(take_step, strategy))
+        beyond.append(mine - plain)
+    assert beyond[0] == beyond[1]
