@@ -99,9 +99,10 @@ def test_defined_and_undefined_combinations_of_strategy_and_implementation():
     assert undefined == [("zero1_allreduce", "torch")]
 
 
-OURS = {"fp32", "bf16", "bf16_master", "paper16"}
+OURS = {"fp32", "bf16", "bf16_master", "paper16", "fp16_master"}
 TORCH_DDP = {"fp32", "bf16", "autocast"}  # DDP and ZeroRedundancyOptimizer
-TORCH_FSDP2 = {"fp32", "bf16_master", "paper16"}  # fp32 shards, cast when gathered and reduced
+# fp32 shards, cast when gathered and reduced
+TORCH_FSDP2 = {"fp32", "bf16_master", "paper16", "fp16_master"}
 
 
 @pytest.mark.parametrize(

@@ -189,7 +189,8 @@ def check_all(world: World, name: str, transport: str) -> list[tuple[str, int, i
                 PrecisionForm(*[str(dtype).removeprefix("torch.")] * 3),
             )
             counted_bytes = CHECKS[name](world, transport, case, dtype)
-            form_bytes = form.traffic(world.rank).bytes_by_kind.get(kind, 0)  # one rank reduces nothing
+            # One rank reduces nothing.
+            form_bytes = form.traffic(world.rank).bytes_by_kind.get(kind, 0)
             found.append((f"{case} {dtype}", counted_bytes, form_bytes))
     return found
 

@@ -74,7 +74,7 @@ class Row(ParametersRow):
     """The placement of another kind of state, and its dtype."""
 
     placement: str = choice(*(placement.value for placement in Placement))
-    dtype: str = choice(*DTYPES)
+    dtype: str = choice(*DTYPES, "float16")
 
 
 @dataclass
@@ -204,8 +204,8 @@ ENGINE_SETTINGS = {item.name: item.metadata for item in fields(StrategyConfig) i
 
 @dataclass
 class PrecisionConfig:
-    name: str = "fp32"  # fp32 | bf16 | bf16_master | paper16 | autocast
-    compute: str = choice(*DTYPES)  # dtype of parameters and activations
+    name: str = "fp32"  # fp32 | bf16 | bf16_master | fp16_master | paper16 | autocast
+    compute: str = choice(*DTYPES, "float16")  # dtype of parameters and activations
     reduce: str = choice(*DTYPES)  # dtype of gradients on the wire and of the reduced gradient
     master: str = choice(*DTYPES)  # dtype of the weights the optimizer updates
     autocast: bool = False  # fp32 parameters, bf16 operations (torch engines only)

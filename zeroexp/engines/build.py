@@ -63,6 +63,7 @@ def _sharded(config: Config, model: BuiltModel, world: World, common: dict[str, 
         stage=stage_of(config.strategy),
         dtypes=dtypes_of(config),
         options=options_of(config.strategy),
+        scales_loss=config.strategy.parameters.dtype == "float16",
         world=world,
         **common,
     )
@@ -92,6 +93,7 @@ def _fsdp2(config: Config, model: BuiltModel, world: World, common: dict[str, An
         dtypes=dtypes_of(config),
         world=world,
         replicas=config.strategy.replicas or 1,
+        scales_loss=config.precision.compute == "float16",
         **common,
     )
 

@@ -30,6 +30,7 @@ from torch.distributed.tensor import DTensor
 from zeroexp.interface.buffers import Buffers
 from zeroexp.interface.canonical import WEIGHT, canonical_replicated, moments_of
 from zeroexp.interface.load_state import LoadTarget, load_state
+from zeroexp.interface.loss_scale import LossScale
 from zeroexp.interface.python_values import PythonValues
 from zeroexp.interface.strategy import (
     CanonicalState,
@@ -60,6 +61,7 @@ class TorchFSDP2:
         max_grad_norm: float | None = None,
         values: Values | None = None,  # of a module on meta
         replicas: int = 1,  # groups of ranks that hold all states each
+        scales_loss: bool = False,  # see interface/loss_scale.py
     ):
         rests = "everything rests" if reshard_after_forward else "without reshard parameters rest"
         self.settings = {"engine": f"FSDP2, {rests} sharded", "transport": world.backend}
@@ -87,6 +89,7 @@ class TorchFSDP2:
             for group in param_groups
         ]
         self.optimizer = optimizer_factory(groups)
+        self._loss_scale = LossScale(self.optimizer, is_used=scales_loss, is_fake=world.is_fake)
         self._buffers = Buffers(module, world)
         names = {parameter: name for name, parameter in self._named.items()}
         self._python = PythonValues(
@@ -101,16 +104,18 @@ class TorchFSDP2:
         yield
 
     def backward(self, loss: Tensor) -> None:
-        loss.backward()
+        self._loss_scale.multiply(loss).backward()
 
     def step(self, *, drain: bool = False) -> Tensor:
         # Nothing is left in flight: the end of backward waits for the last reduction, and nothing is sent after it.
         parameters = [p for p in self._named.values() if p.grad is not None]
+        self._loss_scale.divide([_local(cast(Tensor, p.grad)) for p in parameters])
         norm = nn.utils.get_total_norm([cast(Tensor, p.grad).float() for p in parameters])
         norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
         if self._max_grad_norm is not None:
             nn.utils.clip_grads_with_norm_(parameters, self._max_grad_norm, norm)
-        self.optimizer.step()
+        if self._loss_scale.allows(lambda: norm):
+            self.optimizer.step()
         self._buffers.share()
         return norm
 

@@ -5,5 +5,6 @@ canonical.py       optimizer state and tensors as ranges of flattened tensors, a
 values.py          the first weights of a model on meta, asked for in ranges
 buffers.py         a module's buffers, equal on all ranks
 python_values.py   optimizer state that is in no tensor
+loss_scale.py      what a loss in float16 is multiplied by
 elementwise.py     the trial whether an optimizer updates each element by itself
 """

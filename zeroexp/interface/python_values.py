@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from zeroexp.interface.canonical import PYTHON, fill_from_canonical
+from zeroexp.interface.loss_scale import COUNT, SCALE
 from zeroexp.interface.strategy import CanonicalState, CanonicalTensor, Piece
 
 Values = dict[str, Any]
@@ -44,7 +45,8 @@ class PythonValues:
         self._group_of = {name: i for i, group in enumerate(names) for name in group}
         self._at_first = self._current_values()
         self._before = self._at_first
-        self._counted: list[set[str]] = [set() for _ in names]
+        # A loss scale changes outside of the step.
+        self._counted = [{SCALE, COUNT} & {*group} for group in optimizer.param_groups]
         self._num_keys = 0  # of the optimizer's state, when all were parameters
         optimizer.register_step_pre_hook(lambda *_: self._note_values_before())
         optimizer.register_step_post_hook(lambda *_: self._note_changed_keys())
@@ -129,8 +131,8 @@ def python_values_of(state: Mapping[str, Any]) -> Values:
 
 
 def _values_as_state(values: Mapping[str, Values]) -> CanonicalTensor:
-    content = bytearray(json.dumps(values).encode())
-    flat = torch.frombuffer(content, dtype=torch.uint8)
+    content = json.dumps(values).encode()
+    flat = torch.tensor([*content], dtype=torch.uint8)
     return CanonicalTensor((len(content),), torch.uint8, [Piece(0, flat)])
 
 

@@ -111,6 +111,8 @@ class StepRecord:
     peak_bytes: int | None  # most bytes allocated at once during this step
     allocated_bytes: int | None  # sum of all allocations of this step
     traffic: Traffic
+    # What the loss was multiplied by; where the norm is not finite then, nothing was updated. None: no float16.
+    loss_scale: float | None = None
     # most bytes allocated at once as memory of the host; None where nothing rests there, or on a GPU
     host_peak_bytes: int | None = None
     wire_bytes: int | None = None  # payload this rank's TCP connections carried

@@ -112,8 +112,12 @@ def summarise(
 
 
 def diverged_at(records: Sequence[StepRecord]) -> int | None:
-    """Return the first step whose loss or gradient norm is not finite, or None."""
-    broken = (r.step for r in records if not (isfinite(r.loss) and isfinite(r.grad_norm)))
+    """Return the first step whose loss or gradient norm is not finite, or None; a loss scale leaves norms out."""
+    broken = (
+        r.step
+        for r in records
+        if not (isfinite(r.loss) and (r.loss_scale or isfinite(r.grad_norm)))
+    )
     return next(broken, None)
 
 

@@ -12,7 +12,6 @@ from difflib import get_close_matches
 BATCH = "use data.global_batch_size (all ranks, one step) and data.micro_batch_size (one pass)"
 FSDP2 = "use strategy=zero3 strategy.implementation=torch, which is PyTorch's FSDP2"
 MIXED = "use precision=bf16_master (ours, FSDP2) or precision=autocast (torch's ddp and zero1)"
-NO_FP16 = f"fp16 needs loss scaling, which is not here: {MIXED}"
 
 # A key -> what to use -> the words of others for it, without their signs. Words that are close to ours need no row.
 WORDS = {
@@ -31,7 +30,7 @@ WORDS = {
         "use optimizer=adamw (with optimizer.weight_decay=0 it is Adam)": "adam",
         "use optimizer=sgd optimizer.momentum=0.9": "momentum",
     },
-    "precision": {NO_FP16: "fp16 float16", MIXED: "amp mixed"},
+    "precision": {"use precision=fp16_master": "fp16 float16", MIXED: "amp mixed"},
     "data": {
         "use data=hf data.path=... with such a file or a folder of them": (
             "csv tsv json jsonl parquet"

@@ -45,7 +45,7 @@ def step_entries(written_at: float, record: StepRecord) -> list[Entry]:
     }
     values |= {
         key: value
-        for key in ("validation_loss", "validation_accuracy")
+        for key in ("loss_scale", "validation_loss", "validation_accuracy")
         if (value := getattr(record, key)) is not None
     }
     if record.saving_seconds:

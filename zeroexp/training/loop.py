@@ -30,6 +30,7 @@ from zeroexp.comm.collectives import Collectives, held_shared_bytes, take_traffi
 from zeroexp.config.keys import Config, TrainConfig
 from zeroexp.config.optimizer import learning_rate
 from zeroexp.data import Microbatch, StepBatch
+from zeroexp.interface.loss_scale import SCALE
 from zeroexp.interface.strategy import Strategy
 from zeroexp.measure.clock import StepClock
 from zeroexp.measure.drift import read_between_steps
@@ -153,6 +154,7 @@ class _Run:
         record.lr = learning_rate(self._config.optimizer, index, self.num_steps)
         for group in strategy.optimizer.param_groups:
             group["lr"] = record.lr * group.get("lr_scale", 1.0)
+            record.loss_scale = group.get(SCALE)
         first_sample = index * self._config.data.global_batch_size
         batch = self._data.step_batch(first_sample, rank=world.rank, world_size=world.size)
         for microbatch in batch.microbatches:

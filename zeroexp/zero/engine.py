@@ -19,6 +19,7 @@ from zeroexp.interface.buffers import Buffers
 from zeroexp.interface.canonical import WEIGHT
 from zeroexp.interface.elementwise import make_optimizer
 from zeroexp.interface.load_state import load_state
+from zeroexp.interface.loss_scale import LossScale
 from zeroexp.interface.python_values import PythonValues
 from zeroexp.interface.strategy import (
     CanonicalState,
@@ -65,8 +66,13 @@ class Engine:
         max_grad_norm: float | None = None,
         options: Options | None = None,
         values: Values | None = None,
+        scales_loss: bool = False,
     ):
-        """Build the engine. `values` are what the parameters of a module on meta are to hold."""
+        """Build the engine. `values` are what the parameters of a module on meta are to hold.
+
+        scales_loss: `backward` multiplies the loss, and a step whose gradients are not finite updates nothing, see
+        interface/loss_scale.py.
+        """
         options = options or Options()
         param_groups = groups_of_lists(param_groups, optimizer_factory)
         self._observer = self.observed_by()
@@ -89,7 +95,7 @@ class Engine:
         self.model = module if world.is_fake else module.to(world.device)
         self._stage, self._max_grad_norm = stage, max_grad_norm
         self.wire = Collectives(world, **options.of_moves)
-        settings = [str(stage), options, dtypes, max_grad_norm, list(blocks)]
+        settings = [str(stage), options, dtypes, max_grad_norm, list(blocks), scales_loss]
         start_alike(self.model, settings, param_groups, values, self.wire)
         self._buffers = Buffers(module, world)
         self.wire.connect()
@@ -99,7 +105,9 @@ class Engine:
         self.units = make_units(
             groups, stage, options, settled, dtypes, self.wire, self._observer, values
         )
-        self._schedule = Schedule(self.units, self.wire, options, settled, self._observer)
+        self._schedule = Schedule(
+            self.units, self.wire, options, settled, self._observer, scales_loss=scales_loss
+        )
         self._saved = SavedViews(self._schedule)
         for unit, group in zip(self.units, groups, strict=True):
             attach(unit, group.module, self._schedule, self._observer)
@@ -108,6 +116,7 @@ class Engine:
             self.optimizer = make_optimizer(
                 optimizer_factory, _masters_in_groups(self.units, param_groups)
             )
+        self._loss_scale = LossScale(self.optimizer, is_used=scales_loss, is_fake=world.is_fake)
         bring_matrices_together(self.optimizer, self.units, stage, self.wire, options.matrix_step)
         self._outer = make_outer_step(self.units, self.wire, options.outer, dtypes.master)
         self._python = PythonValues(self.optimizer, _names_in_groups(module, param_groups))
@@ -127,7 +136,7 @@ class Engine:
             raise
 
     def backward(self, loss: Tensor) -> None:
-        with self._schedule.closing_backward(loss) as loss:
+        with self._schedule.closing_backward(self._loss_scale.multiply(loss)) as loss:
             loss.backward()
         self._observer.backward_ended()
 
@@ -148,12 +157,14 @@ class Engine:
         self._schedule.drain()
         handed = [each for unit in self.units for each in unit.hand_over()]
         self.wire.quiesce()
+        self._loss_scale.divide([each.gradient for each in handed])
         self.wire.bus.to_host([(each.master, each.gradient) for each in handed])
         sums = StepSums(self._trainable, handed, self._stage, self.wire, self._gradient_presence())
         self._expect_same_gathers(sums)
         # Without clipping the sum of the norm may arrive during the update.
         scale = self._scale(sums)
-        self._update([each for each in handed if sums.has_gradient(each.parameter)], scale)
+        if self._loss_scale.allows(lambda: self._outer.norm(sums)):
+            self._update([each for each in handed if sums.has_gradient(each.parameter)], scale)
         are_equal = self._outer.after_update()
         # With `drain` nothing is gathered ahead: it would be in flight when the step ends.
         for unit in self.units:

@@ -84,8 +84,12 @@ class Schedule:
         options: Options,
         settled: SettledOptions,
         observer: Observer,
+        *,
+        scales_loss: bool,
     ):
+        """scales_loss: gradients of any other backward than the engine's own, which scales, are refused."""
         self.in_microbatch = False
+        self._scales_loss = scales_loss
         self._observer, self._wire = observer, wire
         self._units = list(units)  # the root first, then in order of definition
         self._root = self._units[0]
@@ -119,6 +123,8 @@ class Schedule:
         self._in_flight: deque[Pending] = deque()  # reductions
         self._reduced = False  # whether any reduction of this microbatch was launched
         self._buckets_of = {unit: _buckets_by_parameter(unit) for unit in units}
+        # By unit, the number of parameters of which each bucket holds elements.
+        self._counts_of = {u: [len(u.parameters_in(each)) for each in u.buckets] for u in units}
 
     # -- forward ----------------------------------------------------------------------------------
 
@@ -132,8 +138,7 @@ class Schedule:
         self.gathers.begin_pass(in_microbatch=True)
         for unit in self._units:
             self._silent[unit] = self._uses[unit].missing
-            counts = [len(unit.parameters_in(bucket)) for bucket in unit.buckets]
-            self._uses[unit] = Progress(set(unit.trainable_parameters), counts)
+            self._uses[unit] = Progress(set(unit.trainable_parameters), [*self._counts_of[unit]])
 
     def before_forward(self, unit: Unit) -> None:
         self._tick += 1
@@ -209,6 +214,11 @@ class Schedule:
         use = self._uses[unit]
         self._expect_microbatch(f"{unit} got a gradient", ", where nobody reduces it")
         self._observer.gradient(unit, parameter, is_reduced=use.closed)
+        if self._scales_loss and not self._closing.is_open:
+            raise RuntimeError(
+                f"{unit} got a gradient of a loss that is not scaled: with scales_loss=True call "
+                "strategy.backward(loss), not loss.backward()"
+            )
         if not self._closing.is_current():
             return
         use.missing.discard(parameter)
