@@ -20,6 +20,7 @@ from zeroexp.config.keys import (
     DataConfig,
     ModelConfig,
     OptimizerConfig,
+    OptimizerRow,
     PrecisionConfig,
     Row,
     StrategyConfig,
@@ -208,6 +209,6 @@ def _strategy(engine: Engine, precision: PrecisionConfig) -> StrategyConfig:
         name=engine.stage,
         parameters=Row(stage.parameters.value, precision.compute),
         gradients=Row(stage.gradients.value, precision.reduce),
-        optimizer=Row(stage.optimizer.value, precision.master),
+        optimizer=OptimizerRow(stage.optimizer.value, precision.master),
         **engine.settings,
     )

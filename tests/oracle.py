@@ -28,6 +28,7 @@ from zeroexp.config.keys import (
     Config,
     ModelConfig,
     OptimizerConfig,
+    OptimizerRow,
     PrecisionConfig,
     Row,
     StrategyConfig,
@@ -280,7 +281,7 @@ class _Configured:
             name=self.stage,
             parameters=Row(rows.parameters.value, precision.compute),
             gradients=Row(rows.gradients.value, precision.reduce),
-            optimizer=Row(rows.optimizer.value, precision.master),
+            optimizer=OptimizerRow(rows.optimizer.value, precision.master),
             implementation=self.implementation,
             **self.settings,  # pyright: ignore[reportArgumentType]
         )

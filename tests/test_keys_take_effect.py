@@ -115,6 +115,7 @@ CASES: dict[str, list[Case]] = {
     "strategy.reduce_each": [Case("strategy.reduce_each=step", OURS)],
     "strategy.bucket_mb": [Case("strategy.bucket_mb=0.01", OURS)],
     "strategy.replicas": [Case("strategy.replicas=2", [*OURS, *FSDP2], world_size=4)],
+    "strategy.optimizer.over": [Case("strategy.optimizer.over=all", OURS, GROUPS, world_size=4)],
     "strategy.outer.every": [Case("strategy.outer.every=1", OURS, GROUPS, world_size=4)],
     "strategy.outer.lr": [Case("strategy.outer.lr=1", OURS, OUTER, world_size=4)],
     "strategy.outer.momentum": [Case("strategy.outer.momentum=0", OURS, OUTER, world_size=4)],

@@ -105,12 +105,13 @@ def form_of(
     optimizer: str = "sgd",
 ) -> ShardedForm:
     """Built as a planner builds it, from the layouts of the units."""
-    units = [tuple(tensors.chunk for tensors in unit.held) for unit in strategy.units]
+    units = [tuple(tensors.fine for tensors in unit.held) for unit in strategy.units]
     world_size = strategy.wire.world.size
     row = stage_for_world(STAGES[stage], world_size // options.replicas)
     kind, outer = OPTIMIZERS[optimizer][1], options.outer
     names = ("replicas", "offload", "codes_rest", "secondary_partition")
     more = {name: getattr(options, name) for name in names}
+    more["shares_updates"] = options.optimizer_over == "all"
     more["outer"] = outer and OuterForm(2 if outer.momentum else 1)
     return ShardedForm(units, row, world_size, schedule, precision, kind, **more)
 
@@ -168,12 +169,14 @@ def situations(draw):
         error_feedback=reduce_codec is not None and draw(st.booleans()),
         offload=draw(st.sampled_from([None, "optimizer", *offloads])),
     )
-    may_differ = options.offload is None and options.secondary_partition is None
-    if options.replicas > 1 and may_differ and draw(st.booleans()):
-        is_alone = draw(st.booleans()) and not codes_rest
-        alone = world_size if is_alone else options.replicas  # a replica of one rank
+    if options.replicas > 1 and options.offload is None and draw(st.booleans()):
+        # A replica of one rank has no nodes, and sends no codes.
+        is_alone = draw(st.booleans()) and not (codes_rest or secondary)
+        alone = world_size if is_alone else options.replicas
         outer = draw(st.sampled_from([Outer(1), Outer(1, lr=1.0, momentum=0.0)]))
         options = replace(options, outer=outer, replicas=alone)
+    elif options.replicas > 1 and options.offload != "all" and not codes_rest:
+        options = replace(options, optimizer_over=draw(st.sampled_from(["group", "all"])))
     schedule = ScheduleForm(
         accumulation=draw(st.integers(1, 3)),
         keep=options.keep,

@@ -70,6 +70,7 @@ MIXTRAL = ("model=mixtral_tiny", *LLAMA[1:])
 CODECS = ("strategy.gather_codec=int8", "strategy.reduce_codec=int4")
 CODES = "strategy.parameters.dtype=float8"
 GROUPS = "strategy.replicas=2"
+OVER_ALL = "strategy.optimizer.over=all"
 COPIES = "strategy.secondary_partition=2"
 OUTER = "strategy.outer.every=1"
 OFFLOAD = "strategy.offload=optimizer"
@@ -102,6 +103,9 @@ POINTS = [
     (4, llama("zero2", "tensor", "block", GROUPS)),
     (4, llama("zero1", "buffer", "block", GROUPS)),
     (2, llama("zero3", "buffer", "block", GROUPS)),  # replicas are on another host
+    (4, llama("zero2", "tensor", "block", GROUPS, OVER_ALL)),
+    (2, llama("zero3", "buffer", "block", GROUPS, OVER_ALL, "precision=bf16_master")),
+    (FAKE, (*MLP, *point("zero1", "parameter", GROUPS, OVER_ALL))),
     (2, llama("zero3", "buffer", "block", GROUPS, OUTER)),
     (4, llama("zero1", "tensor", "block", "strategy.replicas=4", OUTER)),
     (FAKE, (*MLP, *point("zero2", "parameter", GROUPS, OUTER, "precision=bf16_master"))),

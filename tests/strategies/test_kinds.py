@@ -33,9 +33,10 @@ from zeroexp.check.try_strategy import check_strategy
 from zeroexp.config.keys import ConfigError
 from zeroexp.config.optimizer import describe_groups, optimizer_factory, parameter_groups
 from zeroexp.config.parameter_kinds import kinds_of_parameters
+from zeroexp.cut.chunk import Chunk
 from zeroexp.cut.stage import STAGES
 from zeroexp.interface.canonical import merge
-from zeroexp.plan.form_of_config import build_on_meta
+from zeroexp.plan.form_of_config import build_on_meta, form_of
 from zeroexp.zero.options import Options
 
 ELEMENTWISE = {
@@ -47,6 +48,13 @@ WITH_MUON = {
     **ELEMENTWISE,
     "*.down.weight": {"name": "muon", "momentum": 0.8, "moments": "bfloat16"},
     "matrices": {"name": "muon", "momentum": 0.9, "settings": {"ns_steps": 3}},
+}
+WITH_LAYOUTS = {
+    **WITH_MUON,
+    "embeddings": {**ELEMENTWISE["embeddings"], "layout": "tensor"},
+    "vectors": {**ELEMENTWISE["vectors"], "layout": "parameter"},
+    "matrices": {**WITH_MUON["matrices"], "layout": "parameter"},
+    "*.down.weight": {**WITH_MUON["*.down.weight"], "layout": "buffer"},
 }
 RECIPE = Recipe(kinds=json.dumps(WITH_MUON))
 
@@ -130,7 +138,7 @@ AXES: dict[str, Any] = {
     "owners": ["greedy", "contiguous"],
     "replicas": [1],
     "precision": ["fp32", "bf16_master"],
-    "kinds": [json.dumps(WITH_MUON), json.dumps(ELEMENTWISE)],
+    "kinds": [json.dumps(WITH_LAYOUTS), json.dumps(WITH_MUON), json.dumps(ELEMENTWISE)],
 }
 ROWS = pairwise(AXES, every=("stage", "layout"), legal=lambda row: True)
 
@@ -198,7 +206,7 @@ def test_an_engine_goes_on_from_the_state_of_another(ranks, first, last) -> None
 
 KINDS_OF_TINY = (
     "+optimizer.kinds.embeddings={name: sgd, lr: 1e-2}",
-    "+optimizer.kinds.matrices={name: muon, momentum: 0.9, moments: bfloat16}",
+    "+optimizer.kinds.matrices={name: muon, momentum: 0.9, moments: bfloat16, layout: parameter}",
     "+optimizer.kinds.heads={moments: bfloat16}",
 )
 
@@ -212,6 +220,31 @@ def test_a_plan_is_what_the_engine_holds_and_sends(stage, layout) -> None:
     assert_as_planned(composed("model=tiny", *words, *more, *KINDS_OF_TINY))
 
 
+def test_matrices_with_owners_send_nothing_beside_a_buffer_of_the_rest() -> None:
+    """Of `+optimizer.kinds.matrices.layout` alone: Muon's exchange goes, and a chunk of each unit has whole members."""
+    words = (
+        "model=tiny",
+        "optimizer=muon",
+        "strategy=zero2",
+        "world_size=4",
+        "data.global_batch_size=4",
+    )
+    owned = composed(*words, "+optimizer.kinds.matrices={layout: parameter}")
+    forms = [
+        form_of(config, build_on_meta(config), "native") for config in (composed(*words), owned)
+    ]
+    cut, whole = (form.traffic(1).bytes_by_kind for form in forms)
+    assert cut.pop("matrices") > 0 and cut.keys() == whole.keys()
+    assert_as_planned(owned, "native")
+    (unit,) = {tuple(kind for kind in map(kind_of, u)) for u in forms[1].units[1:]}
+    assert unit == ("cut", "whole") or unit == ("whole", "cut")
+
+
+def kind_of(chunk: Chunk) -> str:
+    borders = {0, *(member.stop for member in chunk.members)}
+    return "whole" if borders.issuperset(chunk.cuts) else "cut"
+
+
 def test_a_run_says_what_went_where() -> None:
     config = composed("model=tiny", *KINDS_OF_TINY, "model.hf_config.tie_word_embeddings=false")
     model = build_on_meta(config)
@@ -219,7 +252,9 @@ def test_a_run_says_what_went_where() -> None:
     numel = sum(p.numel() for group in groups for p in group["params"])
     lines = describe_groups(groups, config.optimizer).split("; ")
     assert lines[1].endswith("by sgd lr 0.01 decay 0.1")
-    assert lines[2].startswith("matrices: ") and lines[2].endswith("moments bfloat16")
+    assert lines[2].startswith("matrices: ") and lines[2].endswith(
+        "moments bfloat16 layout parameter"
+    )
     heads = model.module.get_parameter("lm_head.weight").numel()
     assert lines[-1] == f"heads: {heads:,} by adamw lr 0.001 decay 0.1 moments bfloat16"
     counts = [int(line.split(": ")[1].split()[0].replace(",", "")) for line in lines]
@@ -244,6 +279,7 @@ def test_a_run_says_what_went_where() -> None:
         ("matrices={name: muon, momentum: 0.9, settings: {ns_steps: 0}}", "use 1 to 99"),
         ("vectors={name: muon, momentum: 0.9}", "no block of the model has a trainable matrix"),
         ("vectors=1", "use some such as"),
+        ("vectors={layout: parametr}", "did you mean parameter"),
         ("experts={lr: 1e-4}", "no trainable parameter of the model is left for this row"),
         ("*.nothing={lr: 1e-4}", "no trainable parameter of the model is left for this row"),
     ],
@@ -254,6 +290,12 @@ def test_a_wrong_row_is_refused_in_a_line(row, line) -> None:
         config = composed(f"+optimizer.kinds={{{word}: {value}}}", "world_size=2")
         check(config)
         check_strategy(config)
+
+
+def test_engines_of_others_refuse_a_layout_of_a_row() -> None:
+    with pytest.raises(ConfigError, match="torch cuts all parameters alike; leave it out"):
+        row = "+optimizer.kinds.vectors={layout: tensor}"
+        check(composed("strategy.implementation=torch", row, "world_size=2"))
 
 
 def test_fsdp2_refuses_a_row_of_whole_matrices() -> None:

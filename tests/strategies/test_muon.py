@@ -63,6 +63,7 @@ AXES: dict[str, Any] = {
     "unit": ["block", "module", "model"],
     "owners": ["greedy", "contiguous"],
     "replicas": [1, 2],
+    "optimizer_over": ["group", "all"],
     "precision": ["fp32", "bf16_master"],
     "moments": [None, "bfloat16"],
     "model": ["toy", "reused", "llama", "moe_by_turns"],
@@ -70,9 +71,12 @@ AXES: dict[str, Any] = {
 
 
 def legal(row: Row) -> bool:
-    """Replicas are of an optimizer that rests sharded."""
+    """Replicas are of an optimizer that rests sharded, over all of them if it is to."""
     in_groups = row.get("stage") != "ddp" and row.get("world_size") in (4, None)
-    return row.get("replicas") != 2 or in_groups
+    over_all = row.get("optimizer_over") == "all"
+    return (row.get("replicas") != 2 and not over_all) or (
+        in_groups and not (over_all and row.get("replicas") == 1)
+    )
 
 
 ROWS = pairwise(AXES, every=("stage", "layout", "world_size"), legal=legal)
@@ -147,6 +151,7 @@ def recipe_of(row: Row) -> Recipe:
 
 def make_of(row: Row) -> Ours:
     words = ("layout", "unit", "transport", "owners", "replicas", "matrix_step")
+    words = (*words, "optimizer_over") if "optimizer_over" in row else words
     return Ours(row["stage"], Options(**{word: row[word] for word in words}))
 
 
@@ -172,11 +177,12 @@ def test_it_equals_one_process_and_steps_each_matrix_once(ranks, layout, world_s
         except AssertionError as error:
             raise AssertionError(f"{row}: {error}") from error
         times = sum(answer[index][1] for answer in answers)
+        num_optimizers = 1 if row["optimizer_over"] == "all" else row["replicas"]
         if row["stage"] == "ddp":
             assert times == num_steps * world_size, row
         elif row["matrix_step"] == "alltoall" or layout == "parameter":
-            assert times == num_steps * row["replicas"], row
-        elif not MODELS[row["model"]].skips and row["replicas"] == 1:
+            assert times == num_steps * num_optimizers, row
+        elif not MODELS[row["model"]].skips and num_optimizers == 1:
             pieces = [m for _, state in states for m in momenta(state)]
             assert times == RECIPE.steps * sum(len(m.pieces) for m in pieces), row
 

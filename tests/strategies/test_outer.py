@@ -218,8 +218,8 @@ def train_without_an_outer_sum(world: World, every: int) -> list[str]:
     strategy: Any = build_on_rank(world, recipe, Ours("zero3", Options(replicas=2, outer=outer)))
     summed, told = strategy.wire._sum_between, []
 
-    def skip_a_block(sums: Any, what: str) -> Pending:
-        return Pending([]) if "blocks.1" in what else summed(sums, what)
+    def skip_a_block(sums: Any, what: str, shares: Any = ()) -> Pending:
+        return Pending([]) if "blocks.1" in what else summed(sums, what, shares)
 
     strategy.wire._sum_between = skip_a_block
     for step in range(every):

@@ -16,6 +16,7 @@ from zeroexp.config.keys import KEYS, Config
 from zeroexp.config.optimizer import OPTIMIZERS, ROW_KEYS, OptimizerKind, rows_of
 from zeroexp.config.parameter_kinds import KINDS, is_pattern
 from zeroexp.config.plugins import REGISTRIES
+from zeroexp.cut.layout import LAYOUTS
 from zeroexp.process.ports import parse_port_range
 from zeroexp.registry.did_you_mean import suggest_nearest, suggest_word
 
@@ -188,6 +189,9 @@ def _check_row(config: Config, row: str, own: dict[str, Any]) -> Iterator[Refusa
         if key not in read:
             problem = f"a row of optimizer.name={name} reads no such key"
             yield named, problem, suggest_nearest(key, read)
+        if key == "layout" and config.strategy.implementation not in LAYOUTS:
+            problem = f"{config.strategy.implementation} cuts all parameters alike"
+            yield named, problem, "leave it out, or use strategy.implementation=buffer"
         for problem, remedy in _wrong_in_row(key, value, kind):
             yield named, problem, remedy
     chosen = replace(config, optimizer=rows_of(config.optimizer)[row])
@@ -206,6 +210,8 @@ def _wrong_in_row(key: str, value: Any, kind: OptimizerKind) -> Iterator[tuple[s
         *(words := KEYS["optimizer.moments"].metadata["choices"]),
     ):
         yield "unknown word", f"use null or {', '.join(words)}"
+    if key == "layout" and str(value) not in LAYOUTS:
+        yield "unknown word", suggest_nearest(str(value), LAYOUTS)
     if key == "settings":
         for word in value if isinstance(value, dict) else [value]:
             if word not in kind.settings:

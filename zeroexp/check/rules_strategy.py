@@ -11,7 +11,13 @@ from zeroexp.config.job_shape import shape_of
 from zeroexp.config.keys import TORCH_DDP, Config, StrategyConfig
 from zeroexp.config.optimizer import OPTIMIZERS, rows_of
 from zeroexp.cut.moment_blocks import CODES_PER_OCTAVE, INT8
-from zeroexp.cut.stage import STAGES, Stage, why_no_replicas, why_no_secondary_copy
+from zeroexp.cut.stage import (
+    STAGES,
+    Stage,
+    why_no_replicas,
+    why_no_secondary_copy,
+    why_not_over_all,
+)
 
 # What a moment of this dtype may be multiplied by in a step at most, and get smaller.
 MOST_DECAY = {"bfloat16": 1 - 2**-8, INT8: (1 + 2 ** (-1 / CODES_PER_OCTAVE)) / 2}
@@ -173,6 +179,17 @@ def check_replicas(config: Config) -> Iterator[Refusal]:
         yield "strategy.replicas", problem, "use zero2 or zero3, which are FSDP2"
 
 
+def check_optimizer_over(config: Config) -> Iterator[Refusal]:
+    """Require several groups that take each step together, where the optimizer rests over all of them."""
+    strategy, differ = config.strategy, config.strategy.outer.every is not None
+    codes, offload = strategy.codes is not None, strategy.offload
+    problem = why_not_over_all(
+        strategy.replicas or 1, differ=differ, offload=offload, codes_rest=codes
+    )
+    if strategy.implementation not in ENGINES and strategy.optimizer.over == "all" and problem:
+        yield "strategy.optimizer.over", *problem
+
+
 def check_secondary_partition(config: Config) -> Iterator[Refusal]:
     """Require nodes inside of which groups of so many ranks lie, and gathers that would leave them otherwise."""
     strategy, key = config.strategy, "strategy.secondary_partition"
@@ -313,6 +330,7 @@ RULES = (
         check_whole_matrices,
         check_moments,
         check_replicas,
+        check_optimizer_over,
         check_secondary_partition,
         check_codes_at_rest,
         check_outer,

@@ -3,7 +3,13 @@
 from __future__ import annotations
 
 from zeroexp.config.keys import Config, ConfigError, UndefinedCombination, resolve
-from zeroexp.config.optimizer import OPTIMIZERS, optimizer_factory, parameter_groups, rows_of
+from zeroexp.config.optimizer import (
+    OPTIMIZERS,
+    layouts_of,
+    optimizer_factory,
+    parameter_groups,
+    rows_of,
+)
 from zeroexp.config.vocabulary import vocabulary_of_data
 from zeroexp.cut.layout import LAYOUTS, lay_out
 from zeroexp.cut.owners import OWNERS
@@ -75,7 +81,7 @@ def _try_optimizer(config: Config, model: BuiltModel) -> None:
     except ValueError as error:
         raise ConfigError(f"{key}: {error}") from error
     shards = strategy.optimizer.placement == "shard" and config.world_size > 1
-    cuts = name in LAYOUTS and not LAYOUTS[name].has_owners
+    cuts = name in LAYOUTS and not all(layout.has_owners for layout in layouts_of(config))
     shared = name in LAYOUTS or (name == "torch" and strategy.name == "zero1")
     try:
         refuse_unless_elementwise(

@@ -20,7 +20,7 @@ from zeroexp.config.keys import (
     SlurmConfig,
     default_of,
 )
-from zeroexp.config.optimizer import OPTIMIZERS, rows_of
+from zeroexp.config.optimizer import OPTIMIZERS, layouts_of, rows_of
 from zeroexp.cut.layout import LAYOUTS
 
 OF_TABLES = ("subset", "split", "text_column", "label_column", "labels", "limit")
@@ -80,6 +80,7 @@ def _of_native_engines(config: Config) -> Iterator[Idle]:
             yield f"strategy.{key}", f"{name}'s engines do not have it", None
         for each in fields(OuterKeys):
             yield f"strategy.outer.{each.name}", f"{name}'s engines do not have it", None
+        yield "strategy.optimizer.over", f"{name}'s engines", "use strategy.implementation=buffer"
     if is_torch and (is_ddp or strategy.unit != "block"):
         yield "strategy.unit", "torch's FSDP2 wraps blocks, its DDP the model", None
 
@@ -91,7 +92,9 @@ def _of_our_engine(config: Config) -> Iterator[Idle]:
     if strategy.outer.every is None:
         for key in ("lr", "momentum"):
             yield f"strategy.outer.{key}", "strategy.outer.every=null", "set strategy.outer.every"
-    if not LAYOUTS[strategy.implementation].has_owners:
+    layouts = layouts_of(config)
+    cuts = not all(layout.has_owners for layout in layouts)
+    if not any(layout.has_owners for layout in layouts):
         why = f"{strategy.implementation} cuts evenly, nothing has an owner"
         yield "strategy.owners", why, None
     if strategy.optimizer.placement != "shard":
@@ -102,7 +105,7 @@ def _of_our_engine(config: Config) -> Iterator[Idle]:
     if not steps_matrices:
         why = f"optimizer.name={config.optimizer.name} needs no whole matrices"
         yield "strategy.matrix_step", why, "use optimizer=muon"
-    elif LAYOUTS[strategy.implementation].has_owners or strategy.optimizer.placement != "shard":
+    elif not cuts or strategy.optimizer.placement != "shard":
         yield "strategy.matrix_step", "no matrix is cut", None
     if strategy.parameters.placement != "shard":
         for key in ("strategy.prefetch", "strategy.keep", "strategy.gather_codec"):

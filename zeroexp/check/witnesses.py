@@ -26,6 +26,7 @@ WITNESSES: dict[str, tuple[str, str]] = {
         "the optimizer's state: whole, or of this rank's pieces",
     ),
     "strategy.optimizer.dtype": (HELD, "master weights and moments"),
+    "strategy.optimizer.over": (HELD, "master weights and moments: K times fewer"),
     "strategy.implementation": (OPERATIONS, "how parameters are cut, and packed to be sent"),
     "strategy.unit": (SENT, "how many gathers and reductions, of how many bytes each"),
     "strategy.overlap": (OPERATIONS, "gathers start a unit ahead, reductions end later"),

@@ -33,7 +33,8 @@ class GatherPart:
 
     def __post_init__(self) -> None:
         even, world_size = self.chunk.even, len(self.chunk.cuts) - 1
-        self.by_rank = self.full.view(world_size, -1) if even else None
+        width = self.full.numel() // world_size
+        self.by_rank = self.full.view(world_size, width) if even else None
 
 
 @dataclass

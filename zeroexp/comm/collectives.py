@@ -9,6 +9,7 @@ from __future__ import annotations
 import uuid
 import zlib
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from weakref import WeakSet
 
@@ -101,6 +102,7 @@ class Collectives:
 
     world: all ranks. group: those that shard among themselves. holders: those that hold the same pieces, one of each
     of the `replicas` groups. With one replica the group is the world, and this rank the only holder.
+    optimizer_over: `all`: holders update a share of these pieces each (replicas.py); `group`: they update the same.
     sums_each_step: reductions are of all ranks; False: of the group, and `sum_between` alone leaves it.
     reductions_apart: see `Transport.reduce_apart`. gather_codec, reduce_codec: of gathers and of reduce-scatters in the
     group; None: they are exact. codes_rest: what gathers send rests, and masters are the pieces that it is made of.
@@ -116,6 +118,7 @@ class Collectives:
         *,
         transport: str = "auto",
         replicas: int = 1,
+        optimizer_over: str = "group",
         sums_each_step: bool = True,
         reductions_apart: bool = False,
         gather_codec: str | None = None,
@@ -131,6 +134,14 @@ class Collectives:
         self.group, self.holders = world.split(replicas)
         # The ranks that take a step together.
         self.stepping = world if sums_each_step else self.group
+        self.shares_updates = optimizer_over == "all" and replicas > 1
+        # The ranks that update the same weights, and those by whom weights are cut for their update, in that order.
+        self.twins, self.updating = self.holders, list(range(self.group.size))
+        self.number = self.group.rank  # of this rank in `updating`
+        if self.shares_updates:
+            size, self.twins = self.group.size, replace(world, rank=0, size=1)
+            self.updating = [r for place in range(size) for r in range(place, world.size, size)]
+            self.number = self.updating.index(world.rank)
         sends = self.group.size > 1  # else nothing travels, and nothing is rounded
         self._gather_codec = gather_codec if sends else None
         self._reduce_codec = reduce_codec if sends else None
@@ -144,8 +155,11 @@ class Collectives:
             self._transport.reduce_apart()
         self._between: BetweenReplicas | None = None
         if replicas > 1:
-            other = TRANSPORTS[transport](self.holders, self._moves)
-            self._between = BetweenReplicas(other, replicas)
+            # Pieces lie in memory that a group shares, and not its holders.
+            shared = self.shares_updates and transport in ("auto", "direct")
+            way = "messages" if shared else transport
+            other = TRANSPORTS[way](self.holders, self._moves)
+            self._between = BetweenReplicas(other, self.holders.rank, replicas)
         self._node: Node | None = None
         if secondary_partition:
             node, _ = world.split(world.size // secondary_partition)
@@ -310,10 +324,12 @@ class Collectives:
         *,
         last: bool = True,
         residuals: Residuals | None = None,
+        shares: Sequence[Chunk] = (),
     ) -> Pending:
         """Start partial -> sharded. With replicas the sums are those of the group. residuals: see `residuals_of`.
 
-        `last`: nothing more is added to them; they are those of all ranks once `finish_sums` has returned.
+        `last`: nothing more is added to them; they are those of all ranks once `finish_sums` has returned, or of
+        `shares`, by which holders cut the sums of each part, this rank's is.
         """
         name, codec = f"the {kind} of {what}", self._reduce_codec
         with meter.issuing(kind, what) as move:
@@ -327,17 +343,24 @@ class Collectives:
         if not self._sums_between_each_step or not last:
             return reduced
         nothing = parts[0].gradients[0].new_empty(0)
-        sums = [out for part in parts for out in part.out] or [nothing]
-        return Pending([reduced], lambda: self.sum_between(sums, what))
+        sums = [out for part in parts for out in part.out or [nothing]]
+        return Pending([reduced], lambda: self.sum_between(sums, what, shares))
 
     @property
     def _sums_between_each_step(self) -> bool:
         return self._between is not None and self.stepping is self.world
 
-    def sum_between(self, sums: Sequence[Tensor], what: str) -> None:
+    def sum_between(self, sums: Sequence[Tensor], what: str, shares: Sequence[Chunk] = ()) -> None:
         """Start to replace flat tensors by their sums over replicas, which `finish_sums` waits for."""
         assert self._between is not None
-        self._between.keep(self._sum_between(sums, what))
+        self._between.keep(self._sum_between(sums, what, shares))
+
+    def gather_between(self, parts: Sequence[GatherPart], what: str) -> Pending:
+        """Start to bring together what the holders of these pieces have updated of them."""
+        assert self._between is not None
+        with meter.issuing("replicas", what) as move:
+            sent = self._between.gather_shares(parts, f"the gather between replicas of {what}")
+            return self._count("replicas", sent, move)
 
     def residuals_of(self, chunks: Sequence[Chunk]) -> Residuals | None:
         """Make room for what rounding leaves out of the reductions of these chunks; None: nobody keeps it."""
@@ -359,26 +382,37 @@ class Collectives:
             sent = self._transport.all_reduce(parts, f"the {kind} of {what}", between)
             return self._count(kind, sent, move)
 
-    def _sum_between(self, sums: Sequence[Tensor], what: str) -> Pending:
+    def _sum_between(
+        self, sums: Sequence[Tensor], what: str, shares: Sequence[Chunk] = ()
+    ) -> Pending:
         """Start to sum this rank's sums with those of the other holders of its pieces."""
         assert self._between is not None
         with meter.issuing("replicas", what) as move:
-            sent = self._between.sum(sums, f"the sum between replicas of {what}")
+            sent = self._between.sum(sums, f"the sum between replicas of {what}", shares)
             return self._count("replicas", sent, move)
 
     def open_exchanges(self) -> None:
-        """Let the ranks of a group exchange bytes, by messages: shared memory has slots for reductions alone."""
-        if self.facts.shares_memory and self._messages is self._transport:
-            self._messages = TRANSPORTS["messages"](self.group, self._moves)
-            self._messages.connect()
+        """Let the ranks that update exchange bytes, by messages: shared memory has slots for reductions alone."""
+        needs_own = self.facts.shares_memory or self.shares_updates
+        if needs_own and self._messages is self._transport:
+            ranks = self.world if self.shares_updates else self.group
+            self._messages = TRANSPORTS["messages"](ranks, self._moves)
+            if not self.world.is_fake:
+                self._messages.connect()
 
     def exchange(
         self, sent: Mapping[int, Tensor], num_bytes: Mapping[int, int], kind: str, what: str
     ) -> tuple[Pending, dict[int, Tensor]]:
-        """Start to send bytes to each peer of the group, and to receive so many, see `Transport.exchange`."""
+        """Start to send bytes to each peer that updates, and to receive so many, see `Transport.exchange`.
+
+        Ranks are numbered as in `updating`.
+        """
+        of_ranks = {self.updating[number]: each for number, each in sent.items()}
+        sizes = {self.updating[number]: size for number, size in num_bytes.items()}
         with meter.issuing(kind, what) as move:
-            pending, received = self._messages.exchange(sent, num_bytes, f"the {kind} of {what}")
-            return self._count(kind, (pending, sum(map(len, sent.values()))), move), received
+            pending, received = self._messages.exchange(of_ranks, sizes, f"the {kind} of {what}")
+            arrived = {number: received[self.updating[number]] for number in sent}
+            return self._count(kind, (pending, sum(map(len, sent.values()))), move), arrived
 
     def sum_scalar(self, value: Tensor, kind: str) -> Tensor:
         """Replace a tiny tensor by its sum over ranks, and return it."""

@@ -83,8 +83,9 @@ class MessageLayout:
 
     @cached_property
     def is_table(self) -> bool:
-        """Whether the message is a table of ranks in which each chunk is a column."""
-        return all(chunk.even for chunk in self.chunks)
+        """Whether the message is a table of ranks in which each chunk, cut in as many rows as it fills, is a column."""
+        num = self.num_ranks
+        return all(c.even and c.cuts[1] == -(-c.unpadded_numel // num) for c in self.chunks)
 
     @cached_property
     def sections(self) -> list[Run]:

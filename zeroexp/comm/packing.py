@@ -24,7 +24,8 @@ def pack_gradients(layout: MessageLayout, message: Tensor, parts: Sequence[Reduc
         part_of(parts[run.chunk].gradients[run.member], run.start, run.stop)
         for run in layout.members
     ]
-    torch._foreach_copy_(views_of(message, [run.place for run in layout.members]), sources)
+    if sources:
+        torch._foreach_copy_(views_of(message, [run.place for run in layout.members]), sources)
 
 
 def pack_pieces(layout: MessageLayout, rank: int, parts: Sequence[GatherPart]) -> Tensor:
@@ -41,7 +42,8 @@ def unpack_sections(layout: MessageLayout, message: Tensor, parts: Sequence[Gath
     rows = [part.by_rank for part in parts if part.by_rank is not None]
     if len(rows) == len(parts):
         widths = [row.shape[1] for row in rows]
-        torch.split_with_sizes_copy(message.view(layout.num_ranks, -1), widths, dim=1, out=rows)
+        table = message.view(layout.num_ranks, sum(widths))
+        torch.split_with_sizes_copy(table, widths, dim=1, out=rows)
         return
     targets = [part_of(parts[run.chunk].full, run.start, run.stop) for run in layout.sections]
     torch._foreach_copy_(targets, views_of(message, [run.place for run in layout.sections]))

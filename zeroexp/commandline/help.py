@@ -128,7 +128,7 @@ def _comment(key: str) -> list[str]:
         schema = get_type_hints(schema)[parent]
     field = re.search(
         rf"((?:^    # .*\n)*)^    {name}: .*?(?:  # (.*))?$",
-        inspect.getsource(schema),
+        "".join(map(inspect.getsource, schema.__mro__[:-1])),
         re.MULTILINE,
     )
     assert field, key

@@ -78,6 +78,12 @@ class Row(ParametersRow):
 
 
 @dataclass
+class OptimizerRow(Row):
+    # The ranks that share it: those of a group, of strategy.replicas; or all, each group's piece cut again by groups.
+    over: str = choice("group", "all")
+
+
+@dataclass
 class LoraKeys:
     """Keys of peft's LoraConfig, by its names; None = peft's default. Without `r` there are no adapters."""
 
@@ -154,7 +160,7 @@ class StrategyConfig:
     name: str = "zero3"  # ddp | zero1 | zero1_allreduce | zero2 | zero3, or a plugin's
     parameters: ParametersRow = field(default_factory=ParametersRow)
     gradients: Row = field(default_factory=Row)
-    optimizer: Row = field(default_factory=Row)
+    optimizer: OptimizerRow = field(default_factory=OptimizerRow)
     implementation: str = "buffer"  # parameter | tensor | buffer (ours) | torch, or a plugin's
     # These are settings of our engine; None = its default.
     # What moves together (torch: block).

@@ -13,9 +13,10 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from zeroexp.config.keys import ConfigError, OptimizerConfig
+from zeroexp.config.keys import Config, ConfigError, OptimizerConfig
 from zeroexp.config.parameter_kinds import kinds_of_parameters, rows_of_parameters
 from zeroexp.cut.chunk import MATRIX
+from zeroexp.cut.layout import LAYOUTS, Layout
 from zeroexp.cut.moment_blocks import INT8, LEAST_NUMEL, kind_in_blocks, kind_in_full
 from zeroexp.registry import Later, Registry
 
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
     from torch import nn
 
 SCHEDULES = ("constant", "cosine", "linear")
-ROW_KEYS = ("name", "lr", "weight_decay", "moments", "settings")  # of every row of `kinds`
+ROW_KEYS = ("name", "lr", "weight_decay", "moments", "layout", "settings")  # of every row
 OF_BLOCKS = {"matrices", "experts", "routers"}  # kinds of parameters that may be matrices of blocks
 
 
@@ -56,8 +57,16 @@ def rows_of(config: OptimizerConfig) -> dict[str, OptimizerConfig]:
         name = own.get("name", config.name)
         settings = dict(OPTIMIZERS[name].settings) if name != config.name else config.settings
         settings = {**settings, **own.get("settings", {})}
-        rows[row] = replace(rows[""], **{**own, "settings": settings})
+        changed = {key: value for key, value in own.items() if key != "layout"}
+        rows[row] = replace(rows[""], **{**changed, "settings": settings})
     return rows
+
+
+def layouts_of(config: Config) -> list[Layout]:
+    """Return what our engine cuts parameters by: the layout of all, and those of rows that have their own."""
+    rows = config.optimizer.kinds.values()
+    own = (str(row["layout"]) for row in rows if isinstance(row, dict) and "layout" in row)
+    return [LAYOUTS[word] for word in (config.strategy.implementation, *own) if word in LAYOUTS]
 
 
 def optimizers_of(config: OptimizerConfig) -> dict[str, OptimizerConfig]:
@@ -109,6 +118,8 @@ def parameter_groups(
         named: dict[str, Any] = {"kind": kind} if kind else {}
         if own.lr != config.lr:
             named["lr_scale"] = own.lr / config.lr
+        if layout := config.kinds.get(row, {}).get("layout"):
+            named["layout"] = layout
         groups.append({"params": decayed, "weight_decay": own.weight_decay, **named})
         groups.append({"params": plain, "weight_decay": 0.0, **named})
     groups = [group for group in groups if group["params"]]
@@ -125,7 +136,8 @@ def describe_groups(groups: Sequence[dict[str, Any]], config: OptimizerConfig) -
         decays = "/".join(f"{group['weight_decay']:g}" for group in mine)
         moments = f" moments {own.moments}" if own.moments else ""
         if mine:
-            how = f"{own.name} lr {own.lr:g} decay {decays}{moments}"
+            layout = f" layout {mine[0]['layout']}" if "layout" in mine[0] else ""
+            how = f"{own.name} lr {own.lr:g} decay {decays}{moments}{layout}"
             what = row_of_kind(kind) or ("matrices" if kind_in_full(kind) else "all else")
             lines.append(f"{what}: {numel:,} by {how}")
     return "; ".join(lines)

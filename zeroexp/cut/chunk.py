@@ -28,6 +28,7 @@ class ParameterSpec:
     kind: str = (
         ""  # what all parameters of one chunk share: whether, and in which way, they are trained
     )
+    layout: str = ""  # its own, a word of LAYOUTS; empty: that of all others
 
 
 @dataclass(frozen=True)
@@ -113,6 +114,17 @@ class Chunk:
         """Return the chunk cut for fewer ranks, each of which holds what as many neighbours own together."""
         neighbours = (len(self.cuts) - 1) // num_ranks
         return self if neighbours == 1 else replace(self, cuts=self.cuts[::neighbours])
+
+    def within(self, place: int, num_ranks: int) -> Chunk:
+        """Return what one of so many ranks holds, see `for_ranks`, as a chunk cut for the neighbours that share it."""
+        size = (len(self.cuts) - 1) // num_ranks
+        first, *others = self.cuts[place * size : (place + 1) * size + 1]
+        members = tuple(
+            Member(self.members[span.member].name, span.offset, span.offset + span.numel)
+            for span in self.for_ranks(num_ranks).spans(place)
+        )
+        cuts = (0, *(cut - first for cut in others))
+        return Chunk(members or (Member("padding", 0, 0),), cuts, self.kind)
 
     def shares(self, start: int, stop: int) -> Iterator[tuple[int, int, int]]:
         """Yield (rank, start, stop) for each part of these elements that one rank owns."""

@@ -31,17 +31,23 @@ def lay_out(
 ) -> list[tuple[Chunk, ...]]:
     """Return the chunks of every unit.
 
-    name: a word of LAYOUTS.
+    name: a word of LAYOUTS, of parameters that have no layout of their own.
     owners: a word of OWNERS; only layouts that keep parameters whole read it.
     Raises ValueError, in one line, where a rule of others gives a parameter to no rank, or to two.
     """
-    layout, rules = LAYOUTS[name], ()
-    if layout.has_owners:
-        rules = (assign_owners(owners, [spec for unit in units for spec in unit], world_size),)
-    laid_out = [layout.cut(unit, world_size, *rules) for unit in units]
-    if name not in LAYOUTS.own:  # ours have a property test
-        for chunks, unit in zip(laid_out, units, strict=True):
-            refuse_chunks(name, chunks, unit, world_size)
+    whole = [s for unit in units for s in unit if LAYOUTS[s.layout or name].has_owners]
+    owner_of = assign_owners(owners, whole, world_size) if whole else {}
+    laid_out: list[tuple[Chunk, ...]] = []
+    for unit in units:
+        chunks: list[Chunk] = []
+        for word in dict.fromkeys(spec.layout or name for spec in unit):
+            specs = [spec for spec in unit if (spec.layout or name) == word]
+            rules = (owner_of,) if LAYOUTS[word].has_owners else ()
+            cut = LAYOUTS[word].cut(specs, world_size, *rules)
+            if word not in LAYOUTS.own:  # ours have a property test
+                refuse_chunks(word, cut, specs, world_size)
+            chunks.extend(cut)
+        laid_out.append(tuple(chunks))
     return laid_out
 
 

@@ -81,11 +81,6 @@ class Stage:
         return f"{self.parameters.value},{self.gradients.value},{self.optimizer.value}"
 
     @property
-    def reduce_each(self) -> str:
-        """The default of `reduce_each`: `microbatch` where gradients rest sharded, else `step`."""
-        return default_reduce_each(self.gradients.value)
-
-    @property
     def gather(self) -> Move:
         return move_between(self.parameters, Placement.REPLICATE)
 
@@ -158,4 +153,19 @@ def why_no_secondary_copy(num_ranks: int, stage: Stage, group_size: int) -> tupl
         return f"no gather leaves the {group_size} ranks that shard", "leave it out"
     if str(num_ranks) not in sizes:
         return f"{group_size} ranks form no equal nodes of it", f"use {', '.join(sizes)}"
+    return None
+
+
+def why_not_over_all(
+    replicas: int, *, differ: bool = False, offload: str | None = None, codes_rest: bool = False
+) -> tuple[str, str] | None:
+    """Return why an optimizer can not rest over all ranks of so many replicas, and what to do; None where it can."""
+    if replicas == 1:
+        return "one group is all ranks", "set replicas, or leave it out"
+    if differ:
+        return "with `outer` each replica updates all of its weights", "use one of them"
+    if codes_rest:
+        return "pieces whose codes rest are masters", "use a gather_codec alone"
+    if offload == "all":
+        return "pieces on the host are sent between no replicas", "use offload=optimizer"
     return None

@@ -23,7 +23,7 @@ from zeroexp.interface.canonical import BUFFER, WEIGHT, moments_of
 from zeroexp.models.module import BuiltModel
 
 STEP = "step"
-OURS = ("kind", "lr_scale")  # keys of parameter groups that no other trainer has
+OURS = ("kind", "layout", "lr_scale")  # keys of parameter groups that no other trainer has
 
 
 class Matched(NamedTuple):

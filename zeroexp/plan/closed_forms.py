@@ -26,7 +26,7 @@ from zeroexp.comm.facts import ALL, TRANSPORTS
 from zeroexp.comm.message_layout import message_layout_of
 from zeroexp.comm.sizes import aligned, num_slots, slot_bytes, slot_bytes_of_sums, sums_of
 from zeroexp.cut.bucket import Bucket, cut_in_buckets
-from zeroexp.cut.chunk import FROZEN, Chunk
+from zeroexp.cut.chunk import FROZEN, Chunk, Span
 from zeroexp.cut.codes import encoded_bytes, encoded_chunk
 from zeroexp.cut.matrix_step import CutMatrix, exchanges_of
 from zeroexp.cut.stage import Move, Placement, Stage
@@ -60,6 +60,7 @@ class ClosedForm:
 
     world_size: int
     replicas = 1  # groups of ranks that hold all states each
+    shares_updates = False  # whether the optimizer's state alone is cut over all of them
     copies_weights = False
     precision: PrecisionForm
     optimizer: OptimizerForm
@@ -127,10 +128,11 @@ class ClosedForm:
 class UnitsOfOneShape(NamedTuple):
     """Units of one shape that are gathered equally often, see [Note: repeated blocks]."""
 
-    chunks: Unit  # of the first of them
+    chunks: Unit  # of the first of them, cut for the ranks of a group
+    fine: Unit  # the same, cut for the ranks that update
     num_units: int
     num_gathers: int  # of each, in one step
-    buckets: tuple[Bucket, ...]
+    buckets: list[tuple[Bucket, Bucket]]  # of each of these
 
 
 @dataclass(frozen=True)
@@ -139,8 +141,10 @@ class ShardedForm(ClosedForm):
 
     units: the root first, then the others as the model lists them. stage: the row as `world_size` ranks carry it out.
     gathers: of each unit in one microbatch; None: one for each forward and backward of a unit that is freed between
-    them, else one for both. replicas: groups of neighbours that are sharded inside. secondary_partition: ranks of a
-    node that keep a secondary copy; then one gather of a unit in a step goes over all ranks, and the others stay there.
+    them, else one for both. replicas: groups of neighbours that are sharded inside; shares_updates: what a rank holds
+    there is cut again for the replicas, which update a share each, and units are given so. secondary_partition: ranks
+    of a node that keep a secondary copy; then one gather of a unit in a step goes over all ranks, and the others stay
+    there.
 
     `place` is the number of a rank in its group, by which chunks are cut.
     """
@@ -153,6 +157,7 @@ class ShardedForm(ClosedForm):
     optimizer: OptimizerForm = field(default_factory=OptimizerForm)
     gathers: Sequence[int] | None = None
     replicas: int = 1
+    shares_updates: bool = False
     matrices: Sequence[Sequence[CutMatrix]] = ()
     offload: str | None = None  # see Options
     codes_rest: bool = False
@@ -166,7 +171,7 @@ class ShardedForm(ClosedForm):
     def traffic(self, rank: int) -> Traffic:
         traffic = Traffic()
         place = rank % self.group_size
-        for chunks, num_units, num_gathers, buckets in self.units_by_shape:
+        for chunks, fine, num_units, num_gathers, buckets in self.units_by_shape:
             num_over_all = self._num_over_all(num_gathers)
             gathered = self._gather_bytes(chunks, place) if num_gathers else 0
             _add(traffic, "gather", num_units * num_over_all, gathered)
@@ -175,19 +180,22 @@ class ShardedForm(ClosedForm):
                 _add(traffic, "secondary", num_units * num_in_node, kept)
             if not trainable(chunks):
                 continue
-            for bucket in buckets:
+            if self.shares_updates:
+                own = self._share_bytes(trainable(fine), rank, self._compute)[1]
+                _add(traffic, "replicas", num_units, (self.replicas - 1) * own)
+            for bucket, fine_bucket in buckets:
                 chunks_of_bucket = [part.chunk for part in bucket.slices]
                 num_bytes = self._reduction_bytes(chunks_of_bucket, place)
                 _add(traffic, "reduce", num_units * self._num_reductions, num_bytes)
                 if self.replicas > 1:
                     num_sums = num_units * self._num_sums_between
-                    _add(traffic, "replicas", num_sums, self._sum_bytes(bucket, rank))
+                    _add(traffic, "replicas", num_sums, self._sum_bytes(bucket, fine_bucket, rank))
             if self.stage.publish is Move.ALL_GATHER:
                 published = self._gather_bytes(trainable(chunks), place)
                 _add(traffic, "publish", num_units, published)
         if num_exchanges := sum(map(exchanges_of, self.matrices)):
             traffic.calls_by_kind["matrices"] = num_exchanges
-            traffic.bytes_by_kind["matrices"] = self._matrix_bytes[place]
+            traffic.bytes_by_kind["matrices"] = self._matrix_bytes[self._number(rank)]
         if self.outer is not None:
             _times(traffic, "replicas", *self.outer.share)
         size = self.world_size if self.outer is None else self.group_size  # that step together
@@ -254,8 +262,11 @@ class ShardedForm(ClosedForm):
         sums_between = self.replicas > 1 and self.outer is None
         return -(-numel // size) * size if sums_between else numel
 
-    def _sum_bytes(self, bucket: Bucket, rank: int) -> int:
+    def _sum_bytes(self, bucket: Bucket, fine: Bucket, rank: int) -> int:
         """Return the bytes a rank sends to sum between replicas what it has summed, or owns, of this bucket."""
+        if self.shares_updates and self.reduction is Move.REDUCE_SCATTER:
+            total, own = self._share_bytes([p.chunk for p in fine.slices], rank, self._reduce)
+            return total - own
         replica, place = divmod(rank, self.group_size)
         chunk = sums_of(bucket, place, self.replicas)
         peers = self.replicas - 1
@@ -267,6 +278,18 @@ class ShardedForm(ClosedForm):
         own = chunk.real_numel(replica)
         return (chunk.unpadded_numel - own + peers * own) * self._summed
 
+    def _share_bytes(self, fine: Sequence[Chunk], rank: int, itemsize: int) -> tuple[int, int]:
+        """Return the bytes of what holders of these chunks' pieces cut among them, and of this rank's share."""
+        replica, place = divmod(rank, self.group_size)
+        shares = [chunk.within(place, self.group_size) for chunk in fine]
+        total, own = self._moved_numel(shares, replica, itemsize)
+        return total * itemsize, own * itemsize
+
+    def _number(self, rank: int) -> int:
+        """Return the number of a rank in the cut by what is updated, see `Collectives.updating`."""
+        replica, place = divmod(rank, self.group_size)
+        return place * self.replicas + replica if self.shares_updates else place
+
     @property
     def _summed(self) -> int:
         """Bytes of one element of what replicas sum: gradients, or the changes of master weights."""
@@ -274,8 +297,8 @@ class ShardedForm(ClosedForm):
 
     @cached_property
     def _matrix_bytes(self) -> list[int]:
-        """Return the bytes that the rank at each place sends of matrices, to where they are whole and back."""
-        sent = [0] * self.group_size
+        """Return the bytes that each rank sends of matrices, by its number, to where they are whole and back."""
+        sent = [0] * (self.world_size if self.shares_updates else self.group_size)
         for matrix in (matrix for batch in self.matrices for matrix in batch if matrix.is_cut):
             owner, returns = matrix.whole_on[0], len(matrix.whole_on) < len(matrix.pieces)
             for place in matrix.pieces:
@@ -339,11 +362,13 @@ class ShardedForm(ClosedForm):
         for unit, num_gathers in zip(self.units, self._num_gathers, strict=True):
             key = num_gathers, tuple(_cut_without_names(chunk) for chunk in unit)
             same.setdefault(key, []).append(unit)
-        most = self.schedule.bucket_bytes
-        return [
-            UnitsOfOneShape(u[0], len(u), num, cut_in_buckets(trainable(u[0]), self._reduce, most))
-            for (num, _), u in same.items()
-        ]
+        most, found = self.schedule.bucket_bytes, list[UnitsOfOneShape]()
+        for (num, _), (fine, *others) in same.items():
+            chunks = tuple(chunk.for_ranks(self.group_size) for chunk in fine)
+            cut = [cut_in_buckets(trainable(each), self._reduce, most) for each in (chunks, fine)]
+            buckets = list(zip(*cut, strict=True))
+            found.append(UnitsOfOneShape(chunks, fine, 1 + len(others), num, buckets))
+        return found
 
     @cached_property
     def _chunks(self) -> list[tuple[Chunk, int]]:
@@ -357,20 +382,24 @@ class ShardedForm(ClosedForm):
         return self.schedule.accumulation
 
     def held_elements(self, rank: int) -> HeldElements:
-        return self._held_at(rank % self.group_size)
+        return self._held_by(rank % self.group_size, self._number(rank))
 
     @cached_property
-    def _held_at(self) -> Callable[[int], HeldElements]:
-        """What the rank at a place holds, summed once."""
+    def _held_by(self) -> Callable[[int, int], HeldElements]:
+        """What the rank at a place holds, and updates by its number, summed once."""
 
-        def held_at(place: int) -> HeldElements:
-            parts = [(self._held_of_chunk(chunk, place), num) for chunk, num in self._chunks]
+        def held_by(place: int, number: int) -> HeldElements:
+            parts = [
+                (self._held_of_chunk(chunk, place, fine.spans(number)), each.num_units)
+                for each in self.units_by_shape
+                for chunk, fine in zip(each.chunks, each.fine, strict=True)
+            ]
             owned = (own.times(num) for held, num in parts for own in held.by_kind)
             resting = sum(num * held.resting for held, num in parts)
             padding = sum(num * held.padding for held, num in parts)
             return HeldElements(resting, padding, sum_of_owned(owned))
 
-        return cache(held_at)
+        return cache(held_by)
 
     def held_bytes(self, moment: str, rank: int) -> dict[str, int]:
         held = super().held_bytes(moment, rank)
@@ -420,20 +449,23 @@ class ShardedForm(ClosedForm):
         has_uneven_sums = self.replicas > 1 and not facts.is_collective
         if facts.shares_memory or has_uneven_sums or any(map(exchanges_of, self.matrices)):
             return rank  # what peers read of it differs, or which matrices it has whole
+        number = self._number(rank)
         return self._secondary_bytes(rank), *(
-            (chunk.section_numel(place), chunk.real_numel(place), len(spans))
-            for chunk, _ in self._chunks
-            for spans in (chunk.spans(place),)
+            (cut.section_numel(at), cut.real_numel(at), len(cut.spans(at)))
+            for each in self.units_by_shape
+            for chunks, at in ((each.chunks, place), (each.fine, number))
+            for cut in chunks
         )
 
-    def _held_of_chunk(self, chunk: Chunk, place: int) -> HeldElements:
+    def _held_of_chunk(self, chunk: Chunk, place: int, spans: Sequence[Span]) -> HeldElements:
+        """Return what the rank at a place holds of a chunk, of which its optimizer, where it is cut, has `spans`."""
         whole = self.stage.parameters is not Placement.SHARD
         resting = chunk.padded_numel if whole else chunk.section_numel(place)
         real = chunk.unpadded_numel if whole else chunk.real_numel(place)
         if chunk.kind == FROZEN:
             return HeldElements(resting, resting - real, ())
         sharded = self.stage.optimizer is Placement.SHARD
-        spans = chunk.spans(place) if sharded else chunk.whole()
+        spans = spans if sharded else chunk.whole()
         owned = owned_of(chunk.kind, [span.numel for span in spans])
         return HeldElements(resting, resting - real, (owned,))
 
@@ -448,9 +480,11 @@ class ShardedForm(ClosedForm):
         if moment == "after_forward" and self.schedule.reduce_each == "step":
             # Autograd adds them up in the wider dtype.
             return self._num_trainable * max(self._compute, self._reduce)
-        sharded = self.stage.gradients is Placement.SHARD
-        # The sum of what rests partial lies in the whole.
-        return self._reduce * (self.held_elements(rank).owned if sharded else self._num_trainable)
+        if self.stage.gradients is not Placement.SHARD:  # sums of what rests partial lie in it
+            return self._reduce * self._num_trainable
+        place = rank % self.group_size
+        of_chunks = (num * c.real_numel(place) for c, num in self._chunks if c.kind != FROZEN)
+        return self._reduce * sum(of_chunks)
 
     def _buffer_bytes(self, moment: str, rank: int) -> int:
         """Return the bytes of units that are kept gathered, of residuals, and of memory shared with peers."""

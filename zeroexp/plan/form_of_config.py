@@ -57,11 +57,15 @@ def _sharded_form(config: Config, model: BuiltModel, transport: str, between: st
     sends = options.gather_codec, options.reduce_codec, options.secondary_partition
     if (any(sends) or options.offload == "all") and not TRANSPORTS[transport].is_collective:
         transport = between = "gloo"
+    shares_updates = options.optimizer_over == "all"
+    if shares_updates and not TRANSPORTS[between].is_collective:
+        between = "gloo"
     settled = settle_options(options, stage, TRANSPORTS[transport], world_size)
     of_optimizer = parameter_groups(model.module, config.optimizer, model.blocks)
     groups = group_parameters(model.module, model.blocks, options.unit, of_optimizer)
     specs = [specs_of(group) for group in groups]
-    layout = lay_out(options.layout, specs, group_size, owners=options.owners)
+    num_updating = world_size if shares_updates else group_size
+    layout = lay_out(options.layout, specs, num_updating, owners=options.owners)
     schedule = ScheduleForm(
         accumulation=_accumulation(config),
         keep=options.keep,
@@ -84,7 +88,8 @@ def _sharded_form(config: Config, model: BuiltModel, transport: str, between: st
         PrecisionForm(*row_dtypes(config)),
         _optimizer(config),
         replicas=options.replicas,
-        matrices=_matrices(layout, model, options, stage, group_size, whole),
+        shares_updates=shares_updates,
+        matrices=_matrices(layout, model, options, stage, num_updating, whole),
         offload=options.offload,
         codes_rest=options.codes_rest,
         secondary_partition=options.secondary_partition,
@@ -101,10 +106,10 @@ def _matrices(
     model: BuiltModel,
     options: Options,
     stage: Stage,
-    group_size: int,
+    num_updating: int,
     whole: Collection[str],
 ) -> list[list[CutMatrix]]:
-    if stage.optimizer is not Placement.SHARD or group_size == 1:
+    if stage.optimizer is not Placement.SHARD or num_updating == 1:
         return []
     shapes = {name: tuple(p.shape) for name, p in model.module.named_parameters()}
     kinds = {chunk.kind for unit in layout for chunk in unit if chunk.kind in whole}

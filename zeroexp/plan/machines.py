@@ -53,12 +53,16 @@ class Machines:
             return (together - 1) / together
         return (together - 1) / (num_ranks - 1)
 
-    def shares_inside(self, replicas: int) -> tuple[float, dict[str, float]]:
+    def shares_inside(
+        self, replicas: int, *, shares_updates: bool = False
+    ) -> tuple[float, dict[str, float]]:
         """Return the part inside of a node of what a rank sends in its group, and of moves over other ranks by kind."""
         num_ranks = self.shape.nodes * self.shape.ranks_per_node
         size = num_ranks // replicas
         between = self.share_inside_node(replicas, size)
+        updating = {"matrices": self.share_inside_node()} if shares_updates else {}
         return self.share_inside_node(size), {
+            **updating,
             "replicas": between,
             "secondary": 1.0,  # of the ranks of one node
             "norm": self.share_inside_node(),

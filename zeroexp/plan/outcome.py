@@ -188,7 +188,7 @@ def _outcome_of(name: str, config: Config, form: ClosedForm, machines: Machines)
 
 def _sent_inside(form: ClosedForm, machines: Machines, ranks: Sequence[PlannedRank]) -> float:
     """Return the bytes that stay inside of a rank's node, the mean over ranks."""
-    inside_group, shares = machines.shares_inside(form.replicas)
+    inside_group, shares = machines.shares_inside(form.replicas, shares_updates=form.shares_updates)
     sent = (shares.get(kind, inside_group) * n for rank in ranks for kind, n in rank.sent.items())
     return sum(sent) / len(ranks)
 

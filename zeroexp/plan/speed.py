@@ -177,7 +177,9 @@ def _behind_link(speed: Speed, config: Config, machines: Machines) -> Speed:
     def rate(inside: float) -> float:
         return 1 / ((1 - inside) / own + inside / speed.link_bytes_per_second)
 
-    inside_group, shares = machines.shares_inside(config.strategy.replicas or 1)
+    inside_group, shares = machines.shares_inside(
+        config.strategy.replicas or 1, shares_updates=config.strategy.optimizer.over == "all"
+    )
     return replace(
         speed,
         label=f"{speed.label}; links of {config.cluster.link}",

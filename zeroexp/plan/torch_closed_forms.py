@@ -33,7 +33,7 @@ from zeroexp.plan.form_terms import (
     owned_of,
     sum_of_owned,
 )
-from zeroexp.zero.grouping import group_parameters, kinds_in
+from zeroexp.zero.grouping import group_parameters, named_in
 
 FP32, ADAMW = PrecisionForm(), OptimizerForm()
 Dealt = TypeVar("Dealt")
@@ -205,7 +205,7 @@ def form_of_torch(config: Config, model: BuiltModel) -> DdpForm | FsdpForm:
 def _ddp_form(config: Config, model: BuiltModel) -> DdpForm:
     groups = parameter_groups(model.module, config.optimizer, model.blocks)
     frozen = [p for p in model.module.parameters() if not p.requires_grad]
-    kinds = kinds_in(groups)
+    kinds = named_in(groups, "kind")
     return DdpForm(
         groups=[_shapes(group["params"], kinds) for group in groups],
         frozen=_shapes(frozen, kinds),

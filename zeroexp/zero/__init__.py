@@ -21,7 +21,8 @@ With a secondary copy in each node (hpZ, zeroexp/comm/secondary.py) the gathers 
 stay inside of a node of G ranks: 2 P (N-1)/N are sent over all ranks, and P (G-1)/G there.
 
 With replicas N is the size of a group of ranks, and what its ranks have summed is summed between groups in the last
-microbatch (zeroexp/comm/replicas.py), or the weights' changes once in several steps (outer.py).
+microbatch (zeroexp/comm/replicas.py), or the weights' changes once in several steps (outer.py). The optimizer alone
+may rest over all ranks; then that sum is a reduce-scatter, and an all-gather between groups begins publish.
 
 The drawing shows what each of two ranks holds after backward (# held, . not held; the optimizer has two moments):
 

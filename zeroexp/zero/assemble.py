@@ -122,7 +122,8 @@ def make_units(
     specs = [specs_of(group) for group in groups]
     layout = _agreed_layout(options.layout, specs, options.owners, wire)
     bucket_bytes = settled.bucket_bytes
-    _reserve(layout, stage, dtypes, wire, bucket_bytes)
+    in_group = [[chunk.for_ranks(wire.group.size) for chunk in chunks] for chunks in layout]
+    _reserve(in_group, stage, dtypes, wire, bucket_bytes)
     units: list[Unit] = []
     for group, chunks in zip(groups, layout, strict=True):
         held: list[Held] = []
@@ -142,7 +143,7 @@ def _agreed_layout(
     name: str, specs: Units, owners: str, wire: Collectives
 ) -> list[tuple[Chunk, ...]]:
     """Cut as all ranks do. Raises ValueError on all ranks where a rule of others cuts differently on one of them."""
-    size, layout, refusal = wire.group.size, [], None
+    size, layout, refusal = len(wire.updating), [], None
     try:
         layout = lay_out(name, specs, size, owners=owners)
     except ValueError as error:

@@ -30,7 +30,8 @@ class Gradients:
     def __init__(self, held: Held, stage: Stage, dtypes: Dtypes, world: World):
         self._chunk = held.chunk
         self._parameters = held.parameters
-        self._owned, self._elements_of = held.owned, held.elements_of
+        self._owned, self._summed = held.owned, held.summed
+        self._elements_of, self._sum_of = held.elements_of, held.span_of
         self._rank, self._device = world.rank, world.device
         self._rests = stage.gradients
         self._dtype = dtypes.reduce
@@ -39,7 +40,7 @@ class Gradients:
             # Autograd adds up the gradients of microbatches, and bfloat16 keeps three digits of a sum.
             parameter.grad_dtype = torch.promote_types(dtypes.compute, dtypes.reduce)
         self._whole: dict[int, Tensor] = {}  # whole gradients by member
-        self._sums: dict[int, Tensor] = {}  # sums by owned span; all-reduced sums by member
+        self._sums: dict[int, Tensor] = {}  # sums by summed span; all-reduced sums by member
         self._num_reduced = 0  # elements reduced since `clear`
         # For each parameter, whether it got a gradient on this rank since `clear`.
         self.present = [False] * len(self._parameters)
@@ -87,7 +88,13 @@ class Gradients:
         assert self._num_reduced, f"{self._chunk}: no gradient was reduced since the last step"
         if self._rests is Placement.REPLICATE:
             return [self._sums[span.member][span.start : span.stop] for span in self._owned]
-        return [self._sums[index] for index in range(len(self._owned))]
+        starts = [
+            span.start - self._summed[self._sum_of[span.member]].start for span in self._owned
+        ]
+        return [
+            _part(self._sums[self._sum_of[span.member]], start, start + span.numel)
+            for span, start in zip(self._owned, starts, strict=True)
+        ]
 
     def clear(self) -> None:
         self._whole.clear()
@@ -138,10 +145,10 @@ class Gradients:
     def _allocate_sums(self, part: Slice, indices: Sequence[int]) -> None:
         if self._rests is Placement.PARTIAL:  # sums lie in the whole gradients, which stay anyway
             for index in indices:
-                span = self._owned[index]
+                span = self._summed[index]
                 self._sums[index] = self._whole[span.member][span.start : span.stop]
-        elif not self._sums and self._owned:
-            sizes = [span.numel for span in self._owned]
+        elif not self._sums and self._summed:
+            sizes = [span.numel for span in self._summed]
             device = next(iter(self._whole.values())).device
             flat = torch.empty(sum(sizes), dtype=self._dtype, device=device)
             self._sums = dict(enumerate(flat.split(sizes)))

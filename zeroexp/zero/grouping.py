@@ -36,6 +36,7 @@ class Group:
     kinds: Mapping[
         nn.Parameter, str
     ]  # of parameters of every group of the optimizer that names one
+    layouts: Mapping[nn.Parameter, str]  # likewise
 
 
 def stage_for_world(stage: Stage, world_size: int) -> Stage:
@@ -47,7 +48,7 @@ def group_parameters(
     module: nn.Module, blocks: Sequence[str], unit: str, param_groups: Sequence[dict[str, Any]] = ()
 ) -> list[Group]:
     """Return the root's group, then those of modules that move on their own, in the order of their definition."""
-    kinds = kinds_in(param_groups)
+    kinds, layouts = (named_in(param_groups, key) for key in ("kind", "layout"))
     names = {
         "model": [],
         "block": list(blocks),
@@ -63,12 +64,13 @@ def group_parameters(
             continue  # an empty parameter has nothing to hold or to train
         claimed = claims[parameter]
         members[claimed.pop() if len(claimed) == 1 else ""][full_name] = parameter
-    return [Group(n, module.get_submodule(n), m, kinds) for n, m in members.items() if m or not n]
+    named = (kinds, layouts)
+    return [Group(n, module.get_submodule(n), m, *named) for n, m in members.items() if m or not n]
 
 
-def kinds_in(param_groups: Sequence[dict[str, Any]]) -> dict[nn.Parameter, str]:
-    """Return the kind of each parameter in a group that names one."""
-    return {p: group["kind"] for group in param_groups if "kind" in group for p in group["params"]}
+def named_in(param_groups: Sequence[dict[str, Any]], key: str) -> dict[nn.Parameter, str]:
+    """Return what groups name under this key, for each parameter in such a group."""
+    return {p: group[key] for group in param_groups if key in group for p in group["params"]}
 
 
 def groups_of_lists(
@@ -100,7 +102,7 @@ def groups_of_lists(
 def specs_of(group: Group) -> list[ParameterSpec]:
     """Return what a layout needs to know of a group's parameters; they may be on the device `meta`."""
     return [
-        ParameterSpec(name, p.numel(), p.itemsize, _kind_of(p, group.kinds))
+        ParameterSpec(name, p.numel(), p.itemsize, _kind_of(p, group.kinds), _layout_of(p, group))
         for name, p in group.parameters.items()
     ]
 
@@ -108,6 +110,10 @@ def specs_of(group: Group) -> list[ParameterSpec]:
 def _kind_of(parameter: nn.Parameter, kinds: Mapping[nn.Parameter, str]) -> str:
     """Return what parameters of one chunk share."""
     return kinds.get(parameter, "trainable") if parameter.requires_grad else FROZEN
+
+
+def _layout_of(parameter: nn.Parameter, group: Group) -> str:
+    return group.layouts.get(parameter, "") if parameter.requires_grad else ""
 
 
 def _parameter_modules(module: nn.Module, blocks: Sequence[str]) -> Iterator[str]:

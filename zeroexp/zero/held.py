@@ -7,6 +7,8 @@ Rank 1 of 4 holds this ('#' real memory, '.' not held):
     master of another dtype     one flat tensor over the spans the optimizer owns here; so are all on the host
     master of the same dtype    views of piece / full
     parameters rest as codes    piece in the master's dtype, masters are its views; the unit has the codes (unit.py)
+
+Where the optimizer rests over all ranks of several groups, masters are of a share of the piece (comm/replicas.py).
 """
 
 from __future__ import annotations
@@ -55,6 +57,8 @@ class Held:
     piece: Tensor  # this rank's section, flat, compute dtype; where codes rest, the master's
     owned_memory: Tensor  # the memory that the offsets of the owned spans refer to: the piece, or all parameters
     owned: tuple[Span, ...]  # the elements of which this rank keeps the weight: its own, or all
+    summed: tuple[Span, ...]  # those whose gradients it sums in its group: these, or more
+    fine: Chunk  # the chunk as it is cut for all ranks that update it
     report: Callable[..., None]  # the observer's `shown`
     device: torch.device  # of full parameters
     dtype: torch.dtype  # of full parameters
@@ -68,13 +72,13 @@ class Held:
     pinned: Tensor | None = None
     # What parameters show while freed: one nan in their shape, so that C++ code, which no guard sees, makes nan of it.
     nothing: list[Tensor] = field(init=False)
-    # Index of the owned span, by member: a rank owns at most one span of a member.
+    # Index of the summed span, by member: a rank has at most one span of a member.
     span_of: dict[int, int] = field(init=False)
 
     def __post_init__(self) -> None:
         nan = torch.full((), float("nan"), dtype=self.dtype, device=self.device)
         self.nothing = [nan.expand(shape) for shape in self.shapes]
-        self.span_of = {span.member: index for index, span in enumerate(self.owned)}
+        self.span_of = {span.member: index for index, span in enumerate(self.summed)}
 
     @property
     def is_trainable(self) -> bool:
@@ -131,10 +135,10 @@ class Held:
             yield self.parameters[span.member], master
 
     def elements_of(self, part: Slice, span: Span) -> tuple[int, slice]:
-        """Return the index of the owned span in which this span of a bucket's slice lies, and its elements there."""
+        """Return the index of the summed span in which this span of a bucket's slice lies, and its elements there."""
         each = part.ranges[span.member]
         index = self.span_of[each.member]
-        start = each.start + span.start - self.owned[index].start
+        start = each.start + span.start - self.summed[index].start
         return index, slice(start, start + span.numel)
 
     def casts(self) -> Iterator[tuple[Tensor, Tensor]]:
@@ -147,27 +151,27 @@ class Held:
         if self.full is not None:
             place = self.chunk.members[member]
             self.full[place.start : place.stop].copy_(read(0, place.stop - place.start))
-        index = self.span_of.get(member)
-        if index is None:
-            return
-        span = self.owned[index]
-        if self.full is None:
-            elements = self.owned_memory[span.offset : span.offset + span.numel]
-            elements.copy_(read(span.start, span.stop))
-        if self.master_flat is not None:
-            self.masters[index].detach().view(-1).copy_(read(span.start, span.stop))
+        elif member in self.span_of:
+            span = self.summed[self.span_of[member]]
+            self.piece[span.offset : span.offset + span.numel].copy_(read(span.start, span.stop))
+        for span, master in zip(self.owned, self.masters, strict=self.is_trainable):
+            if span.member == member and self.master_flat is not None:
+                master.detach().view(-1).copy_(read(span.start, span.stop))
 
 
 def allocate(
-    chunk: Chunk,
+    fine: Chunk,
     named: Mapping[str, nn.Parameter],
     stage: Stage,
     dtypes: Dtypes,
     wire: Collectives,
     report: Callable[..., None],
 ) -> Held:
-    """Make the memory in which one chunk rests, filled with zeros, and its masters."""
-    rank = wire.group.rank
+    """Make the memory in which one chunk rests, filled with zeros, and its masters.
+
+    fine: the chunk, cut for all ranks that update it.
+    """
+    rank, chunk = wire.group.rank, fine.for_ranks(wire.group.size)
     parameters = [named[member.name] for member in chunk.members]
     shapes = [parameter.shape for parameter in parameters]
     full = None
@@ -179,12 +183,15 @@ def allocate(
         full = wire.empty(chunk.padded_numel, dtypes.compute).zero_()
         piece = full[chunk.section(rank)]
     kept = stage.parameters if chunk.kind == FROZEN else stage.optimizer
-    if kept is Placement.SHARD or full is None:
-        owned_memory, owned = piece, chunk.spans(rank)
-    else:
-        owned_memory, owned = full, chunk.whole()
+    memory, owned, summed = full, chunk.whole(), chunk.whole()
+    if kept is Placement.SHARD or memory is None:
+        cut, number = (chunk, rank) if chunk.kind == FROZEN else (fine, wire.number)
+        start, own = chunk.section(rank).start, cut.section(number)
+        memory = piece[own.start - start : own.stop - start]
+        owned, summed = cut.spans(number), chunk.spans(rank)
     of_full = wire.world.device, dtypes.compute
-    held = Held(chunk, parameters, shapes, piece, owned_memory, owned, report, *of_full, full=full)
+    of_piece = piece, memory, owned, summed
+    held = Held(chunk, parameters, shapes, *of_piece, fine, report, *of_full, full=full)
     if held.is_trainable:
         _make_masters(held, dtypes, wire)
     if is_master:

@@ -25,7 +25,7 @@ def bring_matrices_together(
     optimizer: Optimizer, units: Sequence[Unit], stage: Stage, wire: Collectives, step: str
 ) -> None:
     """Let an optimizer of whole matrices have those of which this rank's masters are pieces."""
-    is_cut = stage.optimizer is Placement.SHARD and wire.group.size > 1
+    is_cut = stage.optimizer is Placement.SHARD and len(wire.updating) > 1
     if is_cut and hasattr(optimizer, "matrices"):
         if wire.bus.is_used:
             raise ValueError(
@@ -36,12 +36,12 @@ def bring_matrices_together(
 
 
 class MatricesOfUnits(WholeMatrices):
-    """The matrices of which the ranks of a group hold pieces."""
+    """The matrices of which the ranks that update hold pieces; ranks are numbered as in `Collectives.updating`."""
 
     def __init__(self, units: Sequence[Unit], wire: Collectives, step: str, kind: str = MATRIX):
         self._of_engine = units, wire, step
-        self._wire, self._rank = wire, wire.group.rank
-        self._peers = [rank for rank in range(wire.group.size) if rank != self._rank]
+        self._wire, self._rank = wire, wire.number
+        self._peers = [rank for rank in range(len(wire.updating)) if rank != self._rank]
         held = [held for unit in units for held in unit.trainable if held.chunk.kind == kind]
         self._shapes = {
             member.name: tuple(shape)
@@ -53,7 +53,7 @@ class MatricesOfUnits(WholeMatrices):
             for each in held
             for span, master in each.weights()
         }
-        chunks = [[each.chunk for each in unit.trainable] for unit in units]
+        chunks = [[each.fine for each in unit.trainable] for unit in units]
         self._batches = cut_matrices(chunks, self._shapes, step, kind)
         if any(map(exchanges_of, self._batches)):
             wire.open_exchanges()

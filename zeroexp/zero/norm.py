@@ -54,9 +54,9 @@ class StepSums:
         # Memory that is not pinned would be copied while the host waits.
         terms = torch.tensor(self._contributed, dtype=torch.float64, pin_memory=self._is_on_gpu)
         self._sums = terms.to(wire.world.device, non_blocking=True)
-        # Of the ranks that hold the same gradients, all or the replicas, only the first contributes their squares.
-        holders = wire.holders if stage.optimizer is Placement.SHARD else wire.world
-        if holders.rank == 0 or wire.stepping is not wire.world:
+        # Of the ranks that update by the same gradients, all or the replicas, only the first contributes their squares.
+        twins = wire.twins if stage.optimizer is Placement.SHARD else wire.world
+        if twins.rank == 0 or wire.stepping is not wire.world:
             self._sums[0] = sum_squares([each.gradient for each in handed], wire)
         self._summed = wire.sum_scalar_later(self._sums, "norm", wire.stepping)
         self._counts: list[float] = []

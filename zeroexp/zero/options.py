@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from zeroexp.comm.facts import Facts
-from zeroexp.cut.stage import Placement, Stage
+from zeroexp.cut.stage import Placement, Stage, default_reduce_each
 
 MIB = 1 << 20
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -69,10 +69,12 @@ class Options:
     keep: str = (
         "last"  # units that stay gathered from forward to backward: none | last (the root) | all
     )
-    reduce_each: str | None = None  # microbatch | step; None: what Stage.reduce_each says
+    reduce_each: str | None = None  # microbatch | step; None: see default_reduce_each
     bucket_mb: float | None = None  # most MiB of one reduction; None: the transport's default
     transport: str = "auto"  # a word of comm.collectives.TRANSPORTS
     replicas: int = 1  # groups of ranks that each hold all states, sharded inside of the group
+    # Ranks over which replicas shard masters and what the optimizer keeps: `group`, each its own; `all` of them.
+    optimizer_over: str = "group"
     outer: Outer | None = None  # replicas differ between outer steps; None: each step sums over all
     # How an optimizer of whole matrices steps cut ones: a word of MATRIX_STEPS (cut/matrix_step.py).
     matrix_step: str = "alltoall"
@@ -96,6 +98,7 @@ class Options:
         """Those that the moves between ranks, and to the host, are made with."""
         names = ("transport", "replicas", "reductions_apart", "gather_codec", "reduce_codec")
         names = (*names, "codes_rest", "error_feedback", "secondary_partition", "offload")
+        names = (*names, "optimizer_over")
         of_names = {name: getattr(self, name) for name in names}
         return {**of_names, "sums_each_step": self.outer is None}
 
@@ -116,6 +119,7 @@ class SettledOptions:
         replicas: dict[str, Any] = {}
         if between is not None:
             replicas = {"replicas": options.replicas, "transport_between_replicas": between.name}
+            replicas["optimizer_over"] = options.optimizer_over
         if options.outer is not None:
             replicas["outer"] = f"{options.outer}, by design not equal to one process"
         return {
@@ -135,7 +139,7 @@ def settle_options(options: Options, stage: Stage, facts: Facts, world_size: int
         bucket_bytes = int(options.bucket_mb * MIB)
     return SettledOptions(
         prefetch=_prefetch(options, facts),
-        reduce_each=options.reduce_each or stage.reduce_each,
+        reduce_each=options.reduce_each or default_reduce_each(stage.gradients.value),
         bucket_bytes=bucket_bytes,
     )
 

@@ -41,7 +41,7 @@ def canonical_state(
     """Return the canonical state; its pieces are views of live memory, so copy those kept past the next step."""
     state: CanonicalState = {} if buffers is None else buffers.canonical()
     for held in _chunks(units):
-        holders = wire.holders if _rests_sharded(held, stage) else wire.world
+        holders = _holders_of(held, stage, wire)
         for span, weight in held.weights():
             shape = tuple(held.shapes[span.member])
             name = held.chunk.members[span.member].name
@@ -84,9 +84,11 @@ def _chunks(units: Sequence[Unit]) -> Iterator[Held]:
     return (held for unit in units for held in unit.held)
 
 
-def _rests_sharded(held: Held, stage: Stage) -> bool:
+def _holders_of(held: Held, stage: Stage, wire: Collectives) -> World:
+    """Return the ranks that hold the same weights of a chunk as this one."""
     rests = stage.optimizer if held.is_trainable else stage.parameters
-    return rests is Placement.SHARD
+    sharing = wire.twins if held.is_trainable else wire.holders
+    return sharing if rests is Placement.SHARD else wire.world
 
 
 def _piece_of(

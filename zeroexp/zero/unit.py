@@ -15,7 +15,7 @@ from zeroexp.comm.base import GatherPart, Pending, Residuals
 from zeroexp.comm.collectives import Collectives
 from zeroexp.comm.secondary import SecondaryCopy
 from zeroexp.cut.bucket import Bucket, cut_in_buckets
-from zeroexp.cut.chunk import FROZEN
+from zeroexp.cut.chunk import FROZEN, Chunk
 from zeroexp.cut.stage import Move, Stage
 from zeroexp.measure.verb_seconds import meter, timed_as_verb
 from zeroexp.zero.full_storage import FullStorage
@@ -68,10 +68,21 @@ class Unit:
         self._parts = [GatherPart(h.chunk, h.full, h.piece) for h in held if h.full is not None]
         self._parts_published = [part for part in self._parts if part.chunk.kind != FROZEN]
         self._gradients = [Gradients(h, stage, dtypes, wire.group) for h in self.trainable]
+        itemsize, size = dtypes.reduce.itemsize, wire.group.size
         self.buckets = cut_in_buckets(
-            [held.chunk for held in self.trainable], dtypes.reduce.itemsize, bucket_bytes
+            [held.chunk for held in self.trainable], itemsize, bucket_bytes
         )
-
+        # By bucket, what holders of this rank's sums update of them, and those parts of pieces; none: each updates all.
+        self._shares: list[list[Chunk]] = [[] for _ in self.buckets]
+        self._parts_between: list[GatherPart] = []
+        if wire.shares_updates:
+            fine = cut_in_buckets([held.fine for held in self.trainable], itemsize, bucket_bytes)
+            place = wire.group.rank
+            self._shares = [[p.chunk.within(place, size) for p in b.slices] for b in fine]
+            self._parts_between = [
+                GatherPart(h.fine.within(place, size), h.piece, h.owned_memory)
+                for h in self.trainable
+            ]
         # By bucket, what rounding left out of gradients that this rank has sent, in float32.
         self._residuals = [self._residuals_of(bucket) for bucket in self.buckets]
 
@@ -154,9 +165,10 @@ class Unit:
         with meter.issuing("hand_over" if self.reduces_at_hand_over else "reduce", str(self)):
             if self._sums_by is Move.REDUCE_SCATTER:
                 parts = [self._gradients[part.index].to_scatter(part) for part in bucket.slices]
-                left_out = self._residuals[self.buckets.index(bucket)]
+                index = self.buckets.index(bucket)
+                left_out, shares = self._residuals[index], self._shares[index]
                 return self._wire.reduce_scatter(
-                    parts, "reduce", str(self), last=last, residuals=left_out
+                    parts, "reduce", str(self), last=last, residuals=left_out, shares=shares
                 )
             sums = [self._gradients[part.index].to_sum(part) for part in bucket.slices]
             summed = self._wire.all_reduce([part for part, _ in sums], "reduce", str(self))
@@ -193,6 +205,8 @@ class Unit:
             elements, masters = zip(*casts, strict=True)
             with torch.no_grad(), unguarded():
                 self._wire.bus.to_device(elements, masters)
+        if self._parts_between:  # pieces are offered below
+            self._wire.gather_between(self._parts_between, str(self)).wait()
         if self.is_sharded:
             self.offer()
         if self.secondary is not None:

@@ -18,7 +18,13 @@ from zeroexp.cut.codes import CODE_BITS
 from zeroexp.cut.layout import LAYOUTS
 from zeroexp.cut.matrix_step import MATRIX_STEPS
 from zeroexp.cut.owners import OWNERS
-from zeroexp.cut.stage import Placement, Stage, why_no_replicas, why_no_secondary_copy
+from zeroexp.cut.stage import (
+    Placement,
+    Stage,
+    why_no_replicas,
+    why_no_secondary_copy,
+    why_not_over_all,
+)
 from zeroexp.interface.values import Values
 from zeroexp.zero.options import Options, Outer
 from zeroexp.zero_safety.guard import is_guarded
@@ -33,6 +39,7 @@ WORDS = {
     "matrix_step": MATRIX_STEPS,
     **dict.fromkeys(("gather_codec", "reduce_codec"), (*CODE_BITS, None)),
     "offload": (OPTIMIZER, ALL, None),
+    "optimizer_over": ("group", "all"),
 }
 TRAINED_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _Replicated = DataParallel | DistributedDataParallel
@@ -53,6 +60,7 @@ def refuse_arguments(
     refuse_replicas(options.replicas, stage, world_size, differ=options.outer is not None)
     refuse_secondary_partition(options, stage, world_size)
     _refuse_outer(options)
+    _refuse_optimizer_over_all(options)
     _refuse_missing_or_double_values(module, values)
     if max_grad_norm is not None and not (is_number(max_grad_norm) and max_grad_norm > 0):
         raise ValueError(f"max_grad_norm={max_grad_norm!r}: use a number above 0, or None")
@@ -86,6 +94,8 @@ def refuse_arguments(
             )
     own = set(module.parameters())
     for group in param_groups:
+        if (layout := group.get("layout", options.layout)) not in LAYOUTS:
+            raise ValueError(f"param_groups: layout={layout}: use {', '.join(LAYOUTS)}")
         for parameter in group["params"]:
             if parameter not in own:
                 raise ValueError(
@@ -221,6 +231,14 @@ def refuse_replicas(replicas: int, stage: Stage, world_size: int, *, differ: boo
     problem = why_no_replicas(replicas, stage, world_size, differ=differ) if replicas > 1 else None
     if problem:
         raise ValueError(f"options.replicas={replicas}: {problem[0]}; {problem[1]}")
+
+
+def _refuse_optimizer_over_all(options: Options) -> None:
+    differ = options.outer is not None
+    words = {"differ": differ, "offload": options.offload, "codes_rest": options.codes_rest}
+    problem = why_not_over_all(options.replicas, **words)
+    if options.optimizer_over == "all" and problem:
+        raise ValueError(f"options.optimizer_over=all: {problem[0]}; {problem[1]}")
 
 
 def refuse_secondary_partition(options: Options, stage: Stage, world_size: int) -> None:

@@ -57,7 +57,8 @@ class Refusals(Observer):
         if world.is_fake:  # the trial of the optimizer compares values
             return
         shards = stage.optimizer is Placement.SHARD and world.size > 1
-        cuts = shards and not LAYOUTS[options.layout].has_owners
+        words = {group.get("layout", options.layout) for group in param_groups}
+        cuts = shards and not all(LAYOUTS[word].has_owners for word in words)
         refuse_unless_elementwise(
             optimizer_factory, param_groups, layout=options.layout, cut=cuts, shared=shards
         )

@@ -19,9 +19,8 @@ def refuse_different_replicas(units: Sequence[Unit], wire: Collectives) -> None:
     """Raise RuntimeError on all ranks if ranks that hold the same pieces hold different weights."""
     if wire.holders.size == 1 or wire.world.is_fake:
         return
-    sums = [
-        sum(bit_checksum(master) for _, master in unit.parameters_with_masters()) for unit in units
-    ]
+    # Of masters that each updates a share of no two ranks have the same.
+    sums = [sum(bit_checksum(held.piece) for held in unit.trainable) for unit in units]
     of_ranks = worlds.gather_objects(sums)
     for rank, theirs in enumerate(of_ranks):
         first = rank % wire.group.size  # the rank of its place in the first group

@@ -1,0 +1,130 @@
+"""The optimizer over all ranks, parameters and gradients inside of groups: as one process, in the bytes of arithmetic.
+
+The oracle is that of replicas: each group adds up its ranks, then these sums are added. What a rank updates is a share
+of its piece, so that every cut of a piece is tried: none, through a parameter, at its border, and shares of padding.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+
+from tests.comm.test_issued import WIDTH, engine_of_nine_units
+from tests.oracle import Recipe, build_on_rank, run_steps
+from tests.plan.real_steps import one_step
+from tests.strategies.engine import Ours
+from tests.strategies.pairwise import Row, pairwise
+from tests.strategies.test_parity import AXES, legal
+from tests.strategies.test_replicas import STAGES_IN_GROUPS, check, issued_in_a_step
+from zeroexp.process.world import World, fake_world
+from zeroexp.zero.options import Options, Outer
+
+MESH: dict[str, Any] = {
+    **AXES,
+    "stage": STAGES_IN_GROUPS,
+    "offload": [None, "optimizer"],
+    "optimizer_over": ["all"],
+}
+SHAPES = [(4, 2), (6, 2), (6, 3)]  # ranks, groups
+VARIED = ("stage", "layout", "transport", "unit", "precision", "bucket_mb")  # on six ranks
+
+
+def rows_of(ranks: int, groups: int, *every: str, varied: Sequence[str] = tuple(MESH)) -> list[Row]:
+    """A ring of three or more adds in an order of its own, as `legal` knows of a world of three."""
+    axes = {name: each if name in varied else each[:1] for name, each in MESH.items()}
+    axes |= {"world_size": [ranks], "replicas": [groups]}
+    return pairwise(
+        axes, every=("stage", "layout", *every), legal=lambda row: legal({**row, "world_size": 3})
+    )
+
+
+ROWS = {
+    (size, k): rows_of(size, k, varied=VARIED if size > 4 else tuple(MESH)) for size, k in SHAPES
+}
+
+
+@pytest.mark.parametrize("stage", STAGES_IN_GROUPS)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_it_equals_one_process(ranks, shape, stage):
+    """Every stage x layout; transport and others by pairs, on four ranks all that there is."""
+    check(ranks, [row for row in ROWS[shape] if row["stage"] == stage])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", STAGES_IN_GROUPS)
+@pytest.mark.parametrize("shape", [(6, 2), (6, 3), (8, 2), (8, 4)], ids=str)
+def test_more_ranks_equal_one_process(ranks, shape, stage):
+    check(ranks, [row for row in rows_of(*shape, "transport") if row["stage"] == stage])
+
+
+def test_the_link_between_groups_carries_the_bytes_of_its_all_reduce():
+    """8 ranks in 4 groups: the all-reduce of P/2 becomes its halves, 2 P/2 3/4 in all; inside nothing changes."""
+    group, num_bytes = issued_in_a_step("zero1", 8, replicas=4)
+    over_all, _ = issued_in_a_step("zero1", 8, replicas=4, optimizer_over="all")
+    assert group.pop(("allreduce_", 4)) == num_bytes // 2
+    halves = {("_reduce_scatter_base_", 4): num_bytes // 2, ("_allgather_base_", 4): num_bytes // 2}
+    assert over_all == {**group, **halves}
+
+
+def test_messages_between_groups_go_to_the_holders_of_the_same_pieces():
+    """To each holder what it updates of this rank's sums, P/8, and after the step what this rank has updated, P/8."""
+    options: dict[str, Any] = {"transport": "gloo", "replicas": 4, "optimizer_over": "all"}
+    given, num_bytes = issued_in_a_step("zero2", 8, 5, **options)
+    sent = {to: size for (name, to), size in given.items() if name == "send"}
+    assert set(sent) == {4, 1, 3, 7}
+    for holder in (1, 3, 7):
+        assert sent[holder] == pytest.approx(2 * num_bytes / 8, rel=0.02)
+
+
+@pytest.mark.parametrize(("stage", "parameters"), [("zero2", 1), ("zero3", 2)])
+def test_what_rests_where(stage, parameters):
+    """8 ranks in 4 groups of 2: parameters P or P/2 and gradients P/2, as in a group; two moments of P/8, over all."""
+    held: dict[str, dict[str, int]] = {}
+    with fake_world(5, 8) as world:
+        words: dict[str, Any] = {"replicas": 4, "optimizer_over": "all"}
+        strategy = engine_of_nine_units(stage, "buffer", world, **words)
+        one_step(strategy, torch.ones(2, WIDTH), 1, held, drain=True)
+        num_bytes = 4 * sum(h.chunk.unpadded_numel for unit in strategy.units for h in unit.held)
+    assert held["at_rest"]["parameters"] == num_bytes // parameters
+    assert held["after_backward"]["gradients"] == num_bytes // 2
+    assert held["after_step"]["optimizer"] == pytest.approx(2 * num_bytes / 8, rel=0.02)
+
+
+def train_without_a_gather_between(world: World) -> str:
+    """What the engine says where a block's updated shares do not reach the other replica."""
+    recipe = Recipe(world_size=4, steps=1)
+    options = Options(replicas=2, optimizer_over="all")
+    strategy: Any = build_on_rank(world, recipe, Ours("zero3", options))
+    next(unit for unit in strategy.units if unit.name == "blocks.1")._parts_between = []
+    try:
+        run_steps(strategy, world, recipe, range(1))
+    except RuntimeError as error:
+        return str(error)
+    return "trained on"
+
+
+def test_a_missing_gather_between_replicas_is_named_in_the_first_step(ranks):
+    errors = ranks(train_without_a_gather_between, world_size=4)
+    assert len(set(errors)) == 1
+    assert "replicas differ: ranks 0 and 2" in errors[0] and "blocks.1" in errors[0], errors[0]
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        (Options(), "one group is all ranks; set replicas, or leave it out"),
+        (Options(replicas=2, outer=Outer(2)), "each replica updates all of its weights; use one"),
+        (
+            Options(replicas=2, offload="all"),
+            "pieces on the host are sent between no replicas; use",
+        ),
+    ],
+)
+def test_what_has_no_meaning_is_refused_in_a_line(options, told):
+    options = Options(**{**vars(options), "optimizer_over": "all"})
+    with fake_world(0, 4) as world, pytest.raises(ValueError) as error:
+        build_on_rank(world, Recipe(), Ours("zero3", options))
+    assert f"options.optimizer_over=all: {told}" in str(error.value).replace("with `outer` ", "")
