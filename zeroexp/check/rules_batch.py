@@ -80,6 +80,15 @@ def check_requeue(config: Config) -> Iterator[Refusal]:
         yield "cluster.slurm.save_s", problem, f"use at most {limit // 2}"
 
 
+def check_retries(config: Config) -> Iterator[Refusal]:
+    retried = [e for e in ("stall", "out_of_memory") if getattr(config.events, e) == "retry"]
+    if retried and config.cluster.kind == "slurm":
+        problem = "a job of Slurm that failed is over"
+        yield f"events.{retried[0]}", problem, "use end, then zeroexp watch FOLDER --rerun failed"
+    if config.events.retries > 1 and not retried:
+        yield "events.retries", "nothing is tried again", "set events.stall=retry, or leave it 1"
+
+
 def check_memory_left_free(config: Config) -> Iterator[Refusal]:
     limit, reserved = config.cluster.device_memory_gib, config.cluster.reserved_gib
     if limit is not None and reserved is not None and reserved >= limit:
@@ -106,6 +115,9 @@ def check_named_gpu(config: Config) -> Iterator[Refusal]:
             yield f"cluster.{key}", problem, "leave it out"
 
 
-RULES = (check_batch, check_warmup, check_requeue, check_memory_left_free, check_link)
+RULES = (
+    *(check_batch, check_warmup, check_requeue, check_retries),
+    *(check_memory_left_free, check_link),
+)
 # A run needs these rules about the machine, and a plan does not.
 RULES_OF_MACHINE = (check_device, check_named_gpu, check_ranks_fit_machine)

@@ -118,6 +118,13 @@ def ending_of(status: Ending, failure: dict[str, Any] | None) -> Ending:
     return "out_of_memory" if short else status
 
 
+def event_of(outcome: Outcome) -> str | None:
+    """Return the key of `events` that is about this end of a job, if one is."""
+    if outcome.status == "out_of_memory":
+        return "out_of_memory"
+    return {"Hang": "stall", "NotFinite": "nan"}.get((outcome.cause or {}).get("exception", ""))
+
+
 def reason_of(status: Ending, job: Job) -> str | None:
     """Return the reason that belongs to this end of a job, in one line.
 

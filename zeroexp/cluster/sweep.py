@@ -7,6 +7,7 @@ before anything ran. A single point is a sweep too, and a sweeper that learns (O
 from __future__ import annotations
 
 import os
+import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -28,7 +29,7 @@ from zeroexp.checkpoint.folders import complete_checkpoints, pin
 from zeroexp.cluster.environment import describe_environment
 from zeroexp.cluster.fits_memory import plan_slurm_points
 from zeroexp.cluster.follow import cancel_unfinished, follow_waited, refresh, unfinished
-from zeroexp.cluster.job import Job, reason_of
+from zeroexp.cluster.job import Job, event_of, reason_of
 from zeroexp.cluster.local import LocalCluster
 from zeroexp.cluster.machine_load import measured_load
 from zeroexp.cluster.slurm_state import require_slurm
@@ -67,6 +68,7 @@ from zeroexp.tracking.uploads import Uploads, open_uploads
 
 FINE = ("done", "skipped")
 HYDRA = ".hydra"  # its folder in every run, as its users expect
+TELL_SECONDS = 60.0
 
 
 class Sweep:
@@ -314,6 +316,12 @@ class Sweep:
         if outcome.status == "done" and (summary := read_summary(job.folder)):
             self._rehearse(job, config, summary, cluster)
         self._send(job)
+        event = event_of(outcome)
+        is_retried = event is not None and getattr(config.events, event) == "retry"
+        if is_retried and len([*job.folder.glob("earlier/*")]) < config.events.retries:
+            _set_aside(job)
+            progress.again()
+            self._run_one(number, job, progress)
 
     def _rehearse(
         self, job: Job, config: Config, summary: RunSummary, cluster: LocalCluster
@@ -356,6 +364,7 @@ class Sweep:
             self._uploads.look(job.folder)
 
     def _send(self, job: Job) -> None:
+        _tell(job)
         if self._uploads:
             self._uploads.send(job.folder)
 
@@ -407,6 +416,21 @@ def _set_aside(job: Job) -> None:
     job.enter("pending")
     if job.config.resume:
         pin(Path(job.config.resume), job.folder)
+
+
+def _tell(job: Job) -> None:
+    """Hand a line about a run that did not end well to the command of events.tell."""
+    state, quiet = job.state, (*UNFINISHED, "cancelled", "skipped")
+    if not state["reason"] or state["status"] in quiet:
+        return
+    if not (command := job.config.events.tell):
+        return
+    line = f"{job.folder}: {state['status']}: {state['reason']}\n"
+    words: Any = {"input": line.encode(), "timeout": TELL_SECONDS}
+    try:
+        subprocess.run(command, shell=True, check=True, **words)
+    except subprocess.SubprocessError as error:
+        print(f"zeroexp: events.tell: {error}", file=sys.stderr)
 
 
 def _sweep_folder(point: Point) -> Path:

@@ -340,6 +340,19 @@ class ClusterConfig:
 
 
 @dataclass
+class EventsConfig:
+    """What becomes of a run to which something happens; see docs/slurm.md for what outlives a job of Slurm."""
+
+    stall: str = choice("end", "retry")  # no rank advances for cluster.hang_s
+    out_of_memory: str = choice("end", "retry")
+    nan: str = choice("go_on", "end")  # the loss or the gradient norm is no number
+    # times that a run of this machine is tried again, from its checkpoint if there is one
+    retries: int = number(1, least=1, most=100)
+    # a command of the shell that reads one line about each run that does not end well, as: mail -s zeroexp me@site
+    tell: str | None = None
+
+
+@dataclass
 class TrackingConfig:
     name: str = "mlflow"
     mlflow: bool = True
@@ -377,6 +390,7 @@ class Config:
     train: TrainConfig = field(default_factory=TrainConfig)
     tracking: TrackingConfig = field(default_factory=TrackingConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    events: EventsConfig = field(default_factory=EventsConfig)
     study: StudyConfig = field(default_factory=StudyConfig)
     world_size: Any = 2  # number of ranks, or "all": every entry of cluster.world_sizes
     # runs of every point, in rounds: each point once, then each again

@@ -18,7 +18,7 @@ from zeroexp.tracking.run import Run
 
 SEED = "train.seed"
 # Keys of the config that say why or where a point ran, or are its replicates, not what it was.
-OUTSIDE = ("study.", "tracking.", "outputs", "resume", "repeats", "checkpoint.", SEED)
+OUTSIDE = ("study.", "tracking.", "outputs", "resume", "repeats", "checkpoint.", "events.", SEED)
 MOMENT = "after_backward"  # gradients are reduced and the optimizer has not run: stages differ most
 # Of a summary: what is pooled over seeds, and what over all runs of a point.
 MEANS = ("final_loss", "validation_loss", "validation_accuracy")

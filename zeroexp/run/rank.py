@@ -47,7 +47,7 @@ from zeroexp.measure.memory import (
 )
 from zeroexp.measure.peak_flops import peak_flops
 from zeroexp.measure.record import StepRecord
-from zeroexp.measure.summary import summarise, summarise_rank
+from zeroexp.measure.summary import diverged_at, summarise, summarise_rank
 from zeroexp.measure.system import sampling_system
 from zeroexp.models.checkpointing import checkpoint_as_configured
 from zeroexp.models.compiled_blocks import compile_as_configured, graphs_compiled
@@ -222,6 +222,8 @@ def _train(config: Config, world: World, folder: Path, stop: Stop) -> bool:
         stop=stop,
         instruments=instruments,
     )
+    if config.events.nan == "end":
+        steps = _while_finite(steps)
     records = _run_steps(steps, saver, world, folder, start_step, is_own)
     if world.rank == 0:
         found = _found_in_steps(config, instruments)
@@ -316,6 +318,19 @@ def _resume(
     seconds = time.perf_counter() - began
     print(f"rank {world.rank}: {checkpoint}, {steps_done} steps done, loaded in {seconds:.2f} s")
     return steps_done, checkpoint.is_relative_to(folder)
+
+
+class NotFinite(ArithmeticError):
+    """The loss or the gradient norm of a step is no number."""
+
+
+def _while_finite(steps: Iterator[StepRecord]) -> Iterator[StepRecord]:
+    """Yield the steps; raise NotFinite, in place of the first that is not, on all ranks alike (events.nan)."""
+    for record in steps:
+        if diverged_at([record]) is not None:
+            what = f"loss {record.loss} and gradient norm {record.grad_norm} at step {record.step}"
+            raise NotFinite(f"{what}; with events.nan=go_on the run goes on")
+        yield record
 
 
 def _run_steps(
