@@ -69,6 +69,8 @@ ATTRIBUTES = {
     "torch.ops.aten.mm.default._overloadpacket",
     "torch._C",
     "torch._C._current_autograd_node",
+    "torch._C._autograd",
+    "torch._C._autograd._top_saved_tensors_default_hooks",
     "torch._C._current_graph_task_id",
     "torch._C._storage_Use_Count",
     "torch.optim._muon._adjust_lr",

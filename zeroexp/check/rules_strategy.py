@@ -297,6 +297,18 @@ def check_compiled_blocks(config: Config) -> Iterator[Refusal]:
         )
 
 
+def check_offloaded_activations(config: Config) -> Iterator[Refusal]:
+    """Refuse what saves tensors in code of its own, or gathers weights where no hook tells what is one."""
+    key, name = "train.offload_activations", config.strategy.implementation
+    if not config.train.offload_activations:
+        return
+    if config.train.compile:
+        yield key, "compiled blocks save in code of their own", "use train.compile=false"
+    if name == "deepspeed":
+        problem = "gathers inside of blocks, whose weights would be copied to the host too"
+        yield key, f"{name} {problem}", "use strategy.implementation=buffer or torch"
+
+
 def check_quantized(config: Config) -> Iterator[Refusal]:
     """Require that nothing casts or rounds what lies packed in floats."""
     strategy, key = config.strategy, f"model.lora.quantize={config.model.lora.quantize}"
@@ -337,6 +349,7 @@ RULES = (
         check_reduce_each,
         check_selective_recomputation,
         check_compiled_blocks,
+        check_offloaded_activations,
         check_quantized,
     ),
 )

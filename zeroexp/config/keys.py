@@ -252,6 +252,7 @@ class TrainConfig:
     recompute_every: int | None = number(None, least=1)
     # Operators whose results recomputed blocks keep, as aten.mm; aten.mm:2 keeps every second.
     recompute_except: list[str] = field(default_factory=list[str])
+    offload_activations: bool = False  # what each block saves for backward rests on the host
     compile: bool = False  # torch.compile of each block
     # Numbers of steps, warm-up included and from 0, that are watched and count in no time; see docs/measuring.md.
     trace_steps: list[int] = field(default_factory=list[int])  # a timeline of memory and verbs

@@ -11,6 +11,7 @@ from zeroexp.config.keys import TORCH_DDP, Config, ConfigError, StrategyConfig, 
 from zeroexp.config.optimizer import optimizer_factory, parameter_groups
 from zeroexp.cut.layout import LAYOUTS
 from zeroexp.cut.stage import Stage
+from zeroexp.engines.offloading import offload_blocks
 from zeroexp.engines.sharded import Sharded
 from zeroexp.engines.torch_ddp import TorchDDP
 from zeroexp.interface.strategy import Strategy
@@ -24,6 +25,8 @@ MEMBERS = (*Strategy.__annotations__, *(n for n in vars(Strategy) if not n.start
 def build_strategy(config: Config, model: BuiltModel, world: World) -> Strategy:
     """Return the configured engine around `model`, whose parameters or values are the unrounded initial weights."""
     config = resolve(config)
+    if config.train.offload_activations:
+        offload_blocks(model.module, model.blocks)
     name, common = config.strategy.implementation, _common(config, model)
     if name in LAYOUTS:
         return _sharded(config, model, world, common)
