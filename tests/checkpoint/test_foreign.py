@@ -6,6 +6,7 @@ of two does not depend on an order.
 
 from __future__ import annotations
 
+import re
 import resource
 import shutil
 import warnings
@@ -17,6 +18,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 from torch.distributed import checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -513,3 +515,73 @@ def test_the_command_makes_what_resume_takes(tmp_path, capsys, monkeypatch):
     assert code == 2 and "exists already" in line
     resumed = replace(deepcopy(composed(*words)), resume=str(tmp_path / "run"))
     assert resolve_resume(resolve(resumed)) == str(checkpoint)
+
+
+TITAN = {
+    "model.embed_tokens.": "tok_embeddings.",
+    "lm_head.": "output.",
+    "model.norm.": "norm.",
+    "model.layers": "layers",
+    "self_attn.o_proj": "attention.wo",
+    "mlp.gate_proj": "feed_forward.w1",
+    "mlp.down_proj": "feed_forward.w2",
+    "mlp.up_proj": "feed_forward.w3",
+    "input_layernorm": "attention_norm",
+    "post_attention_layernorm": "ffn_norm",
+    **{f"self_attn.{each}_proj": f"attention.w{each}" for each in "qkv"},
+}
+
+
+def in_titans_words(name: str, *, qkv: str = "") -> str:
+    for ours, theirs in TITAN.items():
+        name = name.replace(ours, theirs)
+    return re.sub(r"attention\.(w[qkv])", rf"attention.{qkv}\1", name)
+
+
+def turned(heads: Tensor, positions: Tensor, *, in_pairs: bool) -> Tensor:
+    """Rotary positions of [token, head, head_dim]: of neighbours, as torchtitan's; of halves, as transformers'."""
+    size = heads.shape[-1] // 2
+    angles = positions[:, None, None] * 100.0 ** -(torch.arange(size) / size)
+    one, other = (heads[..., 0::2], heads[..., 1::2]) if in_pairs else heads.split(size, -1)
+    whole = torch.complex(one, other) * torch.polar(torch.ones_like(angles), angles)
+    return torch.view_as_real(whole)
+
+
+@pytest.mark.parametrize("qkv", ["", "qkv_linear."])  # of 2024, and of 2026
+def test_torchtitans_own_names_are_those_of_transformers(tmp_path, qkv):
+    """Queries and keys turn in pairs there: the same scores come of weights whose rows are in another order."""
+    config = config_of(tie_word_embeddings=False)
+    model, optimizer = stepped(config)
+    theirs = {in_titans_words(n, qkv=qkv): p.detach() for n, p in model.named_parameters()}
+    states = {
+        f"{in_titans_words(n, qkv=qkv)}.{key}": each
+        for n, p in model.named_parameters()
+        for key, each in optimizer.state[p].items()
+    }
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of no process group
+        state = {**theirs, "optimizer": {f"state.{key}": each for key, each in states.items()}}
+        dcp.save(state, checkpoint_id=tmp_path / "theirs", no_dist=True)
+    checkpoint, notes = brought_in(tmp_path / "theirs", tmp_path / "run", config)
+    assert notes == []
+    manifest = read_manifest(checkpoint)
+    weights, keywords = Weights(checkpoint, manifest), config.model.hf_config
+    head_dim = keywords["hidden_size"] // keywords["num_attention_heads"]
+    x, positions = torch.randn(5, keywords["hidden_size"]), torch.arange(5.0)
+    for name, _ in model.named_parameters():
+        own = in_titans_words(name, qkv=qkv)
+        for key in manifest.state[name]:
+            ours = weights.read(name, key)
+            given = theirs[own] if key == "weight" else states[f"{own}.{key}"]
+            if (".q_proj" not in name and ".k_proj" not in name) or key == "step":
+                assert torch.equal(ours, given), f"{name}.{key}"
+                continue
+            of_ours, of_theirs = (
+                (x @ each.T).unflatten(1, (-1, head_dim)) for each in (ours, given)
+            )
+            scores = (
+                turned(of_ours, positions, in_pairs=False),
+                turned(of_theirs, positions, in_pairs=True),
+            )
+            assert torch.equal(*scores) or torch.allclose(*scores, atol=1e-6), f"{name}.{key}"
+            assert key != "weight" or not torch.equal(ours, given)

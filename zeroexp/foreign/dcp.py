@@ -11,7 +11,7 @@ from __future__ import annotations
 import re
 import warnings
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -32,7 +32,7 @@ from zeroexp.checkpoint.manifest import CheckpointError, Manifest
 from zeroexp.checkpoint.weights import Weights
 from zeroexp.config.keys import Config
 from zeroexp.foreign.found import Found, Place
-from zeroexp.foreign.matching import names_of, param_groups
+from zeroexp.foreign.matching import names_of, of_torchtitan, param_groups
 from zeroexp.interface.canonical import WEIGHT, is_moment
 from zeroexp.models.module import build_empty
 
@@ -40,7 +40,7 @@ METADATA = ".metadata"
 OF_OPTIMIZER = re.compile(r"(?:^|\.)state\.(?P<name>.+)\.(?P<key>[^.]+)$")
 WRAPPERS = re.compile(r"\b(_orig_mod|_checkpoint_wrapped_module|_fsdp_wrapped_module)\.")
 # What stands beside weights that have no prefix, as torchtitan's.
-BESIDE = re.compile(r"^(train_state|lr_scheduler|dataloader)\.|\bparam_groups\.")
+BESIDE = re.compile(r"^(train_state|lr_scheduler|dataloader)\.|\bparam_groups\.|^freqs_cis$")
 
 
 def is_dcp(folder: Path) -> bool:
@@ -62,11 +62,15 @@ def read_dcp(folder: Path, names: Collection[str]) -> Found:
         for key, each in reader.read_metadata().state_dict_metadata.items()
         if isinstance(each, TensorStorageMetadata)
     }
-    prefix = _prefix_of_weights(stored, names)
+    plain = {key: WRAPPERS.sub("", key) for key in stored}
+    is_titans = any("tok_embeddings." in key for key in stored)
+    if is_titans:
+        plain = {key: of_torchtitan(each) for key, each in plain.items()}
+    prefix = _prefix_of_weights(plain.values(), names)
     keys: dict[Place, str] = {}
     left_out: list[str] = []
     for key in stored:
-        place = _place_of(key, prefix, names)
+        place = _place_of(plain[key], prefix, names)
         if place is None:
             left_out.append(key)
             continue
@@ -78,22 +82,21 @@ def read_dcp(folder: Path, names: Collection[str]) -> Found:
         place: torch.empty(stored[key].size, dtype=stored[key].properties.dtype, device="meta")
         for place, key in keys.items()
     }
-    return Found(folder, tensors, partial(_fill, reader, keys), left_out=left_out)
+    return Found(folder, tensors, partial(_fill, reader, keys), None, left_out, is_titans)
 
 
-def _prefix_of_weights(keys: Collection[str], names: Collection[str]) -> str:
+def _prefix_of_weights(keys: Iterable[str], names: Collection[str]) -> str:
     """Return what stands before the model's names in most keys."""
     prefixes = Counter(
         plain.removesuffix(name)
-        for plain in map(_without_wrappers, keys)
+        for plain in keys
         if (name := next((s for s in _suffixes(plain) if s in names), None))
     )
     return prefixes.most_common(1)[0][0] if prefixes else ""
 
 
-def _place_of(key: str, prefix: str, names: Collection[str]) -> Place | None:
-    """Return which tensor of the model or optimizer the key names; None for what is of neither."""
-    plain = _without_wrappers(key)
+def _place_of(plain: str, prefix: str, names: Collection[str]) -> Place | None:
+    """Return which tensor of the model or optimizer a key names; None for what is of neither."""
     if plain in names:
         return Place(plain, WEIGHT)
     own, _, moment = plain.rpartition(".")
@@ -107,10 +110,6 @@ def _place_of(key: str, prefix: str, names: Collection[str]) -> Place | None:
     if found := OF_OPTIMIZER.search(plain):
         return Place(found["name"], found["key"])
     return None if prefix or BESIDE.search(plain) else Place(plain, WEIGHT)
-
-
-def _without_wrappers(key: str) -> str:
-    return WRAPPERS.sub("", key)
 
 
 def _suffixes(key: str) -> Iterator[str]:

@@ -25,3 +25,4 @@ class Found:
     fill: Callable[[Mapping[Place, Tensor]], None]
     step: int | None = None  # steps done; None: the moments named "step" tell
     left_out: list[str] = field(default_factory=list[str])  # what is neither weight nor moment
+    in_pairs: bool = False  # whether rows are as torchtitan's, see TURNED in matching.py

@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Collection
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -32,8 +33,8 @@ from zeroexp.checkpoint.manifest import (
 from zeroexp.checkpoint.staging import aligned
 from zeroexp.config.keys import Config
 from zeroexp.foreign.found import Found, Place
-from zeroexp.foreign.matching import STEP, Matched, match, names_of
-from zeroexp.models.module import build_empty
+from zeroexp.foreign.matching import STEP, TURNED, Matched, match, names_of
+from zeroexp.models.module import BuiltModel, build_empty
 from zeroexp.process.content_hash import hash_of
 
 FILE = "rank0.bin"
@@ -70,6 +71,9 @@ def import_checkpoint(
             places[place].fill_(step)
         _require_tied(found, matched, places)
         found.fill({theirs: places[ours] for ours, theirs in matched.sources.items()})
+        for ours, theirs in matched.sources.items():
+            if found.in_pairs and theirs.name.endswith(TURNED) and theirs.key != STEP:
+                _part_pairs(places[ours], built)
         state = _stored(places)
         (checkpoint / MANIFEST).write_bytes(to_json(_manifest(config, state, step)))
     return target / checkpoint.relative_to(run), matched.notes
@@ -108,6 +112,13 @@ def _map_file(path: Path, tensors: dict[Place, Tensor]) -> dict[Place, Tensor]:
         place: room[: tensor.nbytes].view(tensor.dtype).view(tensor.shape)
         for (place, tensor), room in rooms
     }
+
+
+def _part_pairs(tensor: Tensor, built: BuiltModel) -> None:
+    """Put rows that stand in pairs half a head apart."""
+    config: Any = built.module.config
+    size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    tensor.copy_(tensor.unflatten(0, (-1, size // 2, 2)).transpose(1, 2).flatten(0, 2))
 
 
 def _require_tied(found: Found, matched: Matched, places: dict[Place, Tensor]) -> None:

@@ -6,6 +6,7 @@ happens to fit would train on with half of the model drawn anew.
 
 from __future__ import annotations
 
+import re
 from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -23,7 +24,28 @@ from zeroexp.interface.canonical import BUFFER, WEIGHT, moments_of
 from zeroexp.models.module import BuiltModel
 
 STEP = "step"
+# torchtitan's names of a llama, and those of transformers.
+TORCHTITAN = {
+    r"\btok_embeddings\.": "model.embed_tokens.",
+    r"\blayers\.(\d+)\.attention\.(?:qkv_linear\.)?w([qkvo])\.": r"model.layers.\1.self_attn.\2_proj.",
+    r"\blayers\.(\d+)\.feed_forward\.w1\.": r"model.layers.\1.mlp.gate_proj.",
+    r"\blayers\.(\d+)\.feed_forward\.w2\.": r"model.layers.\1.mlp.down_proj.",
+    r"\blayers\.(\d+)\.feed_forward\.w3\.": r"model.layers.\1.mlp.up_proj.",
+    r"\blayers\.(\d+)\.attention_norm\.": r"model.layers.\1.input_layernorm.",
+    r"\blayers\.(\d+)\.ffn_norm\.": r"model.layers.\1.post_attention_layernorm.",
+    r"(^|\.)norm\.": r"\1model.norm.",
+    r"(^|\.)output\.": r"\1lm_head.",
+}
+# Rotary positions turn neighbouring rows of these together there, in transformers rows half a head apart.
+TURNED = (".q_proj.weight", ".k_proj.weight")
 OURS = ("kind", "layout", "lr_scale")  # keys of parameter groups that no other trainer has
+
+
+def of_torchtitan(key: str) -> str:
+    """Return the key with the parameter's name in transformers."""
+    for theirs, ours in TORCHTITAN.items():
+        key = re.sub(theirs, ours, key)
+    return key
 
 
 class Matched(NamedTuple):
