@@ -43,12 +43,15 @@ RECIPES = {
     "sgd in int8": Recipe(optimizer="sgd", moments="int8", model="large"),
     "adagrad": Recipe(),
     "adamax": Recipe(),
+    "adafactor": Recipe(),
 }
 FACTORIES: dict[str, Callable[..., Any]] = {
     "adagrad": torch.optim.Adagrad,
     "adamax": torch.optim.Adamax,
+    "adafactor": torch.optim.Adafactor,
 }
 Saved = dict[tuple[str, int], CanonicalState]
+MESHES = {"replicas": 2, "secondary_partition": 2}
 
 
 @dataclass(frozen=True)
@@ -56,9 +59,11 @@ class Make:
     name: str
     stage: str
     layout: str
+    mesh: str = ""  # a word of MESHES
 
     def __call__(self, built: BuiltModel, recipe: Recipe, world: World) -> Strategy:
-        options = Options(layout=self.layout, reduce_each="step")
+        mesh: dict[str, Any] = {self.mesh: MESHES[self.mesh]} if self.mesh else {}
+        options = Options(layout=self.layout, reduce_each="step", **mesh)
         if self.name not in FACTORIES:
             return Ours(self.stage, options)(built, recipe, world)
         return Sharded(
@@ -70,6 +75,11 @@ class Make:
             world=world,
             options=options,
         )
+
+
+def layouts_of(name: str) -> tuple[str, ...]:
+    """Adafactor factors whole matrices, so that it is refused where they are cut."""
+    return ("parameter",) if name == "adafactor" else LAYOUTS
 
 
 def two_steps(world: World, makes: list[Make]) -> list[CanonicalState]:
@@ -110,8 +120,11 @@ def require_equal(one: CanonicalState, other: CanonicalState, where: str) -> Non
 def saved(ranks) -> Saved:
     """By optimizer and number of ranks, after two steps; every layout has the bits of whole parameters."""
     states: Saved = {}
-    cuts = [("ddp", "tensor"), *(("zero3", layout) for layout in LAYOUTS)]
-    makes = [Make(name, *cut) for name in RECIPES for cut in cuts]
+    makes = [
+        Make(name, *cut)
+        for name in RECIPES
+        for cut in [("ddp", "tensor"), *(("zero3", layout) for layout in layouts_of(name))]
+    ]
     for size in SIZES:
         answers = ranks(two_steps, makes, world_size=size)
         for make, of_ranks in zip(makes, zip(*answers, strict=True), strict=True):
@@ -126,7 +139,11 @@ def saved(ranks) -> Saved:
 def test_a_state_of_any_number_of_ranks_goes_on(ranks, saved, size):
     """In each layout by turns, as ranks that hold everything whole."""
     sources = [(name, source) for name in RECIPES for source in SIZES]
-    cut = [Make(name, "zero3", LAYOUTS[(i + size) % 3]) for i, (name, _) in enumerate(sources)]
+    layouts = [layouts_of(name) for name, _ in sources]
+    cut = [
+        Make(name, "zero3", of_name[(i + size) % len(of_name)])
+        for i, ((name, _), of_name) in enumerate(zip(sources, layouts, strict=True))
+    ]
     whole = [Make(name, "ddp", "tensor") for name, _ in sources]
     states = [saved[source] for source in sources]
     runs = [*zip(cut, states, strict=True), *zip(whole, states, strict=True)]
@@ -139,3 +156,26 @@ def test_a_state_of_any_number_of_ranks_goes_on(ranks, saved, size):
         where = f"{source} on {size}, {cut[index]}"
         require_equal(loaded[index], states[index], where)
         require_equal(stepped[index], stepped[index + len(sources)], where)
+
+
+@pytest.mark.parametrize("mesh", MESHES)
+def test_a_mesh_changes_no_bit_of_a_state_and_goes_on_from_any(ranks, saved, mesh):
+    """On four ranks, as ranks that hold everything whole there; groups of replicas add up apart, so as whole parameters
+    of the same groups, whose steps tests/strategies/test_replicas.py compares with one process."""
+    makes = [Make(name, "zero3", each, mesh) for name in RECIPES for each in layouts_of(name)]
+    answers = ranks(two_steps, makes, world_size=4)
+    states = [merge(of_ranks) for of_ranks in zip(*answers, strict=True)]
+    whole = {
+        make.name: s for make, s in zip(makes, states, strict=True) if make.layout == LAYOUTS[0]
+    }
+    for make, state in zip(makes, states, strict=True):
+        expected = saved[make.name, 4] if mesh != "replicas" else whole[make.name]
+        require_equal(state, expected, f"{make}")
+    sources = dict(zip(RECIPES, SIZES * 3, strict=False))
+    runs = [(make, saved[make.name, sources[make.name]]) for make in makes]
+    answers = ranks(third_steps, runs, world_size=4)
+    for index, (make, state) in enumerate(runs):
+        loaded, stepped = (merge([answer[index][i] for answer in answers]) for i in (0, 1))
+        whole[make.name] = stepped if make.layout == LAYOUTS[0] else whole[make.name]
+        require_equal(loaded, state, f"{make}")
+        require_equal(stepped, whole[make.name], f"{make}")
