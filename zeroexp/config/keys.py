@@ -66,7 +66,7 @@ class ParametersRow:
 
     placement: str = choice(*(placement.value for placement in Placement))
     # int8, float8, int4: they rest and travel as codes beside masters (zero3), see docs/codecs.md
-    dtype: str = choice(*DTYPES, *CODE_BITS)
+    dtype: str = choice(*DTYPES, "float16", *CODE_BITS)
 
 
 @dataclass
