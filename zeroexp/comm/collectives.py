@@ -453,7 +453,8 @@ class Collectives:
         return traffic
 
     def _count_over_bus(self, way: str, num_bytes: int) -> None:
-        self.traffic.bus_bytes[way] = self.traffic.bus_bytes.get(way, 0) + num_bytes
+        if num_bytes:  # a rank may own nothing
+            self.traffic.bus_bytes[way] = self.traffic.bus_bytes.get(way, 0) + num_bytes
 
     def _count(self, kind: str, sent: Sent, move: TimedMove) -> Pending:
         pending, num_bytes = sent

@@ -211,10 +211,9 @@ class ShardedForm(ClosedForm):
             owned = self.held_elements(rank).owned
             elements = self._gathered_pieces(place) if self.offload == ALL else owned
             codes = self._section_bytes(rank, self.group_size)
-            traffic.bus_bytes = {
-                "to_host": self._reduce * owned,
-                "to_device": codes if self.codes_rest else self._compute * elements,
-            }
+            to_device = codes if self.codes_rest else self._compute * elements
+            ways = {"to_host": self._reduce * owned, "to_device": to_device}
+            traffic.bus_bytes = {way: size for way, size in ways.items() if size}
         return traffic
 
     def _gathered_pieces(self, place: int) -> int:
