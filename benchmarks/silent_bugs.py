@@ -18,6 +18,7 @@ from benchmarks.silent_loops import BUGS, Bug
 from benchmarks.table import grid
 from zeroexp.process import safe_output
 from zeroexp.report.markdown import wrapped
+from zeroexp.verify.loop_to_verify import source_in
 from zeroexp.verify.ranks import verify_world
 
 FILE = Path(silent_loops.__file__)
@@ -49,7 +50,7 @@ def main() -> int:
 
 def _row(name: str, bug: Bug) -> tuple[bool, list[str]]:
     """Return whether the bug is named by its kind, and its row. Standard error has the command's whole words."""
-    found = verify_world(FILE, name, bug.ranks, 3, 300).difference
+    found = verify_world(source_in(FILE, name), bug.ranks, 3, 300).difference
     thread = f"[{bug.thread}]({bug.url})" if bug.thread else "made up"
     kind, text = (found.cause.kind, found.cause.text) if found else ("equal", "")
     print(f"{name}: {kind}: {text}", file=sys.stderr)

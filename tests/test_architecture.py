@@ -39,7 +39,7 @@ ORDER = [
     {"zeroexp.commandline", "zeroexp.sync", "zeroexp.calibrate", "zeroexp.verify"},
     {"zeroexp.__main__", "zeroexp.watch", "hydra_plugins"},
     {"zeroexp.plan.__main__", "zeroexp.report.__main__", "zeroexp.calibrate.__main__"},
-    {"zeroexp.foreign.__main__"},
+    {"zeroexp.foreign.__main__", "zeroexp.verify.__main__"},
 ]
 
 HYDRA = {"zeroexp.__main__", "zeroexp.commandline.mistakes", "hydra_plugins.zeroexp_launcher"}

@@ -22,9 +22,14 @@ QUICK_RIGHT = [1, 8, 9]
 QUICK_BUGS = ["divided_twice", "norm_of_a_shard", "optimizer_before_sharding"]
 
 
-def answers(file: Path, asked: Sequence[tuple[str, int] | tuple[str, int, float]]) -> list[Any]:
-    """What is said of each function on so many ranks."""
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+def answers(
+    file: Path,
+    asked: Sequence[tuple[str, int] | tuple[str, int, float]],
+    further: Path = ROOT,
+) -> list[Any]:
+    """What is said of each function on so many ranks. further: a folder of plugins."""
+    paths = os.pathsep.join(map(str, (ROOT, further)))
+    environment = {**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
         [sys.executable, "-m", "tests.verify.verify_many", str(file)],
         input=json.dumps(asked),

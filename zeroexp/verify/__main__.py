@@ -1,5 +1,8 @@
 """`zeroexp verify FILE:FUNCTION`: does a training loop of yours compute what one process would?
 
+    zeroexp verify loop.py:my_loop                                        a loop of yours
+    zeroexp verify strategy=zero3 strategy.implementation=tensor model=tiny    a run's engine, by its words
+
 FUNCTION returns a `zeroexp.verify.Loop`: the plain model, its loss, batches and optimizer, and your own code that
 shards the model and takes a step. It runs on CPUs, on each number of ranks, whose batches differ, beside one process
 of plain PyTorch. docs/verify.md has an example, and what the answers mean.
@@ -17,10 +20,13 @@ from pathlib import Path
 
 import torch
 
+from zeroexp.commandline.mistakes import MISTAKES, explain
+from zeroexp.plan.__main__ import composed_points
 from zeroexp.process import safe_output
 from zeroexp.process.json_output import json_alone, wants_json
 from zeroexp.verify.compare_steps import Verdict
-from zeroexp.verify.loop_to_verify import NoLoop
+from zeroexp.verify.loop_of_config import loop_of_config
+from zeroexp.verify.loop_to_verify import NoLoop, Source, source_in
 from zeroexp.verify.oracle import MARGIN
 from zeroexp.verify.ranks import verify_world
 
@@ -50,22 +56,46 @@ def main() -> int:
 
 def _verify(arguments: argparse.Namespace, verdicts: list[Verdict]) -> None:
     """Append a verdict for each number of ranks. Raises NoLoop at the first that can not be run."""
-    name, _, function = arguments.loop.rpartition(":")
-    file = Path(name).resolve()
-    if not function.isidentifier() or not file.is_file():
-        raise NoLoop(f"{arguments.loop}: no such file, or no function; give FILE:FUNCTION")
-    if file.suffix != ".py":
-        raise NoLoop(f"{file.name}: no Python file; give FILE.py:FUNCTION")
+    source = source_of(arguments.loop)
     if not all(each.isdecimal() and int(each) for each in arguments.worlds.split(",")):
         raise NoLoop(f"--worlds {arguments.worlds}: no numbers of ranks; give some, as 1,2,4")
     if arguments.steps < 1:
         raise NoLoop(f"--steps {arguments.steps}: none; give at least 1")
     if not arguments.seconds > 0:
         raise NoLoop(f"--seconds {arguments.seconds:g}: no time; give more than 0")
-    print(f"{file.name}:{function} beside one process of plain PyTorch {torch.__version__}")
+    print(f"{source.name} beside one process of plain PyTorch {torch.__version__}")
     for size in map(int, arguments.worlds.split(",")):
-        verdicts.append(verify_world(file, function, size, arguments.steps, arguments.seconds))
+        verdicts.append(verify_world(source, size, arguments.steps, arguments.seconds))
         print(f"  {size} rank{'s' if size > 1 else ' '}  {_line(verdicts[-1])}", flush=True)
+
+
+def source_of(words: list[str]) -> Source:
+    """Return the source of a loop by what stands on the line. Raises NoLoop, in one line."""
+    return _config_source(words) if "=" in words[0] else _file_source(words)
+
+
+def _file_source(words: list[str]) -> Source:
+    name, _, function = words[0].rpartition(":")
+    file = Path(name).resolve()
+    if len(words) > 1:
+        raise NoLoop(f"{words[1]}: one loop at a time; give FILE:FUNCTION, or the words of a run")
+    if not function.isidentifier() or not file.is_file():
+        raise NoLoop(f"{words[0]}: no such file, or no function; give FILE:FUNCTION")
+    if file.suffix != ".py":
+        raise NoLoop(f"{file.name}: no Python file; give FILE.py:FUNCTION")
+    return source_in(file, function)
+
+
+def _config_source(words: list[str]) -> Source:
+    """Return the source of a run's own loop. Raises NoLoop for words that a run would refuse, and for a sweep."""
+    try:
+        points = composed_points(words).points
+    except MISTAKES as error:
+        raise NoLoop(explain(error)) from error
+    if len(points) > 1:
+        raise NoLoop(f"{len(points)} points: one at a time; give no list")
+    config = points[0].config
+    return Source(" ".join(words), lambda: loop_of_config(config))
 
 
 def _line(verdict: Verdict) -> str:
@@ -105,7 +135,7 @@ def _arguments() -> argparse.Namespace:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("loop", metavar="FILE:FUNCTION")
+    parser.add_argument("loop", nargs="+", metavar="FILE:FUNCTION | KEY=VALUE ...")
     parser.add_argument("--worlds", default="1,2,3,4", help="numbers of ranks (%(default)s)")
     parser.add_argument("--steps", type=int, default=3, help="of the optimizer (%(default)s)")
     parser.add_argument(

@@ -43,8 +43,21 @@ class NoLoop(ValueError):
     """A loop that can not be run or judged, in one line."""
 
 
-def load(file: Path, function: str) -> Loop:
-    """Import the file and call the function, with the same random numbers in every process."""
+@dataclass(frozen=True)
+class Source:
+    """Where a loop comes from; ranks and the plain process each make their own."""
+
+    name: str  # as on the command line
+    make: Callable[[], Any]
+    file: Path | None = None  # the user's, whose lines an error names
+
+
+def source_in(file: Path, function: str) -> Source:
+    """Return the source of the loop that a function of a file returns."""
+    return Source(f"{file.name}:{function}", lambda: _call(file, function), file)
+
+
+def _call(file: Path, function: str) -> Any:
     sys.path.insert(0, str(file.parent))
     spec = importlib.util.spec_from_file_location(file.stem, file)
     assert spec and spec.loader
@@ -54,10 +67,15 @@ def load(file: Path, function: str) -> Loop:
     if not callable(make):
         raise NoLoop(f"{file.name}:{function}: no such function; name one that returns a Loop")
     torch.manual_seed(0)
-    loop = make()
+    return make()
+
+
+def make_loop(source: Source) -> Loop:
+    """Make the loop, with the same random numbers in every process. Raises NoLoop for one that can not be judged."""
+    loop = source.make()
     if not isinstance(loop, Loop):
         kind = type(loop).__name__
-        raise NoLoop(f"{file.name}:{function}: returns {kind}; return a zeroexp.verify.Loop")
+        raise NoLoop(f"{source.name}: returns {kind}; return a zeroexp.verify.Loop")
     _refuse_wrong_words(loop)
     _refuse_what_differs_by_itself(loop)
     return loop

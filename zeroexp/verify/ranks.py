@@ -19,18 +19,18 @@ from zeroexp.process import locks
 from zeroexp.process import world as worlds
 from zeroexp.verify.compare_steps import Verdict, judge
 from zeroexp.verify.local_elements import Places
-from zeroexp.verify.loop_to_verify import NoLoop, batch_of, load
+from zeroexp.verify.loop_to_verify import NoLoop, Source, batch_of, make_loop
 from zeroexp.verify.observe import Observer, listen_to_clipping
 
 PEERS_SECONDS = 3.0  # in which peers of a failed rank may say why they fail
 
 
-def verify_world(file: Path, function: str, size: int, num_steps: int, seconds: float) -> Verdict:
+def verify_world(source: Source, size: int, num_steps: int, seconds: float) -> Verdict:
     """Return how the loop on `size` ranks compares with one process. Raises NoLoop if it can not be run."""
     torch.set_num_threads(1)  # else forks would wait for threads that they lack
     with locks.temporary_folder() as folder:
-        _run(_rank, size, folder, (file, function, num_steps), seconds)
-        _run(_judge, 1, folder, (file, function, size), seconds)
+        _run(_rank, size, folder, (source, num_steps), seconds)
+        _run(_judge, 1, folder, (source, size), seconds)
         return torch.load(folder / "verdict", weights_only=False)
 
 
@@ -95,27 +95,27 @@ def _begin(
             dist.destroy_process_group = leave
     except (Exception, SystemExit) as error:
         who = "the plain process" if work is _judge else f"rank {place.rank} of {place.size}"
-        line = str(error) if isinstance(error, NoLoop) else f"{who}: {_one_line(error, words[0])}"
+        line = (
+            str(error) if isinstance(error, NoLoop) else f"{who}: {_one_line(error, words[0].file)}"
+        )
         (folder / f"error.{place.rank}").write_text(line, encoding="utf-8")
         os._exit(1)  # leaving the group would wait for peers
 
 
-def _one_line(error: BaseException, file: Path) -> str:
+def _one_line(error: BaseException, file: Path | None) -> str:
     frames = traceback.extract_tb(error.__traceback__)
     own = [frame for frame in frames if Path(frame.filename) == file] or frames
     what = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
     return f"{Path(own[-1].filename).name}:{own[-1].lineno}: {what}"
 
 
-def _rank(world: worlds.World, folder: Path, file: Path, function: str, num_steps: int) -> None:
-    loop = load(file, function)
+def _rank(world: worlds.World, folder: Path, source: Source, num_steps: int) -> None:
+    loop = make_loop(source)
     initial = {name: each.detach().clone() for name, each in loop.model.named_parameters()}
     made = loop.train(loop.model)
     holder, step = made if isinstance(made, tuple) and len(made) == 2 else (loop.model, made)
     if not callable(step):
-        raise NoLoop(
-            f"{file.name}:{function}: train returns no step; return step, or (model, step)"
-        )
+        raise NoLoop(f"{source.name}: train returns no step; return step, or (model, step)")
     observer = Observer(Places(holder, initial))
     for index in range(num_steps):
         batches = [batch_of(loop, index, world.rank, each) for each in range(loop.microbatches)]
@@ -125,7 +125,7 @@ def _rank(world: worlds.World, folder: Path, file: Path, function: str, num_step
     worlds.barrier()
 
 
-def _judge(_: worlds.World, folder: Path, file: Path, function: str, size: int) -> None:
+def _judge(_: worlds.World, folder: Path, source: Source, size: int) -> None:
     files = [folder / f"record.{rank}" for rank in range(size)]
     records = [torch.load(each, weights_only=False) for each in files]
-    torch.save(judge(load(file, function), records), folder / "verdict")
+    torch.save(judge(make_loop(source), records), folder / "verdict")

@@ -1,0 +1,66 @@
+"""`zeroexp verify KEY=VALUE ...` judges the engine of a run's words, also one that somebody added."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.verify.test_verify import HERE, answers
+from zeroexp.verify.__main__ import source_of
+from zeroexp.verify.loop_to_verify import NoLoop
+
+TINY = "model=tiny data=synthetic optimizer.max_grad_norm=0.1"
+ENGINES = [
+    ("strategy=zero2 optimizer=muon strategy.replicas=2 world_size=4", 4),
+    ("strategy=zero1 strategy.implementation=torch", 2),
+    ("strategy=zero3 strategy.implementation=torch", 3),
+    ("strategy=ddp precision=bf16_master train.activation_checkpointing=true", 2),
+]
+HALVED = """
+from zeroexp.config.engines import ENGINES, Engine
+from zeroexp.engines.build import build_torch_strategy
+
+
+def build(config, model, world, common):
+    strategy = build_torch_strategy(config, model, world, common | {"max_grad_norm": None})
+    backward = strategy.backward
+    strategy.backward = lambda loss: backward(loss / 2)
+    return strategy
+
+
+ENGINES.add("halved", Engine(build=build, stages=("ddp",)))
+"""
+OFF = "optimizer.max_grad_norm=null strategy=ddp strategy.implementation=halved plugins=halved"
+
+
+def test_an_engine_is_equal_and_faults_are_named(tmp_path: Path):
+    (tmp_path / "halved.py").write_text(HALVED, encoding="utf-8")
+    rounded = "strategy=zero3 strategy.gather_codec=int8"
+    lines = ("strategy=zero3 strategy.implementation=tensor", OFF, rounded)
+    asked = [(f"{TINY} {words}", 2) for words in lines]
+    right, halved, rounded = answers(HERE / "loops.py", asked, further=tmp_path)
+    assert right is None
+    assert halved[0] == "scale"
+    assert "0.5" in halved[1]
+    assert rounded[0] == "dtype"
+
+
+@pytest.mark.slow
+def test_engines_of_ours_and_of_torch_are_equal():
+    found = answers(HERE / "loops.py", [(f"{TINY} {words}", size) for words, size in ENGINES])
+    assert found == [None] * len(ENGINES)
+
+
+@pytest.mark.parametrize(
+    ("words", "why"),
+    [
+        ("strategy=zero1,zero2", "2 points"),
+        ("strategy=zer", "did you mean zero3"),
+        ("strategy=zero3 world_size=2 optimizer.learning=3", "unknown key"),
+    ],
+)
+def test_words_that_no_run_takes_are_refused_in_a_line(words: str, why: str):
+    with pytest.raises(NoLoop, match=why) as refused:
+        source_of(words.split())
+    assert "\n" not in str(refused.value)
