@@ -109,7 +109,7 @@ class TorchFSDP2:
     def step(self, *, drain: bool = False) -> Tensor:
         # Nothing is left in flight: the end of backward waits for the last reduction, and nothing is sent after it.
         parameters = [p for p in self._named.values() if p.grad is not None]
-        self._loss_scale.divide([_local(cast(Tensor, p.grad)) for p in parameters])
+        self._loss_scale.divide(_local(cast(Tensor, p.grad)) for p in parameters)
         norm = nn.utils.get_total_norm([cast(Tensor, p.grad).float() for p in parameters])
         norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
         if self._max_grad_norm is not None:

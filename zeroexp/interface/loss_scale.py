@@ -10,7 +10,7 @@ Scale and count lie in the groups of the optimizer, where checkpoints find them 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import torch
 from torch import Tensor
@@ -32,10 +32,10 @@ class LossScale:
     def multiply(self, loss: Tensor) -> Tensor:
         return loss * self._now()[0] if self._is_used else loss
 
-    def divide(self, gradients: list[Tensor]) -> None:
-        """Divide the sums of gradients, in place."""
-        if self._is_used and gradients:
-            torch._foreach_mul_(gradients, 1 / self._now()[0])
+    def divide(self, gradients: Iterable[Tensor]) -> None:
+        """Divide the sums of gradients, in place; they are asked for if there is a scale."""
+        if self._is_used and (sums := list(gradients)):
+            torch._foreach_mul_(sums, 1 / self._now()[0])
 
     def allows(self, norm: Callable[[], Tensor]) -> bool:
         """Tell whether to update, by the norm, which is asked for where it matters; the scale follows from it too."""

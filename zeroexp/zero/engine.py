@@ -157,7 +157,7 @@ class Engine:
         self._schedule.drain()
         handed = [each for unit in self.units for each in unit.hand_over()]
         self.wire.quiesce()
-        self._loss_scale.divide([each.gradient for each in handed])
+        self._loss_scale.divide(each.gradient for each in handed)
         self.wire.bus.to_host([(each.master, each.gradient) for each in handed])
         sums = StepSums(self._trainable, handed, self._stage, self.wire, self._gradient_presence())
         self._expect_same_gathers(sums)
