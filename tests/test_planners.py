@@ -55,7 +55,7 @@ def test_errors_are_signed_and_scaled():
     answers = [(220.0, NO_PEAK), (190.0, NO_PEAK), (210.0, NO_PEAK), (1.0, NO_PEAK)]
     assert errors_of(points, answers, 0) == pytest.approx([0.1, -0.05, 0.155])
     assert errors_of(points, answers, 1) == []
-    assert "| x | 3 of 3 | +10.0 (-5.0 to +15.5) | 0 of 4 | can't say |" in table(
+    assert "x | 3 of 3 | +10.0 (-5.0 to +15.5) | 0 of 4 | can't say | 4 of 4" in table(
         points, {"x": answers}
     )
 
