@@ -202,6 +202,22 @@ def test_bytes_and_calls_of_a_step_and_bytes_held_at_every_named_moment(situatio
         check_step(strategy, form, schedule.accumulation)
 
 
+@pytest.mark.parametrize("transport", ["gloo", "native"])
+@pytest.mark.parametrize("layout", ["parameter", "tensor", "buffer"])
+@pytest.mark.parametrize("stage", ["zero1_allreduce", "zero1", "zero2", "zero3"])
+def test_uneven_shares_of_an_optimizer_over_all_ranks(stage, layout, transport):
+    """Odd sizes, so that replicas update unlike shares of a piece, or of a bucket none."""
+    for size in (None, 40 / MIB):
+        words = {"layout": layout, "transport": transport, "bucket_mb": size, "prefetch": 0}
+        more = {"keep": "none", "reduce_each": "step", "replicas": 2, "optimizer_over": "all"}
+        options, most = Options(**words, **more), size and int(size * MIB)
+        schedule = ScheduleForm(1, "none", bucket_bytes=most, transport=transport)
+        with fake_world(3, 4) as world:
+            strategy = engine(world, stage, options, PRECISIONS[2], "adamw")
+            form = form_of(strategy, stage, options, schedule, PRECISIONS[2], "adamw")
+            check_step(strategy, form, 1)
+
+
 @pytest.mark.parametrize("keep", ["none", "last", "all"])
 def test_the_steps_between_two_that_drain_send_as_much_as_others(keep):
     """A step that drains gathers nothing ahead, which would be freed at once; the next step gathers it then."""
