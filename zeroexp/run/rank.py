@@ -200,10 +200,7 @@ def _train(config: Config, world: World, folder: Path, stop: Stop) -> bool:
         build_peak_bytes += held_shared_bytes()
     if world.rank == 0:
         write_engine(folder, {**_settings_of(strategy), **optimizers})
-    seconds = time.perf_counter() - began
-    print(f"rank {world.rank} of {world.size}, process {os.getpid()}: built in {seconds:.2f} s")
-    print(f"it may run on CPUs {sorted(os.sched_getaffinity(0))}")
-    print(f"data from {data.source}")
+    _log_build(world, time.perf_counter() - began, data)
     saver = Saver(
         folder, strategy, _environment_facts(config, data), world, attempt=attempt.own_number() or 0
     )
@@ -244,6 +241,12 @@ def _train(config: Config, world: World, folder: Path, stop: Stop) -> bool:
             saver.save_now(num_steps)
     saver.close()
     return over
+
+
+def _log_build(world: World, seconds: float, data: Data) -> None:
+    print(f"rank {world.rank} of {world.size}, process {os.getpid()}: built in {seconds:.2f} s")
+    print(f"it may run on CPUs {sorted(os.sched_getaffinity(0))}")
+    print(f"data from {data.source}")
 
 
 def _environment_facts(config: Config, data: Data) -> Config:

@@ -68,25 +68,16 @@ class Engine:
         values: Values | None = None,
         scales_loss: bool = False,
     ):
-        """Build the engine. `values` are what the parameters of a module on meta are to hold.
+        """Build the engine.
 
-        scales_loss: `backward` multiplies the loss, and a step whose gradients are not finite updates nothing, see
-        interface/loss_scale.py.
+        values: what the parameters of a module on meta are to hold. scales_loss: see interface/loss_scale.py.
         """
         options = options or Options()
         param_groups = groups_of_lists(param_groups, optimizer_factory)
         self._observer = self.observed_by()
-        self._observer.building(
-            module,
-            blocks,
-            param_groups,
-            optimizer_factory,
-            stage,
-            options,
-            max_grad_norm,
-            values,
-            world,
-        )
+        trained_by = param_groups, optimizer_factory
+        carried_out_by = stage, options, max_grad_norm, values, world
+        self._observer.building(module, blocks, *trained_by, *carried_out_by)
         dtypes = dtypes or own_dtypes(module)
         stage = stage_for_world(stage, world.size // options.replicas)
         if values is not None:
