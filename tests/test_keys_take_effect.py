@@ -73,6 +73,7 @@ LORA, PUBLISHED = "model.lora.r=2", "model=hf model.path=one"
 RECOMPUTED = f"{PUBLISHED} train.activation_checkpointing=true"
 GROUPS = "strategy.replicas=2"
 OUTER = f"{GROUPS} strategy.outer.every=1"
+OFFLOAD = "strategy.offload=optimizer"
 MINE = "strategy.name=mine strategy="
 # An engine that takes no case of a key refuses the last one, for its change or already for what is given.
 CASES: dict[str, list[Case]] = {
@@ -131,6 +132,8 @@ CASES: dict[str, list[Case]] = {
         Case("strategy.matrix_step=gather", ["buffer", "tensor"], MUON, world_size=4)
     ],
     "strategy.offload": [Case("strategy.offload=optimizer", OURS)],
+    "strategy.offload_fraction": [Case("strategy.offload_fraction=0.5", OURS, OFFLOAD)],
+    "strategy.offload_folder": [Case("strategy.offload_folder=/tmp", OURS, OFFLOAD)],
     "strategy.gradient_as_bucket_view": [
         Case("strategy.gradient_as_bucket_view=false", DDP, world_size=1)
     ],

@@ -328,7 +328,8 @@ def test_moves_in_flight_do_not_mix(ranks, world_size, transport):
 
 def scalars(world: World) -> tuple[float, dict[str, int], bool, bool]:
     wire = Collectives(world)
-    total = wire.sum_scalar(torch.tensor(float(world.rank + 1), dtype=torch.float64), "norm")
+    total = torch.tensor(float(world.rank + 1), dtype=torch.float64)
+    wire.sum_scalar_later(total, "norm").wait()
     everywhere = wire.same_everywhere(2**61), wire.same_everywhere(world.rank)
     return total.item(), wire.take_traffic().bytes_by_kind, *everywhere
 

@@ -107,11 +107,12 @@ def form_of(
     """Built as a planner builds it, from the layouts of the units."""
     units = [tuple(tensors.fine for tensors in unit.held) for unit in strategy.units]
     world_size = strategy.wire.world.size
-    row = stage_for_world(STAGES[stage], world_size // options.replicas)
+    row = stage_for_world(STAGES[stage], world_size // options.replicas, options.offload)
     kind, outer = OPTIMIZERS[optimizer][1], options.outer
     names = ("replicas", "offload", "codes_rest", "secondary_partition")
     more = {name: getattr(options, name) for name in names}
     more["shares_updates"] = options.optimizer_over == "all"
+    more["in_files"] = options.offload_folder is not None
     more["outer"] = outer and OuterForm(2 if outer.momentum else 1)
     return ShardedForm(units, row, world_size, schedule, precision, kind, **more)
 
@@ -149,7 +150,9 @@ def situations(draw):
     secondary = draw(st.sampled_from([None, *nodes]))
     gather_codec = draw(codecs) if stage == "zero3" else None
     codes_rest = gather_codec is not None and is_sharded and shards > 1 and draw(st.booleans())
-    offloads = ["all"] if is_sharded and secondary is None and not codes_rest else []
+    offloads = ["all"] if stage == "zero3" and secondary is None and not codes_rest else []
+    offload = draw(st.sampled_from([None, "optimizer", *offloads]))
+    in_part = offload is not None and not codes_rest
     reduce_codec = draw(codecs) if stage in ("zero1", "zero2", "zero3") else None
     options = Options(
         layout=draw(st.sampled_from(["parameter", "tensor", "buffer"])),
@@ -167,7 +170,9 @@ def situations(draw):
         codes_rest=codes_rest,
         reduce_codec=reduce_codec,
         error_feedback=reduce_codec is not None and draw(st.booleans()),
-        offload=draw(st.sampled_from([None, "optimizer", *offloads])),
+        offload=offload,
+        offload_fraction=draw(st.sampled_from([1.0, 0.3, 0.6])) if in_part else 1.0,
+        offload_folder=draw(st.sampled_from([None, "."])) if in_part else None,
     )
     if options.replicas > 1 and options.offload is None and draw(st.booleans()):
         # A replica of one rank has no nodes, and sends no codes.

@@ -74,6 +74,8 @@ OVER_ALL = "strategy.optimizer.over=all"
 COPIES = "strategy.secondary_partition=2"
 OUTER = "strategy.outer.every=1"
 OFFLOAD = "strategy.offload=optimizer"
+ALL_OFF = "strategy.offload=all"
+PART, IN_FILES = "strategy.offload_fraction=0.4", "strategy.offload_folder=."
 BELOW_ALL_GRADIENTS = "model.freeze=[*embed*,*layers.0.*]"
 CELLS = [*itertools.product(STAGES, LAYOUTS)]
 POINTS = [
@@ -96,10 +98,14 @@ POINTS = [
     (4, llama("zero3", "buffer", "block", CODES, "precision=bf16_master")),
     (FAKE, (*LLAMA, *point("zero3", "parameter", CODES, COPIES, OFFLOAD))),
     (4, llama("zero3", "buffer", "block", OFFLOAD)),
-    (4, llama("zero3", "buffer", "block", "strategy.offload=all")),
-    (FAKE, (*LLAMA, *point("zero3", "tensor", "strategy.offload=all", "precision=bf16_master"))),
+    (4, llama("zero3", "buffer", "block", ALL_OFF)),
+    (FAKE, (*LLAMA, *point("zero3", "tensor", ALL_OFF, "precision=bf16_master"))),
     (FAKE, (*MLP, *point("zero1", "parameter", OFFLOAD, "precision=bf16_master"))),
     (1, llama("zero2", "tensor", "block", OFFLOAD, "precision=paper16")),
+    (4, llama("zero2", "tensor", "block", OFFLOAD, PART)),
+    (2, llama("zero3", "tensor", "block", ALL_OFF, PART, "precision=bf16_master")),
+    (FAKE, (*LLAMA, *point("zero3", "buffer", ALL_OFF, PART, IN_FILES))),
+    (FAKE, (*MLP, *point("zero1", "tensor", OFFLOAD, IN_FILES, "precision=paper16"))),
     (4, llama("zero2", "tensor", "block", GROUPS)),
     (4, llama("zero1", "buffer", "block", GROUPS)),
     (2, llama("zero3", "buffer", "block", GROUPS)),  # replicas are on another host

@@ -1,4 +1,4 @@
-"""Optimizer state on the host: what the allocator counts there, checkpoints from and to the device, refusals.
+"""Optimizer state on the host, or in files: what the allocator counts there, checkpoints to and fro, refusals.
 
 Parity is in test_parity.py, bytes of every moment and of the bus in tests/plan, the order of copies in
 tests/zero/test_device_order.py.
@@ -7,13 +7,21 @@ tests/zero/test_device_order.py.
 from __future__ import annotations
 
 import gc
-from dataclasses import replace
+import os
+from dataclasses import asdict, replace
+from itertools import product
+from tempfile import gettempdir
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from tests.composing import composed
+from tests.models_for_tests import MODELS
+from tests.optimizers_for_tests import CountingAverage
 from tests.oracle import (
     Recipe,
     assert_same,
@@ -25,7 +33,15 @@ from tests.oracle import (
 )
 from tests.strategies.engine import Ours
 from zeroexp.check import check
-from zeroexp.config.keys import UndefinedCombination
+from zeroexp.check.sweep_points import points_of
+from zeroexp.check.try_points import try_points
+from zeroexp.cluster.fits_memory import refuse_full_disks
+from zeroexp.comm.mapped_file import MappedFile
+from zeroexp.config.keys import ConfigError
+from zeroexp.cut.chunk import FROZEN, Chunk, Member
+from zeroexp.cut.layout import place_on_host
+from zeroexp.cut.stage import STAGES
+from zeroexp.engines.sharded import Sharded
 from zeroexp.interface.canonical import merge
 from zeroexp.measure.memory import AllocationMeter, bytes_by_kind, count_cpu_allocations
 from zeroexp.process import world as worlds
@@ -33,6 +49,10 @@ from zeroexp.process.world import World, fake_world
 from zeroexp.zero.options import Options
 
 ON_HOST, ALL_ON_HOST = Options(offload="optimizer"), Options(offload="all")
+PART = replace(ON_HOST, offload_fraction=0.4)
+PART_OF_ALL = replace(ALL_ON_HOST, offload_fraction=0.4)
+IN_FILES = replace(ALL_ON_HOST, offload_folder=gettempdir())
+EACH = [ON_HOST, ALL_ON_HOST, PART, PART_OF_ALL, IN_FILES]
 SCALAR_BYTES = 16  # of the clip's scale on the host
 
 
@@ -72,12 +92,14 @@ def goes_on(world: World, first: Ours, last: Ours) -> tuple[Any, Any]:
     return both, pieces_of(two)
 
 
-@pytest.mark.parametrize("options", [ON_HOST, ALL_ON_HOST])
-@pytest.mark.parametrize("first", [True, False])
-def test_a_checkpoint_goes_on_with_and_without_it(ranks, first, options):
-    offloads, plain = Ours("zero3", options), Ours("zero1", Options(layout="tensor"))
-    pair = (offloads, plain) if first else (plain, offloads)
-    assert_same(outcome_of(ranks(goes_on, *pair)), train_oracle(Recipe()))
+@pytest.mark.parametrize(
+    "last", [Ours("zero1", Options(layout="tensor")), *(Ours("zero3", o) for o in EACH)]
+)
+@pytest.mark.parametrize(
+    "first", [Ours("zero1", Options(layout="tensor")), *(Ours("zero3", o) for o in EACH)]
+)
+def test_a_checkpoint_goes_on_with_and_without_it(ranks, first, last):
+    assert_same(outcome_of(ranks(goes_on, first, last)), train_oracle(Recipe()))
 
 
 def written(world: World, precision: str, options: Options) -> list[torch.Tensor]:
@@ -95,7 +117,7 @@ def written(world: World, precision: str, options: Options) -> list[torch.Tensor
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16_master"])
-@pytest.mark.parametrize("options", [ON_HOST, ALL_ON_HOST])
+@pytest.mark.parametrize("options", EACH)
 def test_what_is_written_into_parameters_reaches_the_host(ranks, precision, options):
     answers = ranks(written, precision, options)
     assert all((piece == 0.5).all() for pieces in answers for piece in pieces)
@@ -105,11 +127,14 @@ def test_what_is_written_into_parameters_reaches_the_host(ranks, precision, opti
     ("word", "line"),
     [
         ("strategy.offload=all", "whose parameters rest whole; use optimizer, or leave it out"),
+        ("strategy.offload_fraction=0", "too small; use more than 0"),
+        ("strategy.offload_fraction=1.5", "too large; use at most 1"),
+        ("strategy.offload_folder=nowhere", "no such folder; make it, on a disk, or leave it out"),
         ("optimizer=muon", "multiplies matrices, for which a host takes too long; leave it null"),
     ],
 )
 def test_what_can_not_have_it_is_refused(word, line):
-    with pytest.raises(UndefinedCombination, match=rf"strategy\.offload=.*{line}"):
+    with pytest.raises(ConfigError, match=rf"strategy\.offload.*{line}"):
         check(composed("world_size=2", "strategy=zero2", "strategy.offload=optimizer", word))
 
 
@@ -117,7 +142,10 @@ def test_what_can_not_have_it_is_refused(word, line):
     ("options", "optimizer", "line"),
     [
         (Options(offload="cpu"), "adamw", "use optimizer, all, None"),
-        (ALL_ON_HOST, "adamw", "use optimizer, or zero3 on two ranks"),
+        (ALL_ON_HOST, "adamw", "use optimizer, or zero3"),
+        (replace(ON_HOST, offload_fraction=0), "adamw", "use a share above 0, up to 1"),
+        (Options(offload_fraction=0.5), "adamw", "nothing is offloaded, set offload"),
+        (Options(offload_folder="."), "adamw", "nothing is offloaded, set offload"),
         (ON_HOST, "muon", "whose pieces would travel from host to host; leave it None"),
     ],
 )
@@ -125,3 +153,152 @@ def test_the_library_refuses_it_in_one_line(options, optimizer, line):
     recipe = Recipe(optimizer=optimizer)
     with fake_world(0, 2) as world, pytest.raises(ValueError, match=line):
         build_on_rank(world, recipe, Ours("zero2", options))
+
+
+@pytest.mark.parametrize("word", ["offload_fraction=0.5", "offload_folder=."])
+def test_a_part_of_nothing_is_refused(word):
+    with pytest.raises(
+        ConfigError, match=r"no effect with strategy\.offload=null; set strategy\.off"
+    ):
+        check(composed(f"strategy.{word}"))
+
+
+def test_a_part_of_one_chunk_is_refused():
+    words = ("model=tiny", "strategy.offload=optimizer", "strategy.offload_fraction=0.5")
+    for unit, refused in (("model", "each of 1 chunks would be there"), ("block", None)):
+        (line,) = try_points([composed(*words, f"strategy.unit={unit}")])
+        assert line is None if refused is None else refused in str(line)
+
+
+# -- a part of it ----------------------------------------------------------------------------------
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    kinds=st.lists(st.sampled_from(["", "matrix", FROZEN]), min_size=1, max_size=9),
+    sizes=st.lists(st.integers(1, 40), min_size=9, max_size=9),
+    share=st.sampled_from([0.01, 0.3, 0.5, 0.9, 1.0]),
+    frozen=st.booleans(),
+)
+def test_the_share_is_there_of_each_beginning_of_the_model(kinds, sizes, share, frozen):
+    chunks = [
+        Chunk((Member(f"p{index}", 0, size),), (0, size), kind)
+        for index, (kind, size) in enumerate(zip(kinds, sizes, strict=False))
+    ]
+    placed = [chunk for (chunk,) in place_on_host([(c,) for c in chunks], share, frozen=frozen)]
+    assert [replace(chunk, on_host=False) for chunk in placed] == chunks
+    moved = [chunk for chunk in placed if frozen or chunk.kind != FROZEN]
+    assert not any(chunk.on_host for chunk in placed if chunk not in moved)
+    total = there = 0
+    for chunk in moved:
+        total += chunk.unpadded_numel
+        there += chunk.on_host * chunk.unpadded_numel
+        assert share * total <= there < share * total + max(sizes)
+
+
+class CountsLater(CountingAverage):
+    """Has a number in its groups that its first step makes, and decays by it."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        super().step()
+        for group in self.param_groups:
+            group["steps"] = group.get("steps", 0) + 1
+            for parameter in (p for p in group["params"] if p.grad is not None):
+                parameter.mul_(1 - 0.01 / group["steps"])
+
+
+def in_three_groups(world: World, options: Options) -> tuple[Any, Any, list[Any]]:
+    """Tied, frozen, unused and odd parameters, three groups of rates, a clip, three microbatches."""
+    built = MODELS["toy"].build()
+    trained = [p for p in built.module.parameters() if p.requires_grad]
+    rates = zip((trained[:1], trained[1:8], trained[8:]), (0.1, 0.02, 0.3), strict=True)
+    engine = Sharded(
+        built.module,
+        blocks=built.blocks,
+        stage=STAGES["zero3"],
+        param_groups=[{"params": params, "lr": lr} for params, lr in rates],
+        optimizer_factory=CountsLater,
+        world=world,
+        max_grad_norm=0.1,
+        options=options,
+    )
+    outcome = run_steps(engine, world, Recipe(world_size=world.size, accumulation=3), range(3))
+    held = bytes_by_kind(engine.model_states())
+    counted = [(group["k"], group["steps"]) for group in engine.optimizer.param_groups]
+    return outcome, pieces_of(engine), [counted, held]
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize("layout", ["parameter", "tensor", "buffer"])
+def test_whatever_part_rests_there_the_same_is_trained(ranks, layout, world_size):
+    def trained(**options: Any) -> tuple[Any, list[Any]]:
+        each = Options(layout=layout, **options)
+        answers = ranks(in_three_groups, each, world_size=world_size)
+        return outcome_of([answer[:2] for answer in answers]), [answer[2] for answer in answers]
+
+    expected, _ = trained(transport="gloo")
+    for offload, fraction, folder in product(
+        ("optimizer", "all"), (0.3, 1.0), (None, gettempdir())
+    ):
+        where = {"offload_fraction": fraction, "offload_folder": folder}
+        outcome, found = trained(offload=offload, **where)
+        assert_same(outcome, expected)
+        for counted, held in found:
+            assert counted == [(3, 3)] * 3
+            assert (held["optimizer"] == 0) == (fraction == 1)
+            assert ("files" in held) == (folder is not None)
+
+
+# -- in files --------------------------------------------------------------------------------------
+
+
+def in_a_file(world: World, folder: str) -> tuple[dict[str, int], list[str]]:
+    """What a rank holds before and after the optimizer has made its moments, and the names in the folder."""
+    options = replace(ON_HOST, layout="tensor", offload_folder=folder)
+    recipe = Recipe(world_size=world.size, moments="int8", model="large")
+    engine: Any = build_on_rank(world, recipe, Ours("zero3", options))
+    before = bytes_by_kind(engine.model_states())
+    run_steps(engine, world, recipe, range(2))
+    after = bytes_by_kind(engine.model_states())
+    masters = 4 * sum(m.numel() for unit in engine.units for _, m in unit.parameters_with_masters())
+    assert before["files"] == masters
+    state = engine.optimizer.state.values()
+    moments = [moment for own in state for moment in own.values()]
+    assert after["files"] == masters + sum(moment.nbytes for moment in moments)
+    assert after["host"] == masters  # the transit of gradients is as large
+    assert after["files"] <= after["resident"] <= after["files"] + 4096 * 2 * len(moments)
+    run_steps(engine, world, recipe, range(2, 3))  # moments are coded anew, in their place
+    assert bytes_by_kind(engine.model_states())["files"] == after["files"]
+    return after, os.listdir(folder)
+
+
+def test_masters_and_moments_lie_in_files_without_a_name(ranks, tmp_path):
+    for held, names in ranks(in_a_file, str(tmp_path)):
+        assert held["master"] == held["optimizer"] == 0
+        assert names == []
+
+
+def test_a_disk_without_room_is_told_in_one_line(tmp_path):
+    file = MappedFile(str(tmp_path))
+    with pytest.raises(ValueError, match=r"options.offload_folder=.*; use a folder on a disk with"):
+        file.take(1 << 60)
+    assert file.take(8).sum() == 0  # and the file goes on
+    with pytest.raises(ValueError, match="No such file or directory"):
+        MappedFile(str(tmp_path / "none"))
+
+
+def test_files_that_the_disk_can_not_take_are_refused_before_a_rank_starts(tmp_path, monkeypatch):
+    """Those of 223,552 masters, to the byte."""
+    sgd = ("optimizer=sgd", "optimizer.momentum=0")
+    words = ("model=tiny", "strategy=zero1", "strategy.offload=optimizer", *sgd)
+    points = points_of([], asdict(composed(*words, f"strategy.offload_folder={tmp_path}")))
+    for free, is_refused in ((4 * 223_552, False), (4 * 223_552 - 1, True)):
+        usage = SimpleNamespace(free=free)
+        monkeypatch.setattr("zeroexp.cluster.fits_memory.shutil.disk_usage", lambda _, u=usage: u)
+        (point,) = refuse_full_disks(points)
+        line = (
+            "0.9 MiB are free, and the files of all ranks take 0.9 MiB; use a disk with more room"
+        )
+        line = f"strategy.offload_folder={tmp_path}: {line}"
+        assert point.refusal == (line if is_refused else None)

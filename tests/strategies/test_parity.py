@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
 from itertools import combinations, product
+from tempfile import gettempdir
 from typing import Any
 
 import pytest
@@ -54,6 +55,8 @@ AXES: dict[str, Sequence[Any]] = {
     "bucket_mb": [None, 600 / MIB, 1400 / MIB, 40 / MIB],
     "owners": ["greedy", "contiguous"],
     "offload": [None, "optimizer", "all"],
+    "offload_fraction": [1.0, 0.4],
+    "offload_folder": [None, gettempdir()],
     "optimizer": ["adamw_loop", "adamw_fused", "sgd"],
     "moments": [None, "bfloat16"],
     "max_grad_norm": [None, 1e6, 0.1],  # 1e6 is never reached, 0.1 always
@@ -71,6 +74,8 @@ def legal(row: Row) -> bool:
         return False  # partial gradients are reduced once, or they would not be partial
     if row.get("offload") == "all" and not may_rest_on_host(row):
         return False
+    if row.get("offload", "all") is None and not is_on_device(row):
+        return False
     # Sums of bfloat16 in the order of a ring agree in a few bits only, and so do moments that are rounded where a
     # gradient differs in its last bit: nothing to compare.
     rounded = row.get("precision") in ("bf16", "paper16")
@@ -83,8 +88,11 @@ def legal(row: Row) -> bool:
 
 def may_rest_on_host(row: Row) -> bool:
     """Whether the row's parameters rest sharded, and do not lie in memory that ranks share."""
-    is_sharded = row.get("stage") in ("zero3", None) and row.get("world_size") != 1
-    return is_sharded and row.get("transport") != "direct"
+    return row.get("stage") in ("zero3", None) and row.get("transport") != "direct"
+
+
+def is_on_device(row: Row) -> bool:
+    return row.get("offload_fraction", 1) == 1 and row.get("offload_folder") is None
 
 
 def is_exact(row: Row) -> bool:
@@ -125,7 +133,7 @@ def tolerance(row: Row, recipe: Recipe) -> float:
 
 def ours(row: Row) -> Ours:
     words = ("layout", "owners", "unit", "overlap", "prefetch", "keep", "reduce_each", "bucket_mb")
-    named = (*words, "transport", "offload")
+    named = (*words, "transport", "offload", "offload_fraction", "offload_folder")
     return Ours(row["stage"], Options(**{word: row[word] for word in named}))
 
 

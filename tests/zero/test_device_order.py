@@ -97,6 +97,10 @@ CASES = [
     more("zero3", "buffer", offload="optimizer", recipe=Recipe(precision="bf16_master")),
     more("zero3", "tensor", offload="all", prefetch=2),
     more("zero3", "parameter", offload="all", recipe=Recipe(precision="bf16_master")),
+    more("zero3", offload="all", offload_fraction=0.4, prefetch=2),
+    more("zero2", offload="optimizer", offload_fraction=0.4, recipe=Recipe(max_grad_norm=0.1)),
+    more("zero1", offload="optimizer", offload_folder=".", recipe=Recipe(moments="bfloat16")),
+    more("zero3", "buffer", offload="all", prefetch=2, recipe=Recipe(world_size=1)),
     *(more(stage, recipe=Recipe(model="moe_one_rank")) for stage in ("zero2", "zero3")),
     more("zero3", prefetch=2, recipe=Recipe(model="reused", checkpointing=True)),
 ]

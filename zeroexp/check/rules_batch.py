@@ -7,6 +7,7 @@ import os
 import subprocess
 from collections.abc import Iterator
 from functools import cache
+from pathlib import Path
 
 from zeroexp.check.refusal import Refusal
 from zeroexp.config.keys import Config, resolve
@@ -115,9 +116,18 @@ def check_named_gpu(config: Config) -> Iterator[Refusal]:
             yield f"cluster.{key}", problem, "leave it out"
 
 
+def check_offload_folder(config: Config) -> Iterator[Refusal]:
+    folder = config.strategy.offload_folder
+    if folder is not None and config.cluster.kind == "local" and not Path(folder).is_dir():
+        yield "strategy.offload_folder", "no such folder", "make it, on a disk, or leave it out"
+
+
 RULES = (
     *(check_batch, check_warmup, check_requeue, check_retries),
     *(check_memory_left_free, check_link),
 )
 # A run needs these rules about the machine, and a plan does not.
-RULES_OF_MACHINE = (check_device, check_named_gpu, check_ranks_fit_machine)
+RULES_OF_MACHINE = (
+    *(check_device, check_named_gpu, check_ranks_fit_machine),
+    check_offload_folder,
+)

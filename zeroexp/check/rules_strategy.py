@@ -240,6 +240,9 @@ def check_codes_at_rest(config: Config) -> Iterator[Refusal]:
         yield "strategy.gather_codec", problem, "leave it null"
     if strategy.offload == "all":
         yield "strategy.offload", f"codes of {key} rest on the device", "use optimizer"
+    for part in ("offload_fraction", "offload_folder"):
+        if getattr(strategy, part) is not None:
+            yield f"strategy.{part}", f"not beside codes of {key}", "leave it out"
 
 
 def check_outer(config: Config) -> Iterator[Refusal]:

@@ -11,7 +11,8 @@ from zeroexp.config.optimizer import (
     rows_of,
 )
 from zeroexp.config.vocabulary import vocabulary_of_data
-from zeroexp.cut.layout import LAYOUTS, lay_out
+from zeroexp.cut.chunk import FROZEN
+from zeroexp.cut.layout import LAYOUTS
 from zeroexp.cut.owners import OWNERS
 from zeroexp.engines.build import options_of
 from zeroexp.interface.elementwise import refuse_unless_elementwise, try_out
@@ -38,6 +39,7 @@ def check_strategy(config: Config) -> None:
     cuts = strategy.implementation in LAYOUTS and (
         strategy.implementation not in LAYOUTS.own
         or (strategy.owners is not None and strategy.owners not in OWNERS.own)
+        or strategy.offload_fraction is not None
     )
     chosen = OPTIMIZERS[config.optimizer.name]
     has_settings = config.optimizer.settings != dict(chosen.settings) or config.optimizer.kinds
@@ -59,9 +61,15 @@ def _try_layout(config: Config, model: BuiltModel) -> None:
         for group in group_parameters(model.module, model.blocks, options.unit, groups)
     ]
     try:
-        lay_out(options.layout, units, size, owners=options.owners)
+        layout = options.lay_out(units, size)
     except ValueError as error:
         raise ConfigError(str(error)) from error
+    moved = [chunk.on_host for chunks in layout for chunk in chunks if chunk.kind != FROZEN]
+    if options.offload_fraction < 1 and all(moved):
+        raise UndefinedCombination(
+            f"strategy.offload_fraction={options.offload_fraction}: each of {len(moved)} chunks would be there, and "
+            "none is cut; use strategy.unit=block or strategy.implementation=tensor, or leave it out"
+        )
 
 
 def _try_optimizer(config: Config, model: BuiltModel) -> None:

@@ -110,10 +110,12 @@ def _of_our_engine(config: Config) -> Iterator[Idle]:
     if strategy.parameters.placement != "shard":
         for key in ("strategy.prefetch", "strategy.keep", "strategy.gather_codec"):
             yield key, f"strategy={strategy.name} never gathers parameters", None
-    rests_sharded = strategy.parameters.placement == "shard" and config.world_size != 1
-    if strategy.offload == "all" and not rests_sharded:
-        why = f"strategy={strategy.name} on {config.world_size} ranks, whose parameters rest whole"
+    if strategy.offload == "all" and strategy.parameters.placement != "shard":
+        why = f"strategy={strategy.name}, whose parameters rest whole"
         yield "strategy.offload", why, "use optimizer"
+    if strategy.offload is None:
+        for key in ("offload_fraction", "offload_folder"):
+            yield f"strategy.{key}", "strategy.offload=null", "set strategy.offload"
     if strategy.gradients.placement == "replicate":
         yield "strategy.reduce_codec", f"strategy={strategy.name} all-reduces gradients", None
     if strategy.reduce_codec is None:

@@ -45,6 +45,8 @@ WITNESSES: dict[str, tuple[str, str]] = {
     "strategy.error_feedback": (HELD, "what rounding has left out, as buffers"),
     "strategy.matrix_step": (SENT, "what brings matrices together before their step"),
     "strategy.offload": (HELD, "masters and moments count on the host"),
+    "strategy.offload_fraction": (HELD, "a part of them stays on the device"),
+    "strategy.offload_folder": (HELD, "masters and moments count in files"),
     "strategy.gradient_as_bucket_view": (OPERATIONS, "copies between gradients and DDP's buckets"),
     "strategy.settings": (OTHERS, "what the engine makes of them"),
     "precision.name": (TABLES, "the precision's column"),

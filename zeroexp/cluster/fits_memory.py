@@ -1,4 +1,4 @@
-"""What a point will hold and cost is shown before it is submitted to Slurm, and what can not fit is not submitted.
+"""What a point will hold and cost is shown before it is submitted to Slurm, and what can not fit is not run.
 
 A rehearsal (plan/peak.py) tells the peak and the seconds of a step, and takes seconds itself. So none begins when a
 sweep has spent cluster.rehearse_s on them: of the later points closed forms tell model states, and no seconds.
@@ -6,6 +6,7 @@ sweep has spent cluster.rehearse_s on them: of the later points closed forms tel
 
 from __future__ import annotations
 
+import shutil
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -15,7 +16,7 @@ from zeroexp.check.sweep_points import Point
 from zeroexp.config.keys import Config, UndefinedCombination
 from zeroexp.tracking.out_of_memory import gib
 
-# torch and transformers take seconds to import, and only Slurm's points are judged.
+# torch and transformers take seconds to import, and few points are judged.
 if TYPE_CHECKING:
     from zeroexp.plan.machines import Machines
     from zeroexp.plan.outcome import Outcome, RehearsedPeaks
@@ -60,6 +61,25 @@ def _refusal(point: Point, rehearses: bool) -> str | None:
         f"cluster.device_memory_gib={cluster.device_memory_gib:g}: {needed}{beside}; "
         "use more ranks or a later stage (zeroexp plan --fit), or cluster.force=true"
     )
+
+
+def refuse_full_disks(points: Sequence[Point]) -> list[Point]:
+    """Return all points, those with a reason whose files (strategy.offload_folder) this machine's disk can not take."""
+    return [replace(point, refusal=point.refusal or _full_disk(point)) for point in points]
+
+
+def _full_disk(point: Point) -> str | None:
+    folder = point.config.strategy.offload_folder
+    if folder is None or point.config.cluster.kind == "slurm":
+        return None
+    from zeroexp.plan.outcome import plan_point
+
+    files = plan_point(point.config, None, "cpu").outcome.files
+    needed, free = sum(files.per_rank) if files else 0, shutil.disk_usage(folder).free
+    if needed <= free:
+        return None
+    problem = f"{gib(free)} are free, and the files of all ranks take {gib(needed)}"
+    return f"strategy.offload_folder={folder}: {problem}; use a disk with more room"
 
 
 def _plan(point: Point, rehearses: bool) -> tuple[Outcome, Machines] | str:

@@ -27,7 +27,7 @@ from zeroexp.check.sweep_points import (
 )
 from zeroexp.checkpoint.folders import complete_checkpoints, pin
 from zeroexp.cluster.environment import describe_environment
-from zeroexp.cluster.fits_memory import plan_slurm_points
+from zeroexp.cluster.fits_memory import plan_slurm_points, refuse_full_disks
 from zeroexp.cluster.follow import cancel_unfinished, follow_waited, refresh, unfinished
 from zeroexp.cluster.job import Job, event_of, reason_of
 from zeroexp.cluster.local import LocalCluster
@@ -114,7 +114,7 @@ class Sweep:
         ]
         numbers, points = [n for n, _ in numbered], [point for _, point in numbered]
         self._refuse(points, batch[0][1]["study"]["name"])
-        points = plan_slurm_points(self._tried(points))
+        points = refuse_full_disks(plan_slurm_points(self._tried(points)))
         if not self._jobs:
             require_defined(points)
         jobs: list[list[Job]] = [[] for _ in batch]

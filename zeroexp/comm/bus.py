@@ -3,14 +3,16 @@
     device   sums of gradients ──to_host──┐                     ┌──to_device──▶ parameters
     host                                  └▶ transit ─▶ update ─┴ master weights
 
-With `all` the pieces of parameters that rest sharded are on the host as well: masters become pieces there, and each
-gather first takes its own piece over the bus. Where parameters rest as codes masters are the pieces: the host makes
-their codes, which cross the bus once a step and rest on the device.
+A chunk whose `on_host` is set has its masters there. With `all` its pieces are there too, where parameters rest
+sharded: masters become pieces there, and each gather first takes its own piece over the bus. Where parameters rest as
+codes masters are the pieces: the host makes their codes, which cross the bus once a step and rest on the device.
+Masters, moments and pieces may lie in a file that is mapped into the host's memory (mapped_file.py), and the transit
+does not.
 
-On a GPU the host's memory is pinned and copies are queued on the current stream, behind what makes their source and
-before what reads their target. The host waits in two places: for gradients before it updates, and in `settle`, before
-anybody else writes what a copy to the device may still read. (These lines have run on no GPU; tests/device_order.py
-plays one and tests both waits.)
+On a GPU the host's memory is pinned (a file's is not) and copies are queued on the current stream, behind what makes
+their source and before what reads their target. The host waits in two places: for gradients before it updates, and in
+`settle`, before anybody else writes what a copy to the device may still read. (These lines have run on no GPU;
+tests/device_order.py plays one and tests both waits.)
 
 On a CPU one memory plays both. What is allocated `on_host` counts apart, and the copies are made and counted as on a
 GPU; nothing is saved there.
@@ -18,14 +20,17 @@ GPU; nothing is saved there.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from zeroexp.comm.base import GatherPart
-from zeroexp.comm.facts import ALL
+from zeroexp.comm.facts import ALL, ON_DEVICE, ON_HOST
+from zeroexp.comm.mapped_file import MappedFile
 from zeroexp.interface.strategy import ModelStates
 from zeroexp.measure.memory import on_host
 from zeroexp.measure.verb_seconds import meter
@@ -41,71 +46,138 @@ class Bus:
     def __init__(
         self,
         world: World,
-        offload: str | None,
         count: Callable[[str, int], None],
+        offload: str | None = None,
+        offload_fraction: float = 1.0,
+        offload_folder: str | None = None,
         *,
         codes_rest: bool = False,
     ):
-        """count: is told each move, `to_host` or `to_device`, and its bytes."""
+        """count: is told each move, `to_host` or `to_device`, and its bytes. The others: see Options."""
         self.is_used = offload is not None
         self.keeps_pieces = offload == ALL or (self.is_used and codes_rest)
+        self._is_whole, self._in_file = offload_fraction == 1, offload_folder is not None
+        self._device = world.device
         self._is_on_gpu = world.device.type == "cuda" and not world.is_fake
         self._count = count
-        self._memory: list[Tensor] = []  # all that masters and transit lie in
+        # In a fake world there is no file, and what it would hold counts as if it were there.
+        self._file = MappedFile(offload_folder) if offload_folder and not world.is_fake else None
+        self._place_of: dict[Tensor, int] = {}  # of masters on the host
+        self._memory: list[Tensor] = []  # all that masters, pieces and transit lie in
+        self._filed: list[Tensor] = []  # the part of it in the file, moments too
+        self._moments: dict[tuple[Any, ...], Tensor] = {}  # those in the file
         # By master: where its gradient arrives, and from where its parameter leaves in another dtype.
         self._transit: dict[Tensor, Tensor] = {}
         self._last_copy: Mark | None = None
 
-    @contextmanager
-    def on_host(self) -> Generator[None]:
-        """What is allocated inside lies on the host, as moments that an optimizer makes like its masters do."""
-        if not self.is_used:
-            yield
-            return
-        with on_host.entered():
-            yield
+    # -- what rests on the host --------------------------------------------------------------------
 
-    def empty(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Return memory for what rests on the host, where anything does."""
-        if not self.is_used:
-            return torch.empty(numel, dtype=dtype, device=device)
+    def empty(self, numel: int, dtype: torch.dtype) -> Tensor:
+        """Return memory for what rests on the host."""
+        if not self._in_file:
+            return self._empty(numel, dtype)
+        self._memory.append(self._empty_in_file(numel * dtype.itemsize).view(dtype))
+        return self._memory[-1]
+
+    def connect(self, masters: Sequence[Tensor], compute: torch.dtype, reduce: torch.dtype) -> None:
+        """Take up the memory through which gradients of these masters on the host come and their parameters go."""
+        last = max(self._place_of.values(), default=ON_DEVICE) if self._in_file else ON_DEVICE
+        self._place_of.update(dict.fromkeys(masters, last + 1))
+        leaving = [] if self.keeps_pieces else [m for m in masters if m.dtype != compute]
+        itemsizes = [reduce.itemsize, *(compute.itemsize for _ in leaving)]
+        sizes = [max(itemsizes) * master.numel() for master in masters]
+        memory = self._empty(sum(sizes), torch.uint8)
+        self._transit.update(zip(masters, memory.split(sizes), strict=True))
+
+    @property
+    def places(self) -> range:
+        """The places of masters, in the order of their updates: the device's goes on while the host begins its own.
+
+        In a file each chunk is a place, so that what an update allocates is that of one.
+        """
+        first = ON_HOST if self.is_used and self._is_whole else ON_DEVICE
+        last = ON_HOST if self.is_used else ON_DEVICE
+        return range(first, 1 + max([last, *self._place_of.values()]))
+
+    def place_of(self, master: Tensor) -> int:
+        return self._place_of.get(master, ON_DEVICE)
+
+    def device_of(self, place: int) -> torch.device:
+        return self._device if place == ON_DEVICE else torch.device("cpu")
+
+    def at(self, place: int) -> AbstractContextManager[None]:
+        """What is allocated inside lies where these masters do."""
+        return nullcontext() if place == ON_DEVICE else on_host.entered()
+
+    @contextmanager
+    def keeping(
+        self, masters: Sequence[Tensor], state: Mapping[Tensor, dict[str, Any]]
+    ) -> Generator[None]:
+        """What an optimizer's `state` gets inside for masters of one place lies where these do."""
+        place = self.place_of(masters[0]) if masters else ON_DEVICE
+        with self.at(place):
+            yield
+            if place != ON_DEVICE and self._in_file:
+                self._put_in_file({master: state[master] for master in masters if master in state})
+
+    def _put_in_file(self, states: Mapping[Tensor, dict[str, Any]]) -> None:
+        found = {
+            (master, name, tensor.dtype, tensor.shape): tensor
+            for master, state in states.items()
+            for name, tensor in state.items()
+            if isinstance(tensor, Tensor)
+        }
+        # Wide ones come first, so that each begins at a multiple of its own width.
+        new = sorted((k for k in found if k not in self._moments), key=lambda k: -k[2].itemsize)
+        sizes = [found[key].nbytes for key in new]
+        parts = self._empty_in_file(sum(sizes)).split(sizes) if new else ()
+        for key, part in zip(new, parts, strict=True):
+            _, _, dtype, shape = key
+            self._moments[key] = part.view(dtype).view(shape)
+        for key, tensor in found.items():
+            if (moment := self._moments[key]) is not tensor:
+                master, name, *_ = key
+                states[master][name] = moment.copy_(tensor)
+
+    def _empty(self, numel: int, dtype: torch.dtype) -> Tensor:
         with on_host.entered():
             memory = torch.empty(numel, dtype=dtype, device="cpu", pin_memory=self._is_on_gpu)
         self._memory.append(memory)
         return memory
 
-    def connect(self, masters: Sequence[Tensor], compute: torch.dtype, reduce: torch.dtype) -> None:
-        """Take up the memory through which gradients of these masters come and their parameters go."""
-        if not self.is_used:
-            return
-        leaving = [] if self.keeps_pieces else [m for m in masters if m.dtype != compute]
-        itemsizes = [reduce.itemsize, *(compute.itemsize for _ in leaving)]
-        sizes = [max(itemsizes) * master.numel() for master in masters]
-        memory = self.empty(sum(sizes), torch.uint8, torch.device("cpu"))
-        self._transit.update(zip(masters, memory.split(sizes), strict=True))
+    def _empty_in_file(self, num_bytes: int) -> Tensor:
+        with on_host.entered():
+            take = self._file.take if self._file else partial(torch.empty, dtype=torch.uint8)
+            self._filed.append(take(num_bytes))
+        return self._filed[-1]
+
+    # -- what moves --------------------------------------------------------------------------------
 
     def to_host(self, updates: Updates) -> None:
-        """Start to copy the gradients to the host; `gradients` waits for them."""
+        """Start to copy the gradients of masters on the host there; `gradients` waits for them."""
         if not self.is_used:
             return
+        moved = [(master, g) for master, g in updates if master in self._place_of]
         with meter.issuing("to_host", "gradients"):
-            for master, gradient in updates:
+            for master, gradient in moved:
                 copy_over(self._transit_of(master, gradient), gradient)
             self._last_copy = Mark(is_on_gpu=self._is_on_gpu)
-        self._count("to_host", sum(gradient.nbytes for _, gradient in updates))
+        self._count("to_host", sum(gradient.nbytes for _, gradient in moved))
 
-    def gradients(self, updates: Updates) -> list[Tensor]:
-        """Return the gradients where the masters are, in their dtypes."""
-        if not self.is_used:
+    def gradients(self, updates: Updates, place: int) -> list[Tensor]:
+        """Return the gradients of a place where its masters are, in their dtypes."""
+        if place == ON_DEVICE:
             return [gradient for _, gradient in updates]
         self.settle()
         arrived = ((m, self._transit_of(m, gradient)) for m, gradient in updates)
         return [gradient.to(master.dtype) for master, gradient in arrived]
 
-    def to_device(self, parameters: Sequence[Tensor], masters: Sequence[Tensor]) -> None:
-        """Write the masters into the parameters, in the dtype of these."""
-        if not self.is_used or self.keeps_pieces:
-            with self.on_host():
+    def to_device(
+        self, parameters: Sequence[Tensor], masters: Sequence[Tensor], place: int
+    ) -> None:
+        """Write masters of a place into the parameters, in the dtype of these."""
+        if place == ON_DEVICE or self.keeps_pieces:
+            with self.at(place):
                 torch._foreach_copy_(list(parameters), list(masters))
             return
         for parameter, master in zip(parameters, masters, strict=True):
@@ -128,14 +200,18 @@ class Bus:
         return there
 
     def pieces_to_device(self, parts: Sequence[GatherPart], rank: int) -> Sequence[GatherPart]:
-        """Return the parts of a gather with this rank's pieces in their place in the full parameters."""
+        """Return the parts of a gather with this rank's pieces of the host in their place in the full parameters."""
         if not self.keeps_pieces:
             return parts
-        there = [GatherPart(p.chunk, p.full, p.full[p.chunk.section(rank)]) for p in parts]
-        for part, target in zip(parts, there, strict=True):
+        there = [
+            GatherPart(p.chunk, p.full, p.full[p.chunk.section(rank)]) if p.chunk.on_host else p
+            for p in parts
+        ]
+        moved = [pair for pair in zip(parts, there, strict=True) if pair[0] is not pair[1]]
+        for part, target in moved:
             copy_over(target.piece, part.piece)
         self._last_copy = Mark(is_on_gpu=self._is_on_gpu)
-        self._count("to_device", sum(part.piece.nbytes for part in parts))
+        self._count("to_device", sum(part.piece.nbytes for part, _ in moved))
         return there
 
     def settle(self) -> None:
@@ -143,13 +219,16 @@ class Bus:
         if self._last_copy is not None:
             self._last_copy.wait()
 
-    def counted_apart(self, states: ModelStates) -> ModelStates:
-        """Return the states with those that rest on the host as a kind of their own."""
+    def counted_apart(self, states: ModelStates, moments: Sequence[Tensor]) -> ModelStates:
+        """Return the states with those that rest on the host, and these moments there, as kinds of their own."""
         if self.is_used:
-            states.host = [*self._memory, *states.optimizer]
-            states.master, states.optimizer = [], []
-            here = set(map(id, self._memory))
-            states.parameters = [each for each in states.parameters if id(each) not in here]
+            there = {id(memory) for memory in self._memory}
+            states.host = [*self._memory, *moments]
+            states.master = [each for each in states.master if id(each) not in there]
+            states.parameters = [each for each in states.parameters if id(each) not in there]
+        if self._in_file:
+            states.files = self._filed
+            states.resident_bytes = self._file and self._file.resident_bytes()
         return states
 
     def _transit_of(self, master: Tensor, like: Tensor) -> Tensor:

@@ -11,6 +11,7 @@ import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from typing import Any
 from weakref import WeakSet
 
 import torch
@@ -107,9 +108,9 @@ class Collectives:
     reductions_apart: see `Transport.reduce_apart`. gather_codec, reduce_codec: of gathers and of reduce-scatters in the
     group; None: they are exact. codes_rest: what gathers send rests, and masters are the pieces that it is made of.
     error_feedback: what the second leaves out is added to the next gradient.
-    secondary_partition: ranks of a node, which keep a secondary copy of what is gathered; None: nobody does. offload:
-    what rests on the host, to which `bus` leads. Codecs, secondary copies and pieces on the host travel by messages,
-    since memory that is shared is not sent.
+    secondary_partition: ranks of a node, which keep a secondary copy of what is gathered; None: nobody does. of_bus:
+    what rests on the host, see Bus. Codecs, secondary copies and pieces on the host travel by messages, since memory
+    that is shared is not sent.
     """
 
     def __init__(
@@ -126,10 +127,10 @@ class Collectives:
         reduce_codec: str | None = None,
         error_feedback: bool = False,
         secondary_partition: int | None = None,
-        offload: str | None = None,
+        **of_bus: Any,
     ):
         self.world = world
-        self.bus = Bus(world, offload, self._count_over_bus, codes_rest=codes_rest)
+        self.bus = Bus(world, self._count_over_bus, **of_bus, codes_rest=codes_rest)
         self.codes_rest = codes_rest
         self.group, self.holders = world.split(replicas)
         # The ranks that take a step together.
@@ -198,11 +199,11 @@ class Collectives:
     def empty(self, numel: int, dtype: torch.dtype) -> Tensor:
         return self._transport.empty(numel, dtype, self.world.device)
 
-    def empty_piece(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """Return memory for a piece of parameters that rest sharded."""
-        if self.bus.keeps_pieces:
-            return self.bus.empty(numel, dtype, self.world.device)
-        return self.empty(numel, dtype)
+    def empty_piece(self, chunk: Chunk, dtype: torch.dtype) -> Tensor:
+        """Return memory for this rank's piece of parameters that rest sharded."""
+        there = self.bus.keeps_pieces and chunk.on_host
+        empty = self.bus.empty if there else self.empty
+        return empty(chunk.section_numel(self.group.rank), dtype)
 
     @property
     def facts(self) -> Facts:
@@ -269,7 +270,7 @@ class Collectives:
         """Return the codes of this rank's pieces, which are on the device; None: the pieces rest themselves."""
         if not self.codes_rest or self._gather_codec is None:
             return None
-        with self.bus.on_host():
+        with self.bus.at(self.bus.places[0]):
             codes = encode_pieces(self._gather_codec, parts)
         return self.bus.brought(codes, self.world.device)
 
@@ -413,11 +414,6 @@ class Collectives:
             pending, received = self._messages.exchange(of_ranks, sizes, f"the {kind} of {what}")
             arrived = {number: received[self.updating[number]] for number in sent}
             return self._count(kind, (pending, sum(map(len, sent.values()))), move), arrived
-
-    def sum_scalar(self, value: Tensor, kind: str) -> Tensor:
-        """Replace a tiny tensor by its sum over ranks, and return it."""
-        self.sum_scalar_later(value, kind).wait()
-        return value
 
     def sum_scalar_later(self, value: Tensor, kind: str, over: World | None = None) -> Pending:
         """Start the sum of a tiny tensor over ranks; `value` holds it once the returned `Pending` was waited for.

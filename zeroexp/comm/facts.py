@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 MIB = 1 << 20
 OPTIMIZER, ALL = "optimizer", "all"  # what may rest on the host (Options.offload)
+ON_DEVICE, ON_HOST = 0, 1  # places of masters; so are those above, of a file
 
 
 @dataclass(frozen=True)

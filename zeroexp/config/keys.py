@@ -190,6 +190,10 @@ class StrategyConfig:
     matrix_step: str | None = of_engine("alltoall", *MATRIX_STEPS)
     # What rests on the host, and is updated there; None: nothing. See docs/offload.md.
     offload: str | None = of_engine(None, "optimizer", "all")
+    # The share of that, as whole chunks; None: all of it.
+    offload_fraction: float | None = of_engine(1.0, above=0, most=1)
+    # A folder of a disk: all that rests on the host lies in a file there for each rank, mapped into its memory.
+    offload_folder: str | None = of_engine()
     # These are settings of torch's engines.
     gradient_as_bucket_view: bool | None = None  # DistributedDataParallel
     settings: dict[str, Any] = field(default_factory=dict[str, Any])  # keys of a plugin's engine

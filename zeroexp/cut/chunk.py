@@ -61,6 +61,8 @@ class Chunk:
     members: tuple[Member, ...]
     cuts: tuple[int, ...]
     kind: str = ""
+    # What the optimizer updates of it rests on the host, and its parameters where these do.
+    on_host: bool = False
 
     def __hash__(self) -> int:
         return self._checksum

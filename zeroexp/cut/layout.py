@@ -10,11 +10,11 @@ The three layouts differ only in how they form chunks (chunk.py draws one); ever
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 
 from zeroexp.cut.check_chunks import refuse_chunks
-from zeroexp.cut.chunk import Chunk, Member, ParameterSpec
+from zeroexp.cut.chunk import FROZEN, Chunk, Member, ParameterSpec
 from zeroexp.cut.moment_blocks import BLOCK, is_in_blocks
 from zeroexp.cut.owners import assign_owners
 from zeroexp.registry import Registry
@@ -49,6 +49,29 @@ def lay_out(
             chunks.extend(cut)
         laid_out.append(tuple(chunks))
     return laid_out
+
+
+def place_on_host(
+    layout: Sequence[Sequence[Chunk]], share: float, *, frozen: bool
+) -> list[tuple[Chunk, ...]]:
+    """Return the chunks, those marked that rest on the host: whole ones, with at least this share of the elements.
+
+    They are spread over the model: of each of its beginnings that share rests there. frozen: chunks that are not
+    trained rest there too.
+    """
+    there = total = 0
+
+    def placed(chunk: Chunk) -> Chunk:
+        nonlocal there, total
+        if chunk.kind == FROZEN and not frozen:
+            return chunk
+        total += chunk.unpadded_numel
+        if there >= share * total:
+            return chunk
+        there += chunk.unpadded_numel
+        return replace(chunk, on_host=True)
+
+    return [tuple(placed(chunk) for chunk in chunks) for chunks in layout]
 
 
 def by_buffer(unit: Sequence[ParameterSpec], world_size: int) -> tuple[Chunk, ...]:

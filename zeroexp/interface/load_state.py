@@ -7,7 +7,9 @@ where one of them can not load, all of them raise.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from typing import Any
 
 from torch import Tensor
 from torch.optim import Optimizer
@@ -56,11 +58,12 @@ def load_state(
     buffers: Buffers,
     same_everywhere: Callable[[int], bool],
     before_writes: Callable[[], None] = lambda: None,
+    keeping: Callable[[Tensor], AbstractContextManager[Any]] = nullcontext,
 ) -> None:
     """Fill buffers, weights and moments. Raises ValueError on all ranks, before anything changes, where one can not.
 
     names: all parameters of the model. same_everywhere: whether all ranks hold the same number; all ranks call it.
-    before_writes: runs when all ranks can load.
+    before_writes: runs when all ranks can load. keeping: what a target gets inside lies where the target does.
     """
     has_moments = any(moments_of(own) for own in optimizer.state.values())
     # A rank may own nothing: then others tell.
@@ -83,19 +86,28 @@ def load_state(
     python.load(state)
     saved_moments = SavedMoments(state)
     for each in held:
-        name, entry = each.name, state[each.name]
-        fill_from_canonical(each.flat(each.tensor), entry[WEIGHT], start=each.start, name=name)
-        if not each.has_moments:
-            continue
-        own = optimizer.state[each.tensor]
-        own.clear()
-        own.update(own_values(entry, name))
-        for key, saved in saved_moments.of(name):
-            moment = own[key] = empty_moment(saved, each.tensor, optimizer)
-            flat = each.flat(moment) if saved.of_elements else moment.view(-1)
-            saved.fill(flat, start=each.start, name=f"{name}.{key}")
-            if saved.of_elements:
-                own[key] = at_rest(moment, moments_dtype_of(optimizer, each.tensor, saved))
+        with keeping(each.tensor):
+            name, entry = each.name, state[each.name]
+            fill_from_canonical(each.flat(each.tensor), entry[WEIGHT], start=each.start, name=name)
+            if each.has_moments:
+                _load_moments(each, entry, saved_moments, optimizer)
+
+
+def _load_moments(
+    target: LoadTarget,
+    entry: dict[str, CanonicalTensor],
+    saved_moments: SavedMoments,
+    optimizer: Optimizer,
+) -> None:
+    own = optimizer.state[target.tensor]
+    own.clear()
+    own.update(own_values(entry, target.name))
+    for key, saved in saved_moments.of(target.name):
+        moment = own[key] = empty_moment(saved, target.tensor, optimizer)
+        flat = target.flat(moment) if saved.of_elements else moment.view(-1)
+        saved.fill(flat, start=target.start, name=f"{target.name}.{key}")
+        if saved.of_elements:
+            own[key] = at_rest(moment, moments_dtype_of(optimizer, target.tensor, saved))
 
 
 GIVE = "give what strategy.state_dict() returned, of all ranks by merge(states)"

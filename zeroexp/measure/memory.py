@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, UntypedStorage
 
 from zeroexp.interface.strategy import ModelStates
-from zeroexp.measure.record import HOST, KINDS, OUTER
+from zeroexp.measure.record import FILES, HOST, KINDS, OUTER, RESIDENT
 from zeroexp.process.locks import temporary_folder
 
 SOURCE = Path(__file__).with_name("allocator.cpp")
@@ -37,14 +37,20 @@ def bytes_by_kind(states: ModelStates) -> dict[str, int]:
     """Return the bytes of the storages behind the tensors; each storage counts once, under the first of KINDS it is in.
 
     A view counts as the whole storage it keeps alive, a storage resized to zero as nothing, and a DTensor as its local
-    part. `hidden_bytes` count as buffers. HOST is there where an engine keeps states on the host.
+    part. `hidden_bytes` count as buffers. HOST is there where an engine keeps states on the host, FILES where
+    these lie in files, and RESIDENT where these are real ones.
     """
     seen: set[UntypedStorage] = set()
     held = {kind: _unseen_bytes(getattr(states, kind), seen) for kind in KINDS}
     held["buffers"] += states.hidden_bytes
     if states.outer:
         held[OUTER] = _unseen_bytes(states.outer, seen)
-    return held if states.host is None else {**held, HOST: _unseen_bytes(states.host, seen)}
+    for kind, tensors in ((FILES, states.files), (HOST, states.host)):
+        if tensors is not None:
+            held[kind] = _unseen_bytes(tensors, seen)
+    if states.resident_bytes is not None:
+        held[RESIDENT] = states.resident_bytes
+    return held
 
 
 def local_tensor(tensor: Any) -> Tensor:

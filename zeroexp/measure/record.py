@@ -12,9 +12,9 @@ MOMENTS = ("at_rest", "after_forward", "after_backward", "after_step")
 # secondary: copies of parameters for gathers inside of a node (strategy.secondary_partition); runs of earlier versions
 # have no such entry.
 KINDS = ("parameters", "gradients", "optimizer", "master", "secondary", "buffers")
-HOST = (
-    "host"  # a further kind, in no total: states that rest on the host instead (strategy.offload)
-)
+# Further kinds, in no total: states that rest on the host instead (strategy.offload), there in files that are mapped
+# into its memory (strategy.offload_folder), and what of these files lies in memory just now.
+OFF_DEVICE = HOST, FILES, RESIDENT = "host", "files", "resident"
 # A further kind on the device, of seldom synchronised replicas: weights before the interval, and outer momentum.
 OUTER = "outer"
 # What the bytes at a peak are for. The first five are kinds; "pools" and "buckets" are the kind "buffers".
@@ -63,7 +63,7 @@ def kinds_in(moments: Iterable[Mapping[str, float]]) -> tuple[str, ...]:
 
 def on_device(held: Mapping[str, float]) -> float:
     """Return the sum over the kinds that lie on the device."""
-    return sum(num_bytes for kind, num_bytes in held.items() if kind != HOST)
+    return sum(num_bytes for kind, num_bytes in held.items() if kind not in OFF_DEVICE)
 
 
 @dataclass
@@ -169,6 +169,8 @@ class RankSummary:
     link_bytes: float | None = None  # likewise, of this rank's node
     build_peak_bytes: int | None = None  # most bytes allocated at once before the first step
     host_bytes: int | None = None  # the most of HOST at any named moment; None: nothing rests there
+    files_bytes: int | None = None  # likewise of FILES, and of RESIDENT
+    resident_bytes: int | None = None
     host_peak_bytes: int | None = None
     bus_bytes: float = 0.0  # per step, between the device and its host
     # moment -> kind -> bytes; a moment read in several steps shows the step that held most
@@ -205,6 +207,10 @@ class MemorySummary:
     build_peak: Spread | None = None
     host: Spread | None = None  # states on the host, in no other figure; None: nothing rests there
     host_peak: Spread | None = None  # most bytes allocated at once there, where that is counted
+    files: Spread | None = (
+        None  # states in files, in no other figure, and what of these lies in memory
+    )
+    resident: Spread | None = None
 
 
 @dataclass
@@ -238,7 +244,7 @@ class RunSummary:
     )
     # What closed forms say of the same run (plan/outcome.py), bytes of the fullest rank: by kind of memory,
     # `total`, `after_backward` (all kinds at that moment), and where the engine counts what it sends `sent`, and `link`
-    # of the mean node; `host` and `bus` where states rest on the host.
+    # of the mean node; `host` and `bus` where states rest on the host, and `files`.
     plan: dict[str, float] = field(default_factory=dict[str, float])
     # What a rehearsal says of the same run: `peak` bytes, `calls`, collectives of a step where the engine counts them,
     # and STEP_SECONDS where the machine is calibrated; empty where there was none, and why.
@@ -263,7 +269,8 @@ class RunSummary:
         measured["sent"] = sum(v for k, v in self.sent_bytes_by_kind.items() if k != "loss")
         if self.link_bytes_per_step is not None:
             measured["link"] = self.link_bytes_per_step.mean
-        for name, ranks in (("host", self.memory.host), ("bus", self.bus_bytes_per_step)):
+        memory, bus = self.memory, self.bus_bytes_per_step
+        for name, ranks in (("host", memory.host), ("files", memory.files), ("bus", bus)):
             measured[name] = ranks.fullest if ranks else 0.0
         return {name: measured[name] - planned for name, planned in self.plan.items()}
 

@@ -12,7 +12,9 @@ from statistics import fmean, median
 
 from zeroexp.measure.drift import rising
 from zeroexp.measure.record import (
+    FILES,
     HOST,
+    RESIDENT,
     MemorySummary,
     RankSummary,
     RankTimes,
@@ -55,13 +57,19 @@ def summarise_rank(
         times=_times(rank, steps, records),
         peak=max((r.peak for r in records if r.peak), key=lambda p: p.num_bytes, default=None),
         build_peak_bytes=build_peak_bytes,
-        host_bytes=max((m[HOST] for m in moments if HOST in m), default=None),
+        host_bytes=_most(moments, HOST),
+        files_bytes=_most(moments, FILES),
+        resident_bytes=_most(moments, RESIDENT),
         host_peak_bytes=max(
             (r.host_peak_bytes for r in records if r.host_peak_bytes), default=None
         ),
         bus_bytes=fmean(sum(r.traffic.bus_bytes.values()) for r in steps),
         drift=rising(records),
     )
+
+
+def _most(moments: Sequence[Mapping[str, int]], kind: str) -> int | None:
+    return max((held[kind] for held in moments if kind in held), default=None)
 
 
 def summarise(
@@ -187,6 +195,8 @@ def _memory(ranks: Sequence[RankSummary]) -> MemorySummary:
         peaks=[r.peak for r in ranks],
         build_peak=_spread_if_known([r.build_peak_bytes for r in ranks]),
         host=_spread_if_known([r.host_bytes for r in ranks]),
+        files=_spread_if_known([r.files_bytes for r in ranks]),
+        resident=_spread_if_known([r.resident_bytes for r in ranks]),
         host_peak=_spread_if_known([r.host_peak_bytes for r in ranks]),
     )
 

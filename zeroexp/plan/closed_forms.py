@@ -30,7 +30,7 @@ from zeroexp.cut.chunk import FROZEN, Chunk, Span
 from zeroexp.cut.codes import encoded_bytes, encoded_chunk
 from zeroexp.cut.matrix_step import CutMatrix, exchanges_of
 from zeroexp.cut.stage import Move, Placement, Stage
-from zeroexp.measure.record import HOST, MOMENTS, OUTER, Traffic
+from zeroexp.measure.record import FILES, HOST, MOMENTS, OUTER, Traffic
 from zeroexp.plan.form_terms import (
     ITEMSIZE,
     HeldElements,
@@ -45,10 +45,9 @@ from zeroexp.plan.form_terms import (
 # Size of each number that ranks sum before a step (norm.py): the sum of squares, and one for each parameter.
 TALLY_BYTES = 8
 NUM_CHECKS = 5  # summed numbers that tell whether ranks issued the same gathers (native only)
-NOTHING_LEFT = dict.fromkeys(("parameters", "optimizer", "master"), 0)
 
 Unit = tuple[Chunk, ...]
-Cut = tuple[str, tuple[int, ...], tuple[int, ...]]  # all of a chunk but its parameters' names
+Cut = tuple[str, bool, tuple[int, ...], tuple[int, ...]]  # all of a chunk but its parameters' names
 
 
 class ClosedForm:
@@ -159,7 +158,8 @@ class ShardedForm(ClosedForm):
     replicas: int = 1
     shares_updates: bool = False
     matrices: Sequence[Sequence[CutMatrix]] = ()
-    offload: str | None = None  # see Options
+    offload: str | None = None  # see Options; chunks say of themselves whether they are on the host
+    in_files: bool = False  # what rests on the host
     codes_rest: bool = False
     secondary_partition: int | None = None
     outer: OuterForm | None = None
@@ -208,7 +208,7 @@ class ShardedForm(ClosedForm):
             num_bytes = TALLY_BYTES * (1 + num_parameters + num_checks)
             _add(traffic, "norm", 1, 2 * num_bytes * (size - 1) // size)
         if self.offload:
-            owned = self.held_elements(rank).owned
+            owned = self._held_by(place, self._number(rank), on_host=True).owned
             elements = self._gathered_pieces(place) if self.offload == ALL else owned
             codes = self._section_bytes(rank, self.group_size)
             to_device = codes if self.codes_rest else self._compute * elements
@@ -217,11 +217,12 @@ class ShardedForm(ClosedForm):
         return traffic
 
     def _gathered_pieces(self, place: int) -> int:
-        """Return the elements of a rank's own pieces, padding included, as often as a step gathers them."""
+        """Return the elements of a rank's own pieces on the host, padding included, as often as a step gathers them."""
         return sum(
             alike.num_units * alike.num_gathers * chunk.section_numel(place)
             for alike in self.units_by_shape
             for chunk in alike.chunks
+            if chunk.on_host
         )
 
     def _gather_bytes(self, chunks: Unit, rank: int, num_ranks: int | None = None) -> int:
@@ -384,14 +385,15 @@ class ShardedForm(ClosedForm):
         return self._held_by(rank % self.group_size, self._number(rank))
 
     @cached_property
-    def _held_by(self) -> Callable[[int, int], HeldElements]:
-        """What the rank at a place holds, and updates by its number, summed once."""
+    def _held_by(self) -> Callable[..., HeldElements]:
+        """What the rank at a place holds, and updates by its number, or of it what rests on the host, summed once."""
 
-        def held_by(place: int, number: int) -> HeldElements:
+        def held_by(place: int, number: int, *, on_host: bool = False) -> HeldElements:
             parts = [
                 (self._held_of_chunk(chunk, place, fine.spans(number)), each.num_units)
                 for each in self.units_by_shape
                 for chunk, fine in zip(each.chunks, each.fine, strict=True)
+                if chunk.on_host or not on_host
             ]
             owned = (own.times(num) for held, num in parts for own in held.by_kind)
             resting = sum(num * held.resting for held, num in parts)
@@ -416,16 +418,25 @@ class ShardedForm(ClosedForm):
             held["master"] = ITEMSIZE[self.precision.master] * numel
         if self.offload is None:
             return held
-        owned = self.held_elements(rank).owned
-        if self.offload == ALL or self.codes_rest:
-            # Pieces are on the host; masters of their dtype are the pieces.
-            on_host = held["parameters"] - codes + held["master"] + self._reduce * owned
+        there = self._held_by(rank % self.group_size, self._number(rank), on_host=True)
+        if self.codes_rest:  # pieces are on the host, and masters are the pieces
+            on_host = held["parameters"] - codes + held["master"] + self._reduce * there.owned
             on_host += held["optimizer"]
-            return {**held, **NOTHING_LEFT, "parameters": codes, HOST: on_host}
-        master, is_cast = self.precision.master, self.precision.master != self.precision.compute
-        transit = max(self._reduce, self._compute if is_cast else 0)
-        on_host = held["optimizer"] + (ITEMSIZE[master] + transit) * owned
-        return {**held, "optimizer": 0, "master": 0, HOST: on_host}
+            return {**held, "optimizer": 0, "master": 0, "parameters": codes, HOST: on_host}
+        precision, keeps_pieces = self.precision, self.offload == ALL
+        master, is_cast = ITEMSIZE[precision.master], precision.master != precision.compute
+        moved = {
+            "optimizer": self.optimizer.num_bytes(there, master),
+            "master": master * there.owned if is_cast else 0,
+            "parameters": self._compute * there.resting if keeps_pieces else 0,
+        }
+        transit = there.owned * max(self._reduce, self._compute * (is_cast and not keeps_pieces))
+        # Masters of the parameters' dtype are the pieces, where these are there too.
+        apart = 0 if is_cast or keeps_pieces else master * there.owned
+        left = {kind: held[kind] - num_bytes for kind, num_bytes in moved.items()}
+        rests = sum(moved.values()) + apart
+        on_host = {HOST: transit, FILES: rests} if self.in_files else {HOST: transit + rests}
+        return {**held, **left, **on_host}
 
     def _secondary_bytes(self, rank: int) -> int:
         """Return the bytes that a rank keeps of all gathered units for its node."""
@@ -538,7 +549,7 @@ def trainable(unit: Unit) -> Unit:
 
 def _cut_without_names(chunk: Chunk) -> Cut:
     """Return all of a chunk but its parameters' names."""
-    return chunk.kind, chunk.cuts, tuple(member.stop for member in chunk.members)
+    return chunk.kind, chunk.on_host, chunk.cuts, tuple(member.stop for member in chunk.members)
 
 
 def _times(traffic: Traffic, kind: str, num: int, of: int) -> None:

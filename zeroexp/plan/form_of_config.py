@@ -6,13 +6,13 @@ from collections.abc import Collection, Sequence
 from dataclasses import replace
 from typing import Any
 
-from zeroexp.comm.facts import TRANSPORTS
+from zeroexp.comm.facts import ALL, TRANSPORTS
 from zeroexp.config.engines import ENGINES
 from zeroexp.config.keys import Config, UndefinedCombination, resolve
 from zeroexp.config.optimizer import OPTIMIZERS, optimizers_of, parameter_groups
 from zeroexp.config.vocabulary import vocabulary_of_data
 from zeroexp.cut.chunk import Chunk
-from zeroexp.cut.layout import LAYOUTS, lay_out
+from zeroexp.cut.layout import LAYOUTS
 from zeroexp.cut.matrix_step import CutMatrix, cut_matrices
 from zeroexp.cut.stage import Move, Placement, Stage
 from zeroexp.engines.build import options_of, row_dtypes, stage_of
@@ -53,9 +53,9 @@ def _sharded_form(config: Config, model: BuiltModel, transport: str, between: st
     strategy, world_size = config.strategy, config.world_size
     options = options_of(strategy)
     group_size = world_size // options.replicas
-    stage = stage_for_world(stage_of(strategy), group_size)
+    stage = stage_for_world(stage_of(strategy), group_size, options.offload)
     sends = options.gather_codec, options.reduce_codec, options.secondary_partition
-    if (any(sends) or options.offload == "all") and not TRANSPORTS[transport].is_collective:
+    if (any(sends) or options.offload == ALL) and not TRANSPORTS[transport].is_collective:
         transport = between = "gloo"
     shares_updates = options.optimizer_over == "all"
     if shares_updates and not TRANSPORTS[between].is_collective:
@@ -65,7 +65,7 @@ def _sharded_form(config: Config, model: BuiltModel, transport: str, between: st
     groups = group_parameters(model.module, model.blocks, options.unit, of_optimizer)
     specs = [specs_of(group) for group in groups]
     num_updating = world_size if shares_updates else group_size
-    layout = lay_out(options.layout, specs, num_updating, owners=options.owners)
+    layout = options.lay_out(specs, num_updating)
     schedule = ScheduleForm(
         accumulation=_accumulation(config),
         keep=options.keep,
@@ -92,6 +92,7 @@ def _sharded_form(config: Config, model: BuiltModel, transport: str, between: st
         matrices=_matrices(layout, model, options, stage, num_updating, whole),
         offload=options.offload,
         codes_rest=options.codes_rest,
+        in_files=options.offload_folder is not None,
         secondary_partition=options.secondary_partition,
         outer=_outer(config, options),
     )

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from zeroexp.config.engines import label_of
 from zeroexp.config.gpus import GPUS
 from zeroexp.config.keys import Config
-from zeroexp.measure.record import HOST, MOMENTS, Spread, kinds_in, on_device
+from zeroexp.measure.record import FILES, HOST, MOMENTS, Spread, kinds_in, on_device
 from zeroexp.measure.summary import spread
 from zeroexp.models.module import BuiltModel
 from zeroexp.plan.closed_forms import ClosedForm, ShardedForm
@@ -75,6 +75,7 @@ class Outcome:
     sent_inside: float  # the mean over ranks of what stays inside a node
     sent_between: float
     host: Spread | None = None  # states on the host, in no other figure; None: nothing rests there
+    files: Spread | None = None  # those of the host that lie in files instead
     bus: Spread | None = None  # bytes of one step between device and host
     label: str | None = None  # what the engine is, where its name tells less
     memory_gib: float | None = None  # of a device, less cluster.reserved_gib
@@ -126,7 +127,8 @@ class PlannedRank:
     sent: dict[str, int]
     held_elements: HeldElements
     bytes_at: dict[str, int]  # moment -> bytes of all kinds
-    host_bytes: int | None
+    host_bytes: int
+    files_bytes: int
     bus_bytes: int
 
 
@@ -179,11 +181,16 @@ def _outcome_of(name: str, config: Config, form: ClosedForm, machines: Machines)
         sent_by_kind=busiest.sent,
         sent_inside=inside,
         sent_between=sent.mean - inside,
-        host=spread(host) if any(host := [rank.host_bytes or 0 for rank in ranks]) else None,
-        bus=spread(bus) if any(bus := [rank.bus_bytes for rank in ranks]) else None,
+        host=_spread_if_any([rank.host_bytes for rank in ranks]),
+        files=_spread_if_any([rank.files_bytes for rank in ranks]),
+        bus=_spread_if_any([rank.bus_bytes for rank in ranks]),
         label=label_of(config.strategy.implementation, config.strategy.name, outer),
         memory_gib=_available_gib(config),
     )
+
+
+def _spread_if_any(per_rank: list[int]) -> Spread | None:
+    return spread(per_rank) if any(per_rank) else None
 
 
 def _sent_inside(form: ClosedForm, machines: Machines, ranks: Sequence[PlannedRank]) -> float:
@@ -222,7 +229,8 @@ def _planned_rank(form: ClosedForm, rank: int) -> PlannedRank:
         sent=traffic.bytes_by_kind,
         held_elements=form.held_elements(rank),
         bytes_at=dict(zip(MOMENTS, totals, strict=True)),
-        host_bytes=max((kinds[HOST] for kinds in held if HOST in kinds), default=None),
+        host_bytes=max(kinds.get(HOST, 0) for kinds in held),
+        files_bytes=max(kinds.get(FILES, 0) for kinds in held),
         bus_bytes=sum(traffic.bus_bytes.values()),
     )
 
@@ -245,7 +253,9 @@ def plan_beside(
     planned["after_backward"] = max(rank.bytes_at["after_backward"] for rank in ranks)
     if isinstance(form, ShardedForm):
         if form.offload:
-            planned["host"] = max(rank.host_bytes or 0 for rank in ranks)
+            planned["host"] = max(rank.host_bytes for rank in ranks)
+            if form.in_files:
+                planned["files"] = max(rank.files_bytes for rank in ranks)
             planned["bus"] = max(rank.bus_bytes for rank in ranks)
         sent = [sum(rank.sent.values()) for rank in ranks]
         planned["sent"] = max(sent)

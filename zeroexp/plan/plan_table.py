@@ -19,9 +19,9 @@ MEANINGS = (
     "gathered units, gradients on their way): --rehearse tells the peak. fits: tight where model states fit, but "
     "perhaps not the peak, or where the allocator must make room in every step. skew: what the rank that owns most "
     "updates, over the mean; idle: ranks that update nothing. sent: per step, of the rank that sends most; inside, "
-    "between: nodes, the mean over ranks. host, bus: what rests on the host, in no total, and what travels to it and "
-    "back (strategy.offload). second.: the secondary copy of parameters, and the gathers that it keeps inside of a "
-    "node (strategy.secondary_partition)."
+    "between: nodes, the mean over ranks. host, files, bus: what rests on the host, there in files, in no total, and "
+    "what travels to it and back (strategy.offload). second.: the secondary copy of parameters, and the gathers that "
+    "it keeps inside of a node (strategy.secondary_partition)."
 )
 # Columns of the tables: figures of a row, and the heads that have room for them.
 POINT = {
@@ -41,6 +41,7 @@ MEMORY = {
     "total_bytes": "total",
     "total_bytes_mean": "mean",
     "host_bytes": "host",
+    "files_bytes": "files",
     "fits": "fits",
 }
 TRAFFIC = {  # of what a step sends all but the few bytes of the norm
@@ -154,8 +155,8 @@ def row_of(each: PlannedPoint | Point) -> Row:
     row |= {"sent_bytes": outcome.sent.fullest, "sent_bytes_mean": outcome.sent.mean}
     row |= {f"sent_{kind}_bytes": sent for kind, sent in outcome.sent_by_kind.items()}
     row |= {"sent_inside_bytes": outcome.sent_inside, "sent_between_bytes": outcome.sent_between}
-    for name, ranks in (("host_bytes", outcome.host), ("bus_bytes", outcome.bus)):
-        row |= {name: ranks.fullest} if ranks else {}
+    for name in ("host", "files", "bus"):
+        row |= {f"{name}_bytes": ranks.fullest} if (ranks := getattr(outcome, name)) else {}
     if outcome.rehearsed:
         peak = outcome.rehearsed.fullest
         row |= {"rehearsed_peak_bytes": peak.num_bytes, "rehearsed_phase": peak.phase}

@@ -21,7 +21,7 @@ ABSENT = "–"
 LONGEST = 24  # characters of a setting; the end of a path says more than its beginning
 RARE = (
     *("master", "secondary", "buffers", "outer", "build", "by link"),
-    *("host", "host peak", "over bus"),
+    *("host", "host peak", "files", "resident", "over bus"),
 )  # bytes that most runs do not have, or know
 FOR_READERS = ("interval", "predicted", "outcome")  # programs have their parts
 
@@ -103,11 +103,12 @@ def all_columns(points: Sequence[Point], conclusions: Conclusions | None = None)
     )
     mfu = _number("mfu", lambda s: utilisation(s, peaks), "MFU", "%", ".1f", 100, "times")
     planned, predicted, *plan = _plan_columns()
-    *memory, build, host, host_peak, sent, wire, link, bus = map(_spread, SPREADS)
+    *memory, build, host, host_peak, files, resident, sent, wire, link, bus = map(_spread, SPREADS)
     return [
         *[POINT, *point_columns(points), loss, _if_any(validation), _if_any(accuracy)],
         *[replace(step, doubt=why_doubtful), *times, _if_any(mfu)],
         *[*chain(*memory), _if_any(planned), *build, *host, *host_peak],
+        *[*files, *resident],
         *[_if_any(predicted), *plan, *sent, *wire, *link, *bus],
         *(_conclusion_columns(conclusions) if conclusions else []),
         *_columns_for_programs(points, peaks),
@@ -177,6 +178,8 @@ SPREADS: dict[str, tuple[str, Callable[[RunSummary], Spread | None]]] = {
     "build_peak_bytes": ("build", lambda s: s.memory.build_peak),
     "host_bytes": ("host", lambda s: s.memory.host),
     "host_peak_bytes": ("host peak", lambda s: s.memory.host_peak),
+    "files_bytes": ("files", lambda s: s.memory.files),
+    "resident_bytes": ("resident", lambda s: s.memory.resident),
     "sent_bytes_per_step": ("sent/step", lambda s: s.sent_bytes_per_step),
     "wire_bytes_per_step": ("by TCP", lambda s: s.wire_bytes_per_step),
     "link_bytes_per_step": ("by link", lambda s: s.link_bytes_per_step),

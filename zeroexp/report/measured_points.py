@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from statistics import fmean, median
 
-from zeroexp.measure.record import HOST, RunSummary, StepRecord
+from zeroexp.measure.record import OFF_DEVICE, RunSummary, StepRecord
 from zeroexp.report.reading import records_of
 from zeroexp.tracking.run import Run
 
@@ -102,7 +102,7 @@ class Point:
     def held_bytes(self) -> dict[str, float]:
         """Bytes by kind of the fullest rank after backward, on its device."""
         held = self.summary.memory.fullest_at.get(MOMENT, {}) if self.summary else {}
-        return {kind: num_bytes for kind, num_bytes in held.items() if kind != HOST}
+        return {kind: num_bytes for kind, num_bytes in held.items() if kind not in OFF_DEVICE}
 
     @property
     def sent_bytes(self) -> dict[str, float]:

@@ -119,6 +119,9 @@ def _meanings(points: Sequence[Point]) -> list[str]:
         "to the host and back in a step (strategy.offload)."
         if any(s.memory.host for s in summaries)
         else "",
+        "files: states in strategy.offload_folder; resident: what of these the kernel kept in memory, in no total."
+        if any(s.memory.files for s in summaries)
+        else "",
         describe_peak_flops(points),
         DOUBT if any(map(why_doubtful, points)) else "",
         *drift_lines(points),

@@ -144,7 +144,7 @@ def _memory_entries(summary: RunSummary) -> dict[str, float]:
     spreads = {KIND_NAMES[kind]: ranks for kind, ranks in memory.by_kind.items()}
     spreads |= {
         name: ranks
-        for name in ("total", "peak", "build_peak", "host", "host_peak")
+        for name in ("total", "peak", "build_peak", "host", "host_peak", "files", "resident")
         if (ranks := getattr(memory, name)) is not None
     }
     fullest = {f"memory/{name}_mib": _mib(s.fullest) for name, s in spreads.items()}
@@ -173,7 +173,7 @@ def _plan_entries(summary: RunSummary) -> dict[str, float]:
     """Return what was planned, and by how much the measurement differs; zero means to the byte."""
     whole = {"total": "total", "after_backward": "after_backward"}
     whole |= {"sent": "sent_per_step", "link": "link_per_step"}
-    whole |= {"host": "host", "bus": "bus_per_step"}
+    whole |= {"host": "host", "files": "files", "bus": "bus_per_step"}
     names = {**KIND_NAMES, **whole}
     planned = {f"plan_{names[name]}_mib": _mib(v) for name, v in summary.plan.items()}
     errors = {f"plan_error_{names[name]}_mib": _mib(v) for name, v in summary.plan_errors.items()}

@@ -55,7 +55,7 @@ def validate(
             sums = [loss_sum(output, batch.labels, task), _num_hits(output, batch.labels, task)]
             if turn.counts:
                 total += torch.stack([each.to(total.dtype) for each in sums])
-    collectives.sum_scalar(total, "validation")
+    collectives.sum_scalar_later(total, "validation").wait()
     take_traffic()
     barrier()
     loss, hits = (total / data.num_valid_labels).tolist()

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from zeroexp.comm.collectives import Collectives
 from zeroexp.comm.sizes import slot_bytes, slot_bytes_of_sums
 from zeroexp.cut.chunk import FROZEN, Chunk
-from zeroexp.cut.layout import LAYOUTS, Units, lay_out
+from zeroexp.cut.layout import LAYOUTS, Units
 from zeroexp.cut.stage import Placement, Stage
 from zeroexp.interface.values import Read, Values
 from zeroexp.process import world as worlds
@@ -120,7 +120,7 @@ def make_units(
 ) -> list[Unit]:
     """Cut every group and move its parameters, or their `values`, to where they rest."""
     specs = [specs_of(group) for group in groups]
-    layout = _agreed_layout(options.layout, specs, options.owners, wire)
+    layout = _agreed_layout(options, specs, wire)
     bucket_bytes = settled.bucket_bytes
     in_group = [[chunk.for_ranks(wire.group.size) for chunk in chunks] for chunks in layout]
     _reserve(in_group, stage, dtypes, wire, bucket_bytes)
@@ -139,17 +139,17 @@ def make_units(
     return units
 
 
-def _agreed_layout(
-    name: str, specs: Units, owners: str, wire: Collectives
-) -> list[tuple[Chunk, ...]]:
+def _agreed_layout(options: Options, specs: Units, wire: Collectives) -> list[tuple[Chunk, ...]]:
     """Cut as all ranks do. Raises ValueError on all ranks where a rule of others cuts differently on one of them."""
-    size, layout, refusal = len(wire.updating), [], None
+    name, layout, refusal = options.layout, [], None
     try:
-        layout = lay_out(name, specs, size, owners=owners)
+        layout = options.lay_out(specs, len(wire.updating))
     except ValueError as error:
         refusal = error
     if not wire.same_everywhere(zlib.crc32(f"{layout} {refusal}".encode())):
-        rule = f"strategy.owners={owners} or its layout" if LAYOUTS[name].has_owners else "it"
+        rule = (
+            f"strategy.owners={options.owners} or its layout" if LAYOUTS[name].has_owners else "it"
+        )
         raise ValueError(
             f"strategy.implementation={name}: ranks cut the parameters differently: {rule} must follow from names, "
             "sizes and the number of ranks alone (`hash` of a text, pids, time and unseeded chance differ by rank)"

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from zeroexp.comm.collectives import Collectives
+from zeroexp.comm.facts import ON_DEVICE
 from zeroexp.cut.stage import Stage
 from zeroexp.interface.buffers import Buffers
 from zeroexp.interface.canonical import WEIGHT
@@ -79,7 +80,7 @@ class Engine:
         carried_out_by = stage, options, max_grad_norm, values, world
         self._observer.building(module, blocks, *trained_by, *carried_out_by)
         dtypes = dtypes or own_dtypes(module)
-        stage = stage_for_world(stage, world.size // options.replicas)
+        stage = stage_for_world(stage, world.size // options.replicas, options.offload)
         if values is not None:
             make_places(module, world.device)
         # torch can not convert modules of fake tensors, and a fake world is given a model that lies on its device.
@@ -103,7 +104,7 @@ class Engine:
         for unit, group in zip(self.units, groups, strict=True):
             attach(unit, group.module, self._schedule, self._observer)
         self._trainable = [p for unit in self.units for p in unit.trainable_parameters]
-        with self.wire.bus.on_host():
+        with self.wire.bus.at(self.wire.bus.places[0]):
             self.optimizer = make_optimizer(
                 optimizer_factory, _masters_in_groups(self.units, param_groups)
             )
@@ -191,10 +192,13 @@ class Engine:
         for unit in self.units:
             for kind, tensors in unit.states().items():
                 getattr(states, kind).extend(tensors)
-        for state in self.optimizer.state.values():
-            states.optimizer.extend(v for v in state.values() if isinstance(v, Tensor))
+        on_host: list[Tensor] = []
+        for master, state in self.optimizer.state.items():
+            at_host = self.wire.bus.place_of(master) != ON_DEVICE
+            moments = on_host if at_host else states.optimizer
+            moments.extend(v for v in state.values() if isinstance(v, Tensor))
         states.outer.extend(self._outer.tensors)
-        return self.wire.bus.counted_apart(states)
+        return self.wire.bus.counted_apart(states, on_host)
 
     def state_dict(self) -> CanonicalState:
         self.drain()
@@ -216,17 +220,17 @@ class Engine:
     def load_state_dict(self, state: CanonicalState) -> None:
         self._schedule.drain()
         targets = load_targets(self.units)
-        with self.wire.bus.on_host():
-            load_state(
-                self._outer.own_state(state),
-                targets,
-                names=[name for name, _ in self.model.named_parameters()],
-                optimizer=self.optimizer,
-                python=self._python,
-                buffers=self._buffers,
-                same_everywhere=self.wire.same_everywhere,
-                before_writes=self.wire.quiesce,
-            )
+        load_state(
+            self._outer.own_state(state),
+            targets,
+            names=[name for name, _ in self.model.named_parameters()],
+            optimizer=self.optimizer,
+            python=self._python,
+            buffers=self._buffers,
+            same_everywhere=self.wire.same_everywhere,
+            before_writes=self.wire.quiesce,
+            keeping=lambda tensor: self.wire.bus.keeping([tensor], self.optimizer.state),
+        )
         self._outer.load(state, targets)
         for unit in self.units:
             unit.forget_residuals()
@@ -261,22 +265,35 @@ class Engine:
         return None if float(scale) == 1.0 else scale
 
     def _update(self, handed: Sequence[MasterGradient], scale: Tensor | None) -> None:
-        """Run one step of the optimizer on all masters that have a gradient."""
+        """Run one step of the optimizer on all masters that have a gradient, one place after the other."""
         self._outer.before_update()
-        with self.wire.bus.on_host():
-            gradients = self.wire.bus.gradients([(each.master, each.gradient) for each in handed])
-            if scale is not None and gradients:
-                torch._foreach_mul_(gradients, scale.to(gradients[0].device))
+        bus, groups = self.wire.bus, self.optimizer.param_groups
+        # Copied before an update of the device begins, for whose end they would wait.
+        scales = {p: scale if scale is None else scale.to(bus.device_of(p)) for p in bus.places}
+        options = [dict(group) for group in groups]
+        for place, own_scale in scales.items():
+            for group, own in zip(groups, options, strict=True):
+                group.clear()  # so that an optimizer which counts its steps there counts one
+                group.update(own)
+            there = [each for each in handed if bus.place_of(each.master) == place]
+            with bus.at(place):
+                gradients = bus.gradients([(e.master, e.gradient) for e in there], place)
+                if own_scale is not None and gradients:
+                    torch._foreach_mul_(gradients, own_scale)
+            self._step_optimizer([each.master for each in there], gradients)
+
+    def _step_optimizer(self, masters: Sequence[nn.Parameter], gradients: Sequence[Tensor]) -> None:
         with unguarded():
-            for each, gradient in zip(handed, gradients, strict=True):
-                each.master.grad = gradient
+            for master, gradient in zip(masters, gradients, strict=True):
+                master.grad = gradient
+        keeping = self.wire.bus.keeping(masters, self.optimizer.state)
         try:
-            with self._observer.updating(), self.wire.bus.on_host():
+            with self._observer.updating(), keeping:
                 self.optimizer.step()
         finally:
             with unguarded():
-                for each in handed:
-                    each.master.grad = None
+                for master in masters:
+                    master.grad = None
 
 
 def _masters_in_groups(

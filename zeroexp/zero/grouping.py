@@ -5,8 +5,8 @@ that lies outside all of them, belongs to the root unit, whose parameters are th
 least until backward reaches its first block.
 
 [Note: world of one] The piece of a single rank is the whole, and its own gradient is the sum. So one rank carries out
-every stage as ddp: it gathers, reduces and publishes nothing, and gradients stay where autograd left them
-(`Gradients.owned`).
+every stage as ddp, unless its pieces are on the host: it gathers, reduces and publishes nothing, and gradients stay
+where autograd left them (`Gradients.owned`).
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from zeroexp.comm.facts import ALL
 from zeroexp.cut.chunk import FROZEN, ParameterSpec
 from zeroexp.cut.stage import STAGES, Stage
 
@@ -39,9 +40,9 @@ class Group:
     layouts: Mapping[nn.Parameter, str]  # likewise
 
 
-def stage_for_world(stage: Stage, world_size: int) -> Stage:
+def stage_for_world(stage: Stage, world_size: int, offload: str | None = None) -> Stage:
     """Return the stage that `world_size` ranks carry out, see [Note: world of one]."""
-    return stage if world_size > 1 else STAGES["ddp"]
+    return stage if world_size > 1 or offload == ALL else STAGES["ddp"]
 
 
 def group_parameters(

@@ -4,7 +4,7 @@ Rank 1 of 4 holds this ('#' real memory, '.' not held):
 
     parameters rest sharded     full  . . . .  (# # # # only while gathered)      piece  # (its quarter)
     parameters rest replicated  full  # # # #                                     piece  = full[section 1]
-    master of another dtype     one flat tensor over the spans the optimizer owns here; so are all on the host
+    master of another dtype     one flat tensor over the spans the optimizer owns here; so is one on the host
     master of the same dtype    views of piece / full
     parameters rest as codes    piece in the master's dtype, masters are its views; the unit has the codes (unit.py)
 
@@ -178,7 +178,7 @@ def allocate(
     is_master = wire.codes_rest and chunk.kind != FROZEN
     if stage.parameters is Placement.SHARD:
         dtype = dtypes.master if is_master else dtypes.compute
-        piece = wire.empty_piece(chunk.section_numel(rank), dtype).zero_()
+        piece = wire.empty_piece(chunk, dtype).zero_()
     else:
         full = wire.empty(chunk.padded_numel, dtypes.compute).zero_()
         piece = full[chunk.section(rank)]
@@ -202,10 +202,11 @@ def allocate(
 def _make_masters(held: Held, dtypes: Dtypes, wire: Collectives) -> None:
     """Make masters: views of the parameters' own memory where dtypes and devices agree, else memory of their own."""
     values: Sequence[Tensor] = [elements for _, elements in held.own_elements()]
-    lies_apart = wire.bus.is_used and not wire.bus.keeps_pieces
+    lies_apart = held.chunk.on_host and not wire.bus.keeps_pieces
     if (dtypes.master is not held.piece.dtype or lies_apart) and values:
         sizes = [span.numel for span in held.owned]
-        held.master_flat = wire.bus.empty(sum(sizes), dtypes.master, held.piece.device)
+        empty = wire.bus.empty if held.chunk.on_host else held.piece.new_empty
+        held.master_flat = empty(sum(sizes), dtype=dtypes.master)
         values = held.master_flat.split(sizes)
     for value, span in zip(values, held.owned, strict=True):
         shape = held.shapes[span.member]
@@ -213,7 +214,8 @@ def _make_masters(held: Held, dtypes: Dtypes, wire: Collectives) -> None:
         whole = span.numel == shape.numel()
         # `.data` gives it a version counter of its own, which only writes into the master advance.
         held.masters.append(nn.Parameter((value.view(shape) if whole else value).data))
-    wire.bus.connect(held.masters, dtypes.compute, dtypes.reduce)
+    if held.chunk.on_host:
+        wire.bus.connect(held.masters, dtypes.compute, dtypes.reduce)
     if held.master_flat is not None:
         pairs = zip(held.own_elements(), held.masters, strict=True)
         held.elements = [elements.view(master.shape) for (_, elements), master in pairs]

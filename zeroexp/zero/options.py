@@ -11,7 +11,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from zeroexp.comm.facts import Facts
+from zeroexp.comm.facts import ALL, Facts
+from zeroexp.cut.chunk import Chunk
+from zeroexp.cut.layout import Units, lay_out, place_on_host
 from zeroexp.cut.stage import Placement, Stage, default_reduce_each
 
 MIB = 1 << 20
@@ -92,13 +94,26 @@ class Options:
     # `optimizer`: masters and optimizer state rest on the host, where the update is. `all`: parameters that rest
     # sharded too. None: on the device.
     offload: str | None = None
+    # The share of the elements of which that holds: whole chunks, see place_on_host (cut/layout.py).
+    offload_fraction: float = 1.0
+    # The folder of a file for each rank, mapped into its memory, in which lies what rests on the host; None: no file.
+    offload_folder: str | None = None
+
+    def lay_out(self, units: Units, group_size: int) -> list[tuple[Chunk, ...]]:
+        """Return the chunks of every unit, cut for a group of ranks, those marked that rest on the host."""
+        layout = lay_out(self.layout, units, group_size, owners=self.owners)
+        if self.offload is None:
+            return layout
+        return place_on_host(
+            layout, self.offload_fraction, frozen=self.offload == ALL or self.codes_rest
+        )
 
     @property
     def of_moves(self) -> dict[str, Any]:
         """Those that the moves between ranks, and to the host, are made with."""
         names = ("transport", "replicas", "reductions_apart", "gather_codec", "reduce_codec")
-        names = (*names, "codes_rest", "error_feedback", "secondary_partition", "offload")
-        names = (*names, "optimizer_over")
+        names = (*names, "codes_rest", "error_feedback", "secondary_partition", "optimizer_over")
+        names = (*names, "offload", "offload_fraction", "offload_folder")
         of_names = {name: getattr(self, name) for name in names}
         return {**of_names, "sums_each_step": self.outer is None}
 

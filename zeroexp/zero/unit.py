@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from zeroexp.comm.base import GatherPart, Pending, Residuals
 from zeroexp.comm.collectives import Collectives
+from zeroexp.comm.facts import ON_DEVICE, ON_HOST
 from zeroexp.comm.secondary import SecondaryCopy
 from zeroexp.cut.bucket import Bucket, cut_in_buckets
 from zeroexp.cut.chunk import FROZEN, Chunk
@@ -188,7 +189,7 @@ class Unit:
         for held, gradients in zip(self.trainable, self._gradients, strict=True):
             owned = zip(held.parameters_with_masters(), gradients.owned(), strict=True)
             for (parameter, master), gradient in owned:
-                if not self._wire.bus.is_used:
+                if not held.chunk.on_host:
                     gradient = gradient.to(master.dtype)
                 if gradient.shape != master.shape:
                     gradient = gradient.view(master.shape)
@@ -201,10 +202,12 @@ class Unit:
     def publish(self) -> None:
         """Start O -> P: masters become parameters everywhere. `arrive` ends it."""
         self.generation += 1
-        if casts := [pair for held in self.trainable for pair in held.casts()]:
-            elements, masters = zip(*casts, strict=True)
-            with torch.no_grad(), unguarded():
-                self._wire.bus.to_device(elements, masters)
+        for place in (ON_DEVICE, ON_HOST):
+            there = (held for held in self.trainable if held.chunk.on_host == place)
+            if casts := [pair for held in there for pair in held.casts()]:
+                elements, masters = zip(*casts, strict=True)
+                with torch.no_grad(), unguarded():
+                    self._wire.bus.to_device(elements, masters, place)
         if self._parts_between:  # pieces are offered below
             self._wire.gather_between(self._parts_between, str(self)).wait()
         if self.is_sharded:

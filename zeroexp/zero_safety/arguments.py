@@ -206,21 +206,37 @@ def refuse_options(options: Options, stage: Stage, world_size: int) -> None:
         raise ValueError(
             "options.error_feedback=True: gradients are not rounded, set reduce_codec, or use False"
         )
-    if (options.gather_codec or options.reduce_codec) and options.transport == "direct":
+    if options.offload == ALL and stage.parameters is not Placement.SHARD:
         raise ValueError(
-            "options.transport=direct: ranks read each other's memory, so that a codec saves nothing; use auto"
+            "options.offload=all: parameters that rest whole stay on the device, use optimizer, or zero3"
         )
-    if options.offload == ALL and (stage.parameters is not Placement.SHARD or world_size == 1):
-        raise ValueError(
-            "options.offload=all: parameters that rest whole stay on the device, use optimizer, or zero3 on two ranks"
-        )
-    if options.offload == ALL and options.transport == "direct":
-        raise ValueError(
-            "options.transport=direct: ranks read each other's memory, and pieces are on the host; use auto"
-        )
+    _refuse_part_on_host(options)
+    for what, is_set in (
+        ("a codec saves nothing", options.gather_codec or options.reduce_codec),
+        ("a secondary copy saves nothing", options.secondary_partition),
+        ("no piece can be on the host", options.offload == ALL),
+    ):
+        if is_set and options.transport == "direct":
+            raise ValueError(
+                f"options.transport=direct: ranks read each other's memory, so that {what}; use auto"
+            )
     if stage.gradients is Placement.PARTIAL and options.reduce_each == "microbatch":
         raise ValueError(
             "reduce_each=microbatch: gradients that rest partial are reduced once, use step or zero2"
+        )
+
+
+def _refuse_part_on_host(options: Options) -> None:
+    part, folder = options.offload_fraction, options.offload_folder
+    if not (is_number(part) and 0 < part <= 1):
+        raise ValueError(f"options.offload_fraction={part!r}: use a share above 0, up to 1")
+    if options.codes_rest and (part != 1 or folder is not None):
+        raise ValueError(
+            f"options.offload_fraction={part}, offload_folder={folder}: not beside codes at rest, leave them out"
+        )
+    if options.offload is None and (part != 1 or folder is not None):
+        raise ValueError(
+            f"options.offload_fraction={part}, offload_folder={folder}: nothing is offloaded, set offload"
         )
 
 
@@ -251,10 +267,6 @@ def refuse_secondary_partition(options: Options, stage: Stage, world_size: int) 
         raise ValueError(f"{key}: use the number of ranks of a node, 2 or more, or None")
     if problem := why_no_secondary_copy(num_ranks, stage, world_size // options.replicas):
         raise ValueError(f"{key}: {problem[0]}; {problem[1]}")
-    if options.transport == "direct":
-        raise ValueError(
-            "options.transport=direct: ranks read each other's memory, so that a secondary copy saves nothing; use auto"
-        )
     if options.offload == ALL:
         raise ValueError(
             f"{key}: keeps on the device what options.offload=all puts on the host; use one of them"

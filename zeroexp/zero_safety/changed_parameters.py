@@ -57,7 +57,9 @@ class ParameterWatch:
         self._all += [master for _, master in masters]
         # Plain code may write parameters on a single rank whose optimizer updates the parameters themselves.
         self._alone = world.size == 1 and all(
-            held.master_flat is None for unit in self._units for held in unit.trainable
+            held.master_flat is None and not unit.is_sharded
+            for unit in self._units
+            for held in unit.trainable
         )
         self._summed = [
             parameter

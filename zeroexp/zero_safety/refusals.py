@@ -74,7 +74,7 @@ class Refusals(Observer):
         zero_grad: Callable[..., None],
         wire: Collectives,
     ) -> None:
-        self._is_alone = wire.world.size == 1
+        self._is_alone = wire.world.size == 1 and not any(unit.is_sharded for unit in units)
         self._are_taken = False  # whether gradients are marked as taken
         self._units, self._wire = units, wire
         self._num_equal = 0  # steps that have left all replicas the same weights
