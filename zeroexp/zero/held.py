@@ -72,13 +72,15 @@ class Held:
     pinned: Tensor | None = None
     # What parameters show while freed: one nan in their shape, so that C++ code, which no guard sees, makes nan of it.
     nothing: list[Tensor] = field(init=False)
-    # Index of the summed span, by member: a rank has at most one span of a member.
+    # Index of the summed span, and of the owned one, by member: a rank has at most one span of a member.
     span_of: dict[int, int] = field(init=False)
+    owned_of: dict[int, int] = field(init=False)
 
     def __post_init__(self) -> None:
         nan = torch.full((), float("nan"), dtype=self.dtype, device=self.device)
         self.nothing = [nan.expand(shape) for shape in self.shapes]
         self.span_of = {span.member: index for index, span in enumerate(self.summed)}
+        self.owned_of = {span.member: index for index, span in enumerate(self.owned)}
 
     @property
     def is_trainable(self) -> bool:
@@ -154,9 +156,10 @@ class Held:
         elif member in self.span_of:
             span = self.summed[self.span_of[member]]
             self.piece[span.offset : span.offset + span.numel].copy_(read(span.start, span.stop))
-        for span, master in zip(self.owned, self.masters, strict=self.is_trainable):
-            if span.member == member and self.master_flat is not None:
-                master.detach().view(-1).copy_(read(span.start, span.stop))
+        if self.master_flat is not None and member in self.owned_of:
+            index = self.owned_of[member]
+            span, master = self.owned[index], self.masters[index].detach()
+            master.view(-1).copy_(read(span.start, span.stop))
 
 
 def allocate(
