@@ -83,9 +83,16 @@ class MessageLayout:
 
     @cached_property
     def is_table(self) -> bool:
-        """Whether the message is a table of ranks in which each chunk, cut in as many rows as it fills, is a column."""
+        """Whether the message is a table of ranks in which each chunk, cut in as many rows as it fills, is a column.
+
+        No column is empty, as one is that only padding of a group's piece is left for.
+        """
         num = self.num_ranks
-        return all(c.even and c.cuts[1] == -(-c.unpadded_numel // num) for c in self.chunks)
+        widths = [-(-chunk.unpadded_numel // num) for chunk in self.chunks]
+        return all(widths) and all(
+            chunk.even and chunk.cuts[1] == width
+            for chunk, width in zip(self.chunks, widths, strict=True)
+        )
 
     @cached_property
     def sections(self) -> list[Run]:
