@@ -272,9 +272,10 @@ class Engine:
         scales = {p: scale if scale is None else scale.to(bus.device_of(p)) for p in bus.places}
         options = [dict(group) for group in groups]
         for place, own_scale in scales.items():
-            for group, own in zip(groups, options, strict=True):
-                group.clear()  # so that an optimizer which counts its steps there counts one
-                group.update(own)
+            if place != bus.places[0]:  # an optimizer that counts in its groups counts one step
+                for group, own in zip(groups, options, strict=True):
+                    group.clear()
+                    group.update(own)
             there = [each for each in handed if bus.place_of(each.master) == place]
             with bus.at(place):
                 gradients = bus.gradients([(e.master, e.gradient) for e in there], place)
