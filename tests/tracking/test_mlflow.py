@@ -18,7 +18,7 @@ import pytest
 
 from tests.run_folders import record, write_run
 from zeroexp.config.keys import ConfigError, load, save
-from zeroexp.tracking import views
+from zeroexp.tracking import attempt, views
 from zeroexp.tracking.files import RecordWriter, read_timed_records, write_json
 from zeroexp.tracking.mlflow import MlflowTracker
 from zeroexp.tracking.store import METRICS_PER_CALL, store_uri
@@ -182,6 +182,26 @@ def test_a_run_can_be_followed_and_a_resumed_one_goes_on(
     tracker.log_run(folder)
     assert status(outputs, run_id) == "FINISHED"
     assert num_metrics(outputs, run_id) == 4 * METRICS_PER_STEP
+
+
+def test_steps_that_a_killed_attempt_had_sent_stand_once_after_the_next_repeats_them(
+    tracker: MlflowTracker, outputs: Path, sweep: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = write_run(sweep / "run", num_steps=7, status="running")  # killed behind step 4
+    live = MlflowTracker(None, tracker.store.experiment, outputs)
+    run_id = live.log_run(folder)
+    tracker.log_steps(run_id, read_timed_records(folder)[:3])  # of `zeroexp watch`, which lags
+    monkeypatch.setenv(attempt.NUMBER, "2")  # which `begin` sets
+    attempt.begin(folder, 2)
+    with RecordWriter(folder, from_step=4, rests_on=True) as writer:
+        for step in range(4, 9):
+            writer.write(replace(record(step), step_seconds=9.0 + step))
+    again = MlflowTracker(None, tracker.store.experiment, outputs)
+    for each in (again, tracker):
+        each.log_run(folder)
+    for key in ("loss", "time/step_ms"):
+        query = "select step from metrics where run_uuid = ? and key = ? order by step"
+        assert ask(outputs, query, run_id, key) == [(step,) for step in range(9)], key
 
 
 def test_a_run_that_is_run_again_is_another_run(

@@ -14,6 +14,7 @@ from zeroexp.measure.record import STEP_SECONDS, RunSummary, StepRecord
 from zeroexp.tracking.json_files import loads
 
 MIB = 2**20
+LAST_OF_STEP = "traffic/step_sent_mib"  # a store that has it has all of its step
 KIND_NAMES = {
     "parameters": "params",
     "gradients": "grads",
@@ -55,7 +56,7 @@ def step_entries(written_at: float, record: StepRecord) -> list[Entry]:
     if record.verbs:
         exposed = sum(verb.exposed for verb in record.verbs.values())
         values["time/step_exposed_ms"] = _milliseconds(exposed)
-    values["traffic/step_sent_mib"] = _mib(sum(record.traffic.bytes_by_kind.values()))
+    values[LAST_OF_STEP] = _mib(sum(record.traffic.bytes_by_kind.values()))
     return [Entry(key, value, _timestamp(written_at), record.step) for key, value in values.items()]
 
 

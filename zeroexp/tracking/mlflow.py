@@ -1,7 +1,7 @@
 """Send run folders to MLflow as runs and saved views of one experiment, through a store that `store.py` opens.
 
-Everything is made from the files of a run. So no measured rank calls anything here, sending again writes the same rows,
-and a store that was away can be filled later.
+Everything is made from the files of a run. So no measured rank calls anything here, sending again changes nothing, and
+a store that was away can be filled later.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from zeroexp.measure.record import StepRecord
-from zeroexp.tracking import entries, labels, views
+from zeroexp.tracking import attempt, entries, labels, views
 from zeroexp.tracking.files import RECORDS, read_json, read_timed_records, write_json
 from zeroexp.tracking.run import read_run
 from zeroexp.tracking.store import Store
@@ -60,7 +60,7 @@ class MlflowTracker:
     ) -> None:
         """`uri` None means a sqlite file in `outputs`. Raises ConfigError for a store that MLflow refuses."""
         self.store = Store(uri, experiment, Path(outputs))
-        self._sent: dict[str, set[int]] = {}  # sent steps by run id
+        self._sent: dict[tuple[str, int], set[int]] = {}  # steps by run id and attempt
 
     def start_run(self, folder: Path) -> str:
         """Return the id of the run folder's MLflow run; the first call creates the run, later calls reopen it.
@@ -89,9 +89,8 @@ class MlflowTracker:
     def log_run(self, folder: Path, status: str | None = None) -> str | None:
         """Send everything the folder holds; call this at any time, also while the run goes on.
 
-        This object remembers which steps it has sent; another object sends the same rows again. `status` is one of
-        state.json's words, by default the one in that file; a final status closes the run. Returns the id of the MLflow
-        run, or None for a skipped point, which never was a run.
+        `status` is one of state.json's words, by default the one in that file; a final status closes the run. Returns
+        the id of the MLflow run, or None for a skipped point, which never was a run.
         """
         run, records = read_run(folder), read_timed_records(folder)
         status = status or run.status
@@ -100,7 +99,7 @@ class MlflowTracker:
         run_id = self.start_run(folder)
         ended = labels.end_time(run, status, records)
         summary = [] if run.summary is None else entries.summary_entries(ended, run.summary)
-        self.log_steps(run_id, records)
+        self.log_steps(run_id, records, attempt.newest(folder))
         self.store.send(run_id, summary, labels.run_params(run), labels.run_tags(run, status))
         if labels.MLFLOW_STATUS[status] != labels.RUNNING:
             self.store.send(run_id, entries.system_entries(folder))
@@ -129,9 +128,18 @@ class MlflowTracker:
         place = f"experiments/{link.experiment_id}/runs/{link.run_id}/artifacts/{PAGE}"
         return f"{self.store.address}/#/{place}"
 
-    def log_steps(self, run_id: str, records: Sequence[tuple[float, StepRecord]]) -> None:
-        """Send those of the steps (Unix seconds of writing, record) that this object has not sent yet."""
-        sent = self._sent.setdefault(run_id, set())
+    def log_steps(
+        self, run_id: str, records: Sequence[tuple[float, StepRecord]], attempt_number: int = 0
+    ) -> None:
+        """Send those of the steps (Unix seconds of writing, record) that the store does not have.
+
+        It is asked once for each attempt: one that goes on from a checkpoint repeats steps with other times, and may
+        follow one whose steps another process sent.
+        """
+        key = run_id, attempt_number
+        if key not in self._sent:
+            self._sent[key] = self.store.steps_of(run_id, entries.LAST_OF_STEP)
+        sent = self._sent[key]
         new = [(at, record) for at, record in records if record.step not in sent]
         self.store.send(run_id, [e for at, record in new for e in entries.step_entries(at, record)])
         sent.update(record.step for _, record in new)

@@ -157,6 +157,11 @@ class Store:
                     raise
                 return False
 
+    def steps_of(self, run_id: str, metric: str) -> set[int]:
+        """Return the steps of which the run has a value of this metric."""
+        with self.opened() as client:
+            return {value.step for value in client.get_metric_history(run_id, metric)}
+
     def send(
         self,
         run_id: str,
