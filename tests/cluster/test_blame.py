@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import subprocess
 import sys
+from multiprocessing.connection import Pipe
 from pathlib import Path
 
 import pytest
@@ -42,7 +42,7 @@ def test_of_ranks_that_died_together_the_first_cause_is_told(
     tmp_path: Path, ended_by: list[int], guilty: int
 ) -> None:
     before = open_now()
-    ours, theirs = socket.socketpair()
+    ours, theirs = Pipe()
     with ours, theirs:
         ranks = [dead(rank, how) for rank, how in enumerate(ended_by)]
         assert supervise(ranks, tmp_path, ours, timeout_seconds=60) == "failed"

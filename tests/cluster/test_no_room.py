@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import json
 import os
 import resource
@@ -15,12 +14,12 @@ from pathlib import Path
 import pytest
 
 from tests.cluster.test_sweep import LIGHT as SHORT
-from tests.cluster.test_sweep import statuses
+from tests.cluster.test_sweep import ONE, statuses
+from tests.cluster.test_sweep import zeroexp as zeroexp_in
 from tests.composing import compose_once
 from tests.warm import Warm
 from zeroexp import __main__ as zeroexp
 from zeroexp.cluster.job import Job
-from zeroexp.config.keys import ConfigError
 from zeroexp.tracking.files import read_records
 
 ROOT = Path(__file__).parents[2]
@@ -151,15 +150,23 @@ def test_a_cache_that_can_not_be_written(tmp_path):
     assert "set ZEROEXP_CACHE to a folder that is yours" in out + errors
 
 
-def test_a_kernel_without_memfds(local, monkeypatch):
-    """No machine of ours has one."""
+# No machine of ours has such a kernel.
+NO_MEMFDS = """
+import errno, os
 
-    def refuse(_name: str) -> int:
-        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
+def refuse(name):
+    raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
 
-    monkeypatch.setattr(os, "memfd_create", refuse)
-    with pytest.raises(ConfigError, match="ranks need memfds and pidfds; use a newer kernel"):
-        local.try_points([])
+os.memfd_create = refuse
+"""
+
+
+def test_a_kernel_without_memfds(tmp_path):
+    (tmp_path / "no_memfds.py").write_text(NO_MEMFDS)
+    done = zeroexp_in(tmp_path, "plugins=no_memfds", *ONE)
+    assert done.returncode == 1 and "Traceback" not in done.stderr
+    assert "rank 0 of 1 can not be started: " in done.stderr
+    assert "ranks need memfds and pidfds; use a newer kernel" in done.stderr
 
 
 @pytest.mark.parametrize("words", [["plan"], LIGHT], ids=["plan", "run"])

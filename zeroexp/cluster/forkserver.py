@@ -1,16 +1,16 @@
 """A process that imports the ranks' modules once, then forks the ranks of every run from itself.
 
-    sweep  ── a file of configs ───────────────────────▶  server  ── fork ──▶  try_points.py
-           ◀───────────── {"tried"} ─────────────────────
+    sweep  ── {"points": configs} ──────────────────────▶  server  ── fork ──▶  try_points.py
+           ◀───────────────────────────── {"tried"} ───────────────────────────
            ── {"run": folder} ─────────────────────────▶          ── fork ──▶  rank 0 .. N-1
            ◀───────────── {"ended"} ─────────────────────          ◀─ pidfds ──
            ── {"rehearse": folder, "seconds"} ─────────▶          ── fork ──▶  its rehearsal
            ◀───────────── {"rehearsed"} ─────────────────
 
 The server never makes a thread, a process group or a CUDA context, because these do not survive a fork: a rank starts
-as if it had just imported everything. So points are tried in a fork too, where libraries start threads. A request and
-an answer, both JSON, are one packet each. When the sweep's end of the socket closes, the server ends its ranks and
-itself; when the server dies, the kernel kills its children. So neither case leaves an orphan.
+as if it had just imported everything. So points are tried in a fork too, where libraries start threads. When the
+sweep's end of the connection closes, the server ends its ranks and itself; when the server dies, the kernel kills its
+children. So neither case leaves an orphan.
 """
 
 from __future__ import annotations
@@ -19,9 +19,7 @@ import contextlib
 import ctypes
 import gc
 import importlib
-import json
 import os
-import pickle
 import select
 import signal
 import socket
@@ -29,8 +27,9 @@ import sys
 import traceback
 import warnings
 from collections.abc import Callable, Sequence
+from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, BinaryIO, NoReturn
+from typing import Any
 
 from zeroexp.process.imports import importing
 
@@ -51,59 +50,68 @@ from zeroexp.process.world import RankInfo, environment_of_rank
 from zeroexp.registry import RegistryError
 from zeroexp.tracking import attempt, failure
 
-PACKET_BYTES = 1 << 16
 PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
 
 Main = Callable[..., None]  # called with (folder, *, device) in every rank: zeroexp.run.rank.main
 
 
-def serve(control: socket.socket, module: Any, main: Main) -> None:
-    """Answer requests until the other side closes the socket. The module's `prepare` imports what `main` will import,
-    its `import_for` what ranks of a config will, and its `rehearse` rehearses a run that has ended.
+def serve(control: Connection, module: Any, main: Main) -> None:
+    """Answer requests until the other side closes the connection. The module's `prepare` imports what `main` will
+    import, its `import_for` what ranks of a config will, and its `rehearse` rehearses a run that has ended.
     """
     while True:
-        packet, files, *_ = socket.recv_fds(control, PACKET_BYTES, 1)
-        if not packet:
+        try:
+            request = control.recv()
+        except (EOFError, ConnectionError):
             return
         try:
-            if files:
-                whole = _try_points(files[0], control, module.import_for)
-                answer = {"tried": True} if whole else {"ServerLost": "what tries points has died"}
-            else:
-                answer = _answer_about_run(json.loads(packet), control, module, main)
+            answer = _answer(request, control, module, main)
         except OSError as error:  # a disk may have no room for the reason of an end
-            what = "no process can be started" if files else "its end can not be written down"
+            points = "points" in request
+            what = "no process can be started" if points else "its end can not be written down"
             answer = {"ended": "failed", "ServerLost": f"{what}: {error}"}
-        # A cancelled sweep waits for no answer.
-        with contextlib.suppress(BrokenPipeError):
-            control.send(json.dumps(answer).encode())
+        if answer:
+            with contextlib.suppress(BrokenPipeError):  # a cancelled sweep waits for no answer
+                control.send(answer)
 
 
-def _answer_about_run(
-    request: dict[str, Any], control: socket.socket, module: Any, main: Main
-) -> dict[str, Any]:
+def _answer(
+    request: dict[str, Any], control: Connection, module: Any, main: Main
+) -> dict[str, Any] | None:
+    """Return the answer to a request; None if a fork has given it."""
+    if configs := request.get("points"):
+        whole = _try_points(configs, control, module.import_for)
+        return None if whole else {"ServerLost": "what tries points has died"}
     if "run" in request:
         return {"ended": _run(Path(request["run"]), control, module.prepare, main)}
-    return {"rehearsed": _rehearse(**request, control=control, module=module)}
+    return {"rehearsed": _rehearse(**request, module=module, control=control)}
 
 
-def _try_points(file: int, control: socket.socket, import_for: Callable[[Config], None]) -> bool:
-    """Try the configs that lie in the file, and leave the answer there; tell whether there is one."""
-    with open(file, "r+b") as points:
-        configs = pickle.load(points)
-        with contextlib.suppress(Exception):  # it is met again in the fork
-            plugins.load(configs[0].plugins)
-            import_for(configs[0])
-        gc.freeze()  # see `_run`
-        server, pid = os.getpid(), os.fork()
-        if pid == 0:
-            control.close()
-            run_and_leave(lambda: _answer(server, configs, points))
-        return os.waitpid(pid, 0)[1] == 0
+def _fork(run: Callable[[], object]) -> int:
+    """Run in a fork, which ends with this server; return its process."""
+    server, pid = os.getpid(), os.fork()
+    if pid == 0:
+
+        def begin() -> None:
+            _die_with(server)
+            run()
+
+        run_and_leave(begin)
+    return pid
 
 
-def _answer(server: int, configs: list[Config], file: BinaryIO) -> None:
-    _die_with(server)
+def _try_points(
+    configs: Sequence[Config], control: Connection, import_for: Callable[[Config], None]
+) -> bool:
+    """Have a fork try the configs and send the answer; tell whether it did."""
+    with contextlib.suppress(Exception):  # it is met again in the fork
+        plugins.load(configs[0].plugins)
+        import_for(configs[0])
+    gc.freeze()  # see `_run`
+    return os.waitpid(_fork(lambda: control.send({"tried": _tried(configs)})), 0)[1] == 0
+
+
+def _tried(configs: Sequence[Config]) -> object:
     safe_output.keep_going()
     from zeroexp.check.try_points import try_points
 
@@ -111,12 +119,9 @@ def _answer(server: int, configs: list[Config], file: BinaryIO) -> None:
         plugins.load(configs[0].plugins)
         with open_nodes(configs[0].cluster):  # all are of one cluster
             pass
-        answer: object = try_points(configs)
+        return try_points(configs)
     except Exception as error:
-        answer = _portable(error)
-    file.seek(0)
-    pickle.dump(answer, file)
-    file.flush()
+        return _portable(error)
 
 
 def _portable(error: Exception) -> Exception:
@@ -130,9 +135,7 @@ def _portable(error: Exception) -> Exception:
     return error
 
 
-def _run(
-    folder: Path, control: socket.socket, prepare: Callable[[Path], None], main: Main
-) -> Ending:
+def _run(folder: Path, control: Connection, prepare: Callable[[Path], None], main: Main) -> Ending:
     attempt.begin(folder, attempt.newest(folder) + 1)
     failure.remove_older_failure(folder)
     with contextlib.ExitStack() as opened:
@@ -146,15 +149,16 @@ def _run(
         return _run_ranks(config, nodes, folder, control, main)
 
 
-def _rehearse(rehearse: str, seconds: float, control: socket.socket, module: Any) -> bool:
+def _rehearse(rehearse: str, seconds: float, control: Connection, module: Any) -> bool:
     """Have a fork rehearse the run in the folder `rehearse`; tell whether it did within so many seconds."""
     folder = Path(rehearse)
     device = _device(load(folder / "config.yaml"), ())
-    server, pid = os.getpid(), os.fork()
-    if pid == 0:
+
+    def run() -> None:
         control.close()
-        _die_with(server)
-        run_and_leave(lambda: module.rehearse(folder, device=device))
+        module.rehearse(folder, device=device)
+
+    pid = _fork(run)
     pidfd = os.pidfd_open(pid)
     select.select([pidfd, control], [], [], seconds)
     os.kill(pid, signal.SIGKILL)
@@ -171,7 +175,7 @@ def _device(config: Config, nodes: Sequence[int]) -> str:
 
 
 def _run_ranks(
-    config: Config, nodes: list[int], folder: Path, control: socket.socket, main: Main
+    config: Config, nodes: list[int], folder: Path, control: Connection, main: Main
 ) -> Ending:
     """Run the ranks on these nodes, whose namespaces they enter; none where all are on this machine as it is."""
     gc.freeze()  # otherwise a child's first collection copies the pages of all imported objects
@@ -212,46 +216,35 @@ def _fork_rank(
     rendezvous: str,
     folder: Path,
     device: str,
-    control: socket.socket,
+    control: Connection,
     main: Main,
 ) -> Rank:
     """Fork a rank, into the namespace `node` if there is one.
 
     Raises OSError where the system gives no process or file for it.
     """
-    server = os.getpid()
     descriptor, numbers = progress.create()
-    pid = os.fork()
-    if pid == 0:
+
+    def be_rank() -> None:
         control.close()
-        os.environ[progress.DESCRIPTOR] = str(descriptor)
-        _be_rank(server, place, node, rendezvous, lambda: main(folder, device=device))
-    os.setpgid(pid, pid)  # the child does it too; the first call counts
-    os.close(descriptor)  # the next descriptor takes its number
-    log = failure.log_path(folder, place.rank)
-    watched = WatchedRank(place.rank, socket.gethostname(), pid, numbers, log)
-    return Rank(place.rank, pid, os.pidfd_open(pid), watched)
-
-
-def _be_rank(
-    server: int, place: RankInfo, node: int | None, rendezvous: str, run: Callable[[], None]
-) -> NoReturn:
-    """Run a rank in the child, which never returns into the server's code."""
-
-    def begin() -> None:
-        _die_with(server)
         os.setpgid(0, 0)
         # When memory is short, the kernel should kill a rank, since the server can report that.
         with contextlib.suppress(OSError):  # a sandbox whose /proc takes nothing
             Path("/proc/self/oom_score_adj").write_text("500", encoding="utf-8")
+        os.environ[progress.DESCRIPTOR] = str(descriptor)
         os.environ.update(environment_of_rank(place), ZEROEXP_RENDEZVOUS=rendezvous)
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
         if node is not None:
             link.enter(node)
             os.environ["GLOO_SOCKET_IFNAME"] = LINK
-        run()
+        main(folder, device=device)
 
-    run_and_leave(begin)
+    pid = _fork(be_rank)
+    os.setpgid(pid, pid)  # the child does it too; the first call counts
+    os.close(descriptor)  # the next descriptor takes its number
+    log = failure.log_path(folder, place.rank)
+    watched = WatchedRank(place.rank, socket.gethostname(), pid, numbers, log)
+    return Rank(place.rank, pid, os.pidfd_open(pid), watched)
 
 
 def _die_with(server: int) -> None:
@@ -265,7 +258,7 @@ def main() -> None:
     # Python 3.12 warns of each fork beside a thread. Arrow's allocator has one where scikit-learn brings it in; it
     # survives forks.
     warnings.filterwarnings("ignore", ".*multi-threaded, use of fork", DeprecationWarning)
-    control = socket.socket(fileno=int(sys.argv[1]))
+    control = Connection(int(sys.argv[1]))
     module_name, _, function = sys.argv[2].partition(":")
     with importing():
         module = importlib.import_module(module_name)

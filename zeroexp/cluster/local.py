@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import math
 import os
-import pickle
-import select
-import socket
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from multiprocessing.connection import Connection, Pipe
 from typing import Any
 
 from zeroexp.checkpoint.folders import LOG
@@ -32,7 +29,7 @@ class LocalCluster:
     """A context manager: entering starts the server, leaving (also by Ctrl-C) ends it with all its ranks."""
 
     _process: subprocess.Popen[bytes]
-    _socket: socket.socket
+    _server: Connection
 
     def __init__(self, config: ClusterConfig, *, rank_main: str = RANK_MAIN) -> None:
         self._config, self._rank_main = config, rank_main
@@ -51,25 +48,14 @@ class LocalCluster:
 
     def try_points(self, configs: Sequence[Config]) -> list[str | None]:
         """Return what check/try_points.py does, from a fork of the server; what it raises is raised here."""
-        try:
-            descriptor = os.memfd_create("zeroexp-points")
-        except OSError as error:
-            remedy = failure.REMEDIES.get(error.errno or 0, "look at the limits of this machine")
-            raise ConfigError(f"no rank can be started: {error.strerror}; {remedy}") from error
         self._is_replaced()
-        with open(descriptor, "r+b") as file:
-            pickle.dump(list(configs), file)
-            file.flush()
-            file.seek(0)
-            socket.send_fds(self._socket, [b"points"], [file.fileno()])
-            told = self._await_answer()
-            if "tried" not in told:
-                raise ConfigError(f"no point can be tried: {told['ServerLost']}")
-            file.seek(0)
-            answer = pickle.load(file)
-        if isinstance(answer, Exception):
-            raise answer
-        return answer
+        self._ask(points=list(configs))
+        answer = self._await_answer()
+        if "ServerLost" in answer:
+            raise ConfigError(f"no point can be tried: {answer['ServerLost']}")
+        if isinstance(answer["tried"], Exception):
+            raise answer["tried"]
+        return answer["tried"]
 
     def run(
         self,
@@ -111,7 +97,8 @@ class LocalCluster:
         return self._await_answer(timeout_seconds=seconds + END_SECONDS).get("rehearsed", False)
 
     def _ask(self, **request: Any) -> None:
-        self._socket.send(json.dumps(request).encode())
+        with suppress(ConnectionError):  # it has ended, which the wait for its answer tells
+            self._server.send(request)
 
     def _is_replaced(self) -> bool:
         """Start another server where this one has died, and tell so."""
@@ -136,7 +123,7 @@ class LocalCluster:
         return {"ended": "failed", "ServerLost": lost}
 
     def _start(self) -> None:
-        self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._server, theirs = Pipe()
         command = [sys.executable, "-m", "zeroexp.cluster.forkserver", str(theirs.fileno())]
         self._process = subprocess.Popen(
             [*command, self._rank_main],
@@ -150,21 +137,16 @@ class LocalCluster:
 
     def _receive(self, timeout_seconds: float) -> dict[str, Any] | None:
         """Return the server's answer, or None if there is none yet."""
-        ready, _, _ = select.select([self._socket], [], [], timeout_seconds)
-        if not ready:
-            return None
         try:
-            packet = self._socket.recv(1 << 16)
-        except ConnectionResetError:  # it died before it read the request
-            packet = b""
-        if packet:
-            return json.loads(packet)
-        lost = f"the process that starts ranks ended with code {self._process.wait()}"
-        return {"ended": "failed", "ServerLost": lost}
+            return self._server.recv() if self._server.poll(timeout_seconds) else None
+        except (EOFError, ConnectionError):
+            code = self._process.wait()
+            lost = f"the process that starts ranks ended with code {code}"
+            return {"ended": "failed", "ServerLost": lost}
 
     def _close(self) -> None:
-        """Close the socket, upon which the server kills its ranks and ends; one without ranks is killed."""
-        self._socket.close()
+        """Close the connection, upon which the server kills its ranks and ends; one without ranks is killed."""
+        self._server.close()
         if self._runs:
             with suppress(subprocess.TimeoutExpired):  # it still imports, and has no ranks yet
                 self._process.wait(END_SECONDS)

@@ -7,10 +7,10 @@ import math
 import os
 import select
 import signal
-import socket
 import time
 from dataclasses import dataclass
 from functools import partial
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 from zeroexp.cluster.job import Ending
@@ -50,7 +50,7 @@ class Rank:
 def supervise(
     ranks: list[Rank],
     folder: Path,
-    control: socket.socket,
+    control: Connection,
     timeout_seconds: float,
     hang_seconds: float | None = None,
 ) -> Ending:
