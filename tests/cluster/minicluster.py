@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
+import io
 import os
 import shutil
 import subprocess
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 
-MINICLUSTER = str(Path(__file__).parents[2] / "slurm" / "minicluster")
+import pytest
+
+from zeroexp.cluster.follow import follow
+from zeroexp.cluster.job import Job
+from zeroexp.report.sweep_progress import Progress
+
+ROOT = Path(__file__).parents[2]
+MINICLUSTER = str(ROOT / "slurm" / "minicluster")
 
 
 def why_not() -> str | None:
@@ -42,6 +51,26 @@ def why_no_networks() -> str | None:
     probe = ["unshare", "--net", "sh", "-c", "ip link add x type bridge && ip link add y type veth"]
     made = subprocess.run(probe, capture_output=True, text=True, env={**os.environ, "PATH": path})
     return "this kernel has no bridges or veths" if made.returncode else None
+
+
+def follow_to_the_end(jobs: Mapping[str, Job]) -> None:
+    with Progress(len(jobs), io.StringIO()) as progress:
+        follow(dict(enumerate(jobs.values(), start=1)), progress, on_step=ignore, on_end=ignore)
+
+
+def ignore(job: Job) -> None:
+    """What MLflow would be told."""
+
+
+@contextmanager
+def entered(folder: Path, *flags: str, **variables: str) -> Iterator[Minicluster]:
+    """A cluster that this process submits to itself, with these variables in its environment."""
+    with Minicluster(folder / "cluster", *flags) as started, pytest.MonkeyPatch.context() as m:
+        path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+        conf = started.environment["SLURM_CONF"]
+        for name, value in {"SLURM_CONF": conf, "PYTHONPATH": path, **variables}.items():
+            m.setenv(name, value)
+        yield started
 
 
 class Minicluster:

@@ -25,7 +25,14 @@ from pathlib import Path
 
 import pytest
 
-from tests.cluster.minicluster import Minicluster, why_no_accounting, why_not
+from tests.cluster.minicluster import (
+    Minicluster,
+    entered,
+    follow_to_the_end,
+    ignore,
+    why_no_accounting,
+    why_not,
+)
 from tests.test_rank import log_of, process_of
 from tests.test_rank import make_config as training_config
 from zeroexp.cluster import slurm_state
@@ -136,14 +143,8 @@ def sweep(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 @pytest.fixture(scope="module")
 def cluster(sweep: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Minicluster]:
-    folder = tmp_path_factory.mktemp("slurm") / "cluster"
-    with (
-        Minicluster(folder, f"--nodes={NUM_NODES}", "--cpus=8", "--gpus=4", *ACCOUNTING) as started,
-        pytest.MonkeyPatch.context() as m,
-    ):
-        m.setenv("SLURM_CONF", started.environment["SLURM_CONF"])
-        root = str(Path(__file__).parents[2])
-        m.setenv("PYTHONPATH", os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")])))
+    flags = (f"--nodes={NUM_NODES}", "--cpus=8", "--gpus=4", *ACCOUNTING)
+    with entered(tmp_path_factory.mktemp("slurm"), *flags) as started:
         yield started
 
 
@@ -176,8 +177,7 @@ def ended(cluster: Minicluster, sweep: Path) -> dict[str, Job]:
             refresh(jobs.values())  # what befell the others meanwhile
             assert time.time() < deadline, f"{name} has not begun"
         strike(jobs[name])
-    with Progress(len(jobs), io.StringIO()) as progress:
-        follow(dict(enumerate(jobs.values(), start=1)), progress, on_step=ignore, on_end=ignore)
+    follow_to_the_end(jobs)
     return jobs
 
 
@@ -186,10 +186,6 @@ def has_begun(job: Job, scenario: Scenario) -> bool:
     if scenario.rank_main == TRAINS:
         return len(read_records(job.folder)) > SAVE_EVERY + 3
     return all((job.folder / f"pid{rank}").exists() for rank in range(scenario.world_size))
-
-
-def ignore(job: Job) -> None:
-    """What MLflow would be told."""
 
 
 def strike_task(job: Job, rank: int, number: signal.Signals) -> None:

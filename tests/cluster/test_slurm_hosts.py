@@ -5,7 +5,6 @@ What befalls ranks of one machine is in test_slurm.py.
 
 from __future__ import annotations
 
-import io
 import os
 import signal
 from collections.abc import Iterator
@@ -13,13 +12,17 @@ from pathlib import Path
 
 import pytest
 
-from tests.cluster.minicluster import Minicluster, why_no_networks, why_not
-from tests.cluster.test_slurm import HANG_SECONDS, TRAINS, Scenario, has_begun, ignore, submit
+from tests.cluster.minicluster import (
+    Minicluster,
+    entered,
+    follow_to_the_end,
+    why_no_networks,
+    why_not,
+)
+from tests.cluster.test_slurm import HANG_SECONDS, TRAINS, Scenario, has_begun, submit
 from tests.test_rank import process_of
-from zeroexp.cluster.follow import follow
 from zeroexp.cluster.job import Job
 from zeroexp.process.ports import read_published_port
-from zeroexp.report.sweep_progress import Progress
 from zeroexp.tracking.files import read_records
 from zeroexp.tracking.json_files import read_json
 
@@ -37,14 +40,7 @@ SCENARIOS = {
 
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Minicluster]:
-    folder = tmp_path_factory.mktemp("slurm") / "cluster"
-    with (
-        Minicluster(folder, "--nodes=4", "--namespaces") as started,
-        pytest.MonkeyPatch.context() as m,
-    ):
-        m.setenv("SLURM_CONF", started.environment["SLURM_CONF"])
-        root = str(Path(__file__).parents[2])
-        m.setenv("PYTHONPATH", os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")])))
+    with entered(tmp_path_factory.mktemp("slurm"), "--nodes=4", "--namespaces") as started:
         yield started
 
 
@@ -62,8 +58,7 @@ def ended(cluster: Minicluster, tmp_path_factory: pytest.TempPathFactory) -> dic
             job = jobs[name]
             cluster.wait_for(lambda job=job: "ESTAB" in connections("node3", job, cluster), 60)
         strike(jobs[name])
-    with Progress(len(jobs), io.StringIO()) as progress:
-        follow(dict(enumerate(jobs.values(), start=1)), progress, on_step=ignore, on_end=ignore)
+    follow_to_the_end(jobs)
     return jobs
 
 

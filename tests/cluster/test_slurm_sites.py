@@ -5,7 +5,6 @@ A real Slurm whose nodes are as large as this machine, since tasks are bound to 
 
 from __future__ import annotations
 
-import io
 import os
 import signal
 import subprocess
@@ -16,13 +15,12 @@ from pathlib import Path
 
 import pytest
 
-from tests.cluster.minicluster import Minicluster, why_not
-from zeroexp.cluster.follow import follow, refresh
+from tests.cluster.minicluster import Minicluster, entered, follow_to_the_end, why_not
+from zeroexp.cluster.follow import refresh
 from zeroexp.cluster.job import Job
 from zeroexp.cluster.submit import slurm_id, submit_all
 from zeroexp.cluster.submit import submit as submit_jobs
 from zeroexp.config.keys import ClusterConfig, Config, SlurmConfig, save
-from zeroexp.report.sweep_progress import Progress
 from zeroexp.tracking.json_files import read_json
 
 pytestmark = [
@@ -31,7 +29,6 @@ pytestmark = [
     pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="binding needs two CPUs"),
 ]
 
-ROOT = Path(__file__).parents[2]
 CPUS = sorted(os.sched_getaffinity(0))[:2]
 NODES_THAT_SEE, BLIND = "node[1-2]", "node3"
 # Of an interactive step with one CPU, in which the sweep is started.
@@ -82,13 +79,8 @@ FAULTS = {
 
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Minicluster]:
-    folder = tmp_path_factory.mktemp("slurm") / "cluster"
     flags = ("--nodes=3", "--cpus=2", "--gpus=2", "--bind")
-    with Minicluster(folder, *flags) as started, pytest.MonkeyPatch.context() as m:
-        m.setenv("SLURM_CONF", started.environment["SLURM_CONF"])
-        m.setenv("PYTHONPATH", os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]))
-        for name, value in OF_AN_INTERACTIVE_STEP.items():
-            m.setenv(name, value)
+    with entered(tmp_path_factory.mktemp("slurm"), *flags, **OF_AN_INTERACTIVE_STEP) as started:
         yield started
 
 
@@ -99,9 +91,7 @@ def ended(cluster: Minicluster, tmp_path_factory: pytest.TempPathFactory) -> dic
     hide = ["nsenter", "--target", pid, "--mount", "mount", "-t", "tmpfs", "none", str(sweep)]
     subprocess.run(hide, check=True)
     jobs = {name: submit(sweep / name, fault) for name, fault in FAULTS.items()}
-    with Progress(len(jobs), io.StringIO()) as progress:
-        numbered = dict(enumerate(jobs.values(), start=1))
-        follow(numbered, progress, on_step=lambda job: None, on_end=lambda job: None)
+    follow_to_the_end(jobs)
     return jobs
 
 
@@ -198,9 +188,7 @@ def test_points_of_one_shape_may_be_one_job_array(cluster: Minicluster, tmp_path
     ids = [str(slurm_id(job)) for job in jobs]
     assert ids[0].partition("_")[0] == ids[1].partition("_")[0] != ids[2]
     assert [each.partition("_")[2] for each in ids] == ["0", "1", ""]
-    with Progress(len(jobs), io.StringIO()) as progress:
-        numbered = dict(enumerate(jobs, start=1))
-        follow(numbered, progress, on_step=lambda job: None, on_end=lambda job: None)
+    follow_to_the_end(dict(zip(ids, jobs, strict=True)))
     for job in jobs:
         assert place(job)["cpus"]
         assert (job.folder / "slurm" / f"{slurm_id(job)}_batch.err").exists()
@@ -220,6 +208,5 @@ def test_a_job_is_found_when_its_submitter_was_killed_before_it_noted_it(
     assert (killed.returncode, slurm_id(job)) == (-signal.SIGKILL, None)
     refresh([job])
     assert slurm_id(job) is not None
-    with Progress(1, io.StringIO()) as progress:
-        follow({1: job}, progress, on_step=lambda job: None, on_end=lambda job: None)
+    follow_to_the_end({"run": job})
     assert place(job)["cpus"]

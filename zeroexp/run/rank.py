@@ -15,7 +15,7 @@ import pickle
 import sys
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -28,7 +28,7 @@ from zeroexp.checkpoint.save import Saver
 from zeroexp.comm.collectives import held_shared_bytes
 from zeroexp.config import keys as configs
 from zeroexp.config import plugins
-from zeroexp.config.keys import Config, ConfigError, UndefinedCombination
+from zeroexp.config.keys import Config, ConfigError
 from zeroexp.config.optimizer import (
     describe_groups,
     optimizer_factory,
@@ -282,31 +282,28 @@ def _found_in_steps(config: Config, instruments: Instruments) -> dict[str, Any]:
 
 
 def _plan(config: Config, strategy: Strategy, vocab_size: int | None) -> dict[str, float]:
-    """Return the plan of this run, to stand beside what was measured; a run does not fail for want of it."""
-    try:
-        return plan_beside(config, _settings_of(strategy), vocab_size)
-    except UndefinedCombination as error:
-        print(f"this run has no plan beside its measurement: {error}")
-        return {}
-    except Exception:
-        print("this run has no plan beside its measurement, since planning it failed:")
-        traceback.print_exc()
-        return {}
+    """Return the plan of this run, to stand beside what was measured."""
+    return _beside("plan", lambda: plan_beside(config, _settings_of(strategy), vocab_size))[0]
 
 
 def _rehearse(config: Config, folder: Path, device: str) -> None:
     """Put what a rehearsal says beside what this run has measured, or why there is none."""
-    rehearsed, reason = {}, None
+    rehearsed, reason = _beside("rehearsal", lambda: rehearsed_beside(config, device))
+    if summary := read_summary(folder):
+        write_summary(folder, replace(summary, rehearsed=rehearsed, not_rehearsed=reason))
+
+
+def _beside(what: str, make: Callable[[], dict[str, float]]) -> tuple[dict[str, float], str | None]:
+    """Return what is made, or why there is none: a run does not fail for want of it."""
     try:
-        rehearsed = rehearsed_beside(config, device)
+        return make(), None
     except ConfigError as error:
         reason = str(error)
     except Exception as error:
-        print("this run has no rehearsal beside its measurement, since that failed:")
         traceback.print_exc()
         reason = " ".join(f"{type(error).__name__}: {error}".split())[:200]
-    if summary := read_summary(folder):
-        write_summary(folder, replace(summary, rehearsed=rehearsed, not_rehearsed=reason))
+    print(f"this run has no {what} beside its measurement: {reason}")
+    return {}, reason
 
 
 def _resume(
