@@ -5,8 +5,7 @@ summary.json appears when the run has ended.
 
 A line of records.jsonl is a StepRecord and `written_at`, the Unix time at which it was written. A process killed while
 it writes a line leaves an incomplete one, which readers drop; of two lines about one step they use the later. A run
-that resumes from its checkpoint first drops the lines of the steps that it repeats. The new lines keep the time at
-which the steps were first written, so that MLflow, which identifies a value by step and time, shows each loss once.
+that resumes from its checkpoint first drops the lines of the steps that it repeats.
 """
 
 from __future__ import annotations
@@ -45,13 +44,13 @@ class RecordWriter:
     ) -> None:
         attempt.refuse_superseded(folder)
         self._folder = folder
-        self._written_at = drop_records(folder, from_step=from_step, rests_on=rests_on)
+        drop_records(folder, from_step=from_step, rests_on=rests_on)
         self._file = (folder / RECORDS).open("a", buffering=1, encoding="utf-8")
 
     def write(self, record: StepRecord) -> None:
         attempt.refuse_superseded(self._folder)
-        at = self._written_at.get(record.step) or time.time()
-        self._file.write(dumps({KEY: FORMAT, **asdict(record), "written_at": at}) + "\n")
+        line = {KEY: FORMAT, **asdict(record), "written_at": time.time()}
+        self._file.write(dumps(line) + "\n")
 
     def sync(self) -> None:
         """Bring all lines to the disk, since a checkpoint or the summary is about to rest on them."""
@@ -138,10 +137,8 @@ def _num_whole_lines(path: Path, modified_ns: int, num_bytes: int) -> int:
         return sum(line.startswith(b"{") and line.endswith(b"}\n") for line in file)
 
 
-def drop_records(
-    folder: Path, *, from_step: int | None = None, rests_on: bool = False
-) -> dict[int, float]:
-    """Drop an incomplete last line and the lines of steps from `from_step` on; return when those had been written.
+def drop_records(folder: Path, *, from_step: int | None = None, rests_on: bool = False) -> None:
+    """Drop an incomplete last line and the lines of steps from `from_step` on.
 
     rests_on: a checkpoint of this run is about to go on at `from_step`. Raises DamagedFile where its curve would have a
     hole then.
@@ -152,11 +149,8 @@ def drop_records(
     rows = read_rows(_lines_of(path)) if path.exists() else []
     kept = [row for row in rows if from_step is None or row["step"] < from_step]
     _require_no_hole(path, [row["step"] for row in kept], until=from_step if rests_on else None)
-    if not path.exists():
-        return {}
-    replace_durably(path, "".join(f"{dumps(row)}\n" for row in kept).encode())
-    repeated = [row for row in rows if from_step is not None and row["step"] >= from_step]
-    return {row["step"]: row["written_at"] for row in repeated}
+    if path.exists():
+        replace_durably(path, "".join(f"{dumps(row)}\n" for row in kept).encode())
 
 
 def write_engine(folder: Path, settings: dict[str, Any]) -> None:
