@@ -157,6 +157,8 @@ def test_the_server_has_imported_what_a_rank_needs(tmp_path):
     )
     with LocalCluster(Config().cluster, rank_main="tests.imports_main:main") as local:
         assert run(local, job).status == "done"
+        # Forking would lose a thread. The kernel's list of them also shows those of C++.
+        assert len(os.listdir(f"/proc/{local.server}/task")) == 1
     imported = json.loads((job.folder / "imported.json").read_text())
     assert len(imported) < 5, imported
 

@@ -21,7 +21,7 @@ from tests import rank_code
 from tests.composing import composed
 from tests.warm import Warm, start_servers_with
 from zeroexp.cluster.job import Job, Outcome
-from zeroexp.cluster.local import LocalCluster, environment
+from zeroexp.cluster.local import LocalCluster
 from zeroexp.config import keys as configs
 from zeroexp.config.keys import Config, ConfigError
 
@@ -108,16 +108,6 @@ def test_a_server_that_is_lost_while_points_are_tried_is_told_and_replaced(tmp_p
         assert local.try_points([fine]) == [None]
 
 
-def test_imports_of_ranks_start_no_thread():
-    """Forking would lose it. The kernel's list of threads also shows those of C++."""
-    program = "import zeroexp.run.rank, os; print(len(os.listdir('/proc/self/task')))"
-    variables = environment(Config().cluster)
-    result = subprocess.run(
-        [sys.executable, "-c", program], env=variables, capture_output=True, text=True, timeout=600
-    )
-    assert result.stdout.strip() == "1", result.stderr
-
-
 def test_ranks_meet_without_a_port(local, tmp_path):
     job = make_job(tmp_path / "meet")
     assert run(local, job).status == "done"
@@ -187,7 +177,8 @@ def test_a_limit_of_open_files_is_told_in_one_line_and_the_next_run_is_fine(loca
     assert run(local, make_job(tmp_path / "say_who")).status == "done"
 
 
-def test_a_lost_server_fails_its_job_and_is_replaced(tmp_path):
+def test_a_lost_server_fails_its_job_and_is_replaced(tmp_path, monkeypatch):
+    start_servers_with(monkeypatch, Warm)
     doomed, healthy = make_job(tmp_path / "kill_server"), make_job(tmp_path / "say_who")
     events: list[str] = []
     with LocalCluster(Config().cluster, rank_main=RANK_MAIN) as local:
