@@ -62,7 +62,7 @@ def serve(control: Connection, module: Any, main: Main) -> None:
     while True:
         try:
             request = control.recv()
-        except (EOFError, ConnectionError):
+        except (EOFError, OSError):  # also in the middle of a request
             return
         try:
             answer = _answer(request, control, module, main)
@@ -71,8 +71,12 @@ def serve(control: Connection, module: Any, main: Main) -> None:
             what = "no process can be started" if points else "its end can not be written down"
             answer = {"ended": "failed", "ServerLost": f"{what}: {error}"}
         if answer:
-            with contextlib.suppress(BrokenPipeError):  # a cancelled sweep waits for no answer
-                control.send(answer)
+            _send(control, answer)
+
+
+def _send(control: Connection, answer: dict[str, Any]) -> None:
+    with contextlib.suppress(BrokenPipeError):  # a cancelled sweep waits for no answer
+        control.send(answer)
 
 
 def _answer(
@@ -108,7 +112,8 @@ def _try_points(
         plugins.load(configs[0].plugins)
         import_for(configs[0])
     gc.freeze()  # see `_run`
-    return os.waitpid(_fork(lambda: control.send({"tried": _tried(configs)})), 0)[1] == 0
+    pid = _fork(lambda: _send(control, {"tried": _tried(configs)}))
+    return os.waitpid(pid, 0)[1] == 0
 
 
 def _tried(configs: Sequence[Config]) -> object:
