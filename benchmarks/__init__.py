@@ -15,7 +15,6 @@
     advised.py  whether what `--advise` names is the fastest that fits
     breakdown.py     where the milliseconds of a step go
     growth.py        what a step costs the host as layers, parameters and ranks grow; planted growth is found
-    startup.py       from the command to the first step
     checkpoints.py   saving and loading instead of steps, by ranks of checkpoint_ranks.py, in the ways of savers.py
 
 [Note: a turn] An engine may leave an all-gather in flight at the end of a step, which whoever runs next would pay.

@@ -108,6 +108,7 @@ ENGINES: dict[str, Engine] = {
     "limit": Engine("limit", build=peers.Limit, theory=0),
     "plain": Engine("plain", build=peers.Plain, theory=0),  # one rank only
     "ddp": Engine("ddp", {"implementation": "torch", "gradient_as_bucket_view": True}, theory=2),
+    "ddp_master": Engine("ddp", build=peers.DdpWithMaster, theory=2),  # bf16_master alone
     "zero_redundancy": Engine(
         "zero1", {"implementation": "torch", "gradient_as_bucket_view": True}, theory=3
     ),
@@ -146,7 +147,7 @@ VARIANTS = {
 ENGINES |= VARIANTS
 
 # Compared where a comparison names them: what is kept from forward to backward pays on slow links alone.
-ON_REQUEST = ("zero3_buffer_keep_all", *VARIANTS)
+ON_REQUEST = ("zero3_buffer_keep_all", "ddp_master", *VARIANTS)
 
 
 def engines_for(world_size: int) -> list[str]:

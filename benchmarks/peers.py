@@ -1,4 +1,4 @@
-"""What only the benchmark knows: the limit of physics, and the loop anybody writes."""
+"""What only the benchmark knows: the limit of physics, and the loops anybody writes."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import math
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 from zeroexp.config.keys import Config
 from zeroexp.config.optimizer import optimizer_factory
@@ -70,14 +71,18 @@ class Plain:
     """The loop anybody writes for one device; with another master dtype, on copies that the optimizer updates."""
 
     def __init__(self, config: Config, model: BuiltModel, world: World) -> None:
-        assert world.size == 1 or world.backend == "fake", "plain PyTorch knows no other ranks"
-        self.model, compute, master = _in_compute_dtype(model.module, config)
-        self._parameters = list(self.model.parameters())
+        module, compute, master = _in_compute_dtype(model.module, config)
+        self.model = self._wrapped(module, world)
+        self._parameters = list(module.parameters())
         self._max_grad_norm = config.optimizer.max_grad_norm
         self._masters: list[Tensor] = []
         if master != compute:
             self._masters = [p.detach().to(master).requires_grad_() for p in self._parameters]
         self._optimizer = optimizer_factory(config.optimizer)(self._masters or self._parameters)
+
+    def _wrapped(self, module: nn.Module, world: World) -> nn.Module:
+        assert world.size == 1 or world.backend == "fake", "plain PyTorch knows no other ranks"
+        return module
 
     def microbatch(self, *, last: bool) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext()
@@ -100,3 +105,10 @@ class Plain:
 
     def zero_grad(self) -> None:
         self._optimizer.zero_grad()
+
+
+class DdpWithMaster(Plain):
+    """DistributedDataParallel of a model in the compute dtype, beside the copies that the optimizer updates."""
+
+    def _wrapped(self, module: nn.Module, world: World) -> nn.Module:
+        return DistributedDataParallel(module, gradient_as_bucket_view=True)

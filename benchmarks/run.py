@@ -73,7 +73,12 @@ COMPARISONS = [
         num_rounds=3,
         engines=ON_SLOW_LINKS,
     ),
-    Comparison("small_bf16", "small", precision="bf16_master", engines=OURS),
+    Comparison(
+        "small_bf16",
+        "small",
+        precision="bf16_master",
+        engines=("ddp_master", "fsdp2_no_reshard", "fsdp2", *OURS),
+    ),
     Comparison("small_clip", "small", clip=True, engines=(*OURS, "fsdp2_no_reshard", "fsdp2")),
     Comparison("small_alone", "small", world_size=1, engines=("plain", *OURS)),
     Comparison("million_4_ranks", "million", world_size=4, num_steps=20, engines=(*PEERS, *OURS)),
@@ -260,7 +265,8 @@ def _groups(comparison: Comparison) -> list[list[str]]:
     asked = comparison.engines or [e for e in there if e not in ON_REQUEST]
     engines = [e for e in asked if e in there and e not in REFERENCES]
     states = 4 * parameter_bytes(comparison.model, "fp32")  # weights, gradients, two moments
-    beside = 350 * MiB  # libraries, and memory that was freed and is kept
+    heavy = any(engine.startswith("deepspeed") for engine in engines)
+    beside = (1000 if heavy else 350) * MiB  # libraries, and memory that was freed and is kept
     each = comparison.world_size * (0.85 * states + beside)
     fit = max(1, int(0.8 * available_bytes() / each) - len(REFERENCES))
     return [[*REFERENCES, *engines[i : i + fit]] for i in range(0, max(1, len(engines)), fit)]

@@ -42,9 +42,6 @@ def markdown(rows: list[dict[str, Any]]) -> str:
     parts = [_circumstances(rows), "\n".join(map(_described, _first_of_each(shown)))]
     parts.append(_pivot(several, names, _to_ddp_and_peak))
     parts += [report.wrapped(_listed(name, each)) for name, each in _by_comparison(alone)]
-    if shaped := [row for row in shown if row["link"] != "loopback"]:
-        sent = "; ".join(f"{row['engine']} {_sent(row)}" for row in shaped)
-        parts.append(report.wrapped(f"Sent a step over the link, MB, of what theory asks: {sent}."))
     return "\n\n".join([*parts, report.wrapped(targets.summary(rows))])
 
 
@@ -121,10 +118,6 @@ def _to_ddp_and_peak(row: Mapping[str, Any]) -> str:
         noise = ", noise" if row["ratio_to_limit"] < BELOW else ""
         step = f"{row['ratio_to_ddp']:.2f}{noise}"
     return f"{step}, {megabytes(row['peak_bytes'])}"
-
-
-def _sent(row: Mapping[str, Any]) -> str:
-    return f"{megabytes(row['wire_bytes'])} of {megabytes(row['form_bytes'])}"
 
 
 def replace_in(page: Path, text: str, name: str = "measured") -> None:
