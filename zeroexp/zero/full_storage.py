@@ -30,6 +30,7 @@ class FullStorage:
             each.place_in(self.memory[start : start + each.full_bytes])
         self.parts = [GatherPart(each.chunk, each.whole, each.piece) for each in held]
         self._held = held
+        self._by_dtype = {each.whole.dtype: each.whole for each in held}
         self._own_uses = torch._C._storage_Use_Count(self.address)
         self.drop()
 
@@ -41,6 +42,14 @@ class FullStorage:
         """Hold no bytes, if nobody else has a view; of freed parameters only."""
         if not self.is_viewed:
             self.memory.untyped_storage().resize_(0)
+
+    def view(
+        self, dtype: torch.dtype, size: Sequence[int], stride: Sequence[int], offset: int
+    ) -> Tensor:
+        """Return the view that begins `offset` elements of `dtype` after the storage's beginning."""
+        whole = self._by_dtype.get(dtype)  # a view as another dtype costs two operations
+        typed = self.memory.view(dtype) if whole is None else whole
+        return typed.as_strided(size, stride, offset)
 
     @property
     def address(self) -> int:

@@ -151,7 +151,7 @@ class Gradients:
             sizes = [span.numel for span in self._summed]
             device = next(iter(self._whole.values())).device
             flat = torch.empty(sum(sizes), dtype=self._dtype, device=device)
-            self._sums = dict(enumerate(flat.split(sizes)))
+            self._sums = dict(enumerate(flat.split(sizes) if len(sizes) > 1 else [flat]))
 
 
 def _part(flat: Tensor, start: int, stop: int) -> Tensor:

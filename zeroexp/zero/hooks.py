@@ -149,7 +149,7 @@ class SavedViews:
         if kept.parameter is not None:
             return kept.parameter
         assert unit.full is not None
-        return unit.full.memory.view(kept.dtype).as_strided(kept.size, kept.stride, kept.offset)
+        return unit.full.view(kept.dtype, kept.size, kept.stride, kept.offset)
 
     def _place_of(self, tensor: Tensor) -> SavedView | Tensor:
         """Return the place of a view of full parameters; a tensor of other memory is saved as it is."""
