@@ -51,11 +51,6 @@ MODELS = (
         ("model=llama_70b", "data.seq_len=4096"),
         SIZES,
     ),
-    Scaled(
-        "Mixtral 8x7B, one sample of 4,096 tokens a rank",
-        ("model=mixtral_8x7b", "data.seq_len=4096"),
-        SIZES,
-    ),
 )
 INTRODUCTION = (
     "How does each strategy scale to a thousand GPUs, and where does it stop? A prediction, for the order of "
@@ -77,7 +72,7 @@ def assumptions() -> list[str]:
         "A message goes round one ring through all ranks, bounded by a node's rate. Nobody else uses the network, and "
         "no rank is slower than another.",
         "bf16 with fp32 masters and gradient sums, AdamW, blocks recomputed in backward, one microbatch a step, one "
-        "block gathered ahead. No expert parallelism, and no token is dropped. NCCL's own buffers are not in the peak.",
+        "block gathered ahead. NCCL's own buffers are not in the peak.",
     ]
 
 

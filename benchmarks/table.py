@@ -7,8 +7,7 @@ import datetime
 import io
 import os
 import platform
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from itertools import groupby
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -38,23 +37,9 @@ def markdown(rows: list[dict[str, Any]]) -> str:
     shown = [row for row in rows if row["comparison"] in ON_PAGE] or rows
     names = list(dict.fromkeys(row["comparison"] for row in shown))
     several = [row for row in shown if len(_comparisons_of(row["engine"], shown)) > 1] or shown
-    alone = [row for row in shown if row not in several]
     parts = [_circumstances(rows), "\n".join(map(_described, _first_of_each(shown)))]
     parts.append(_pivot(several, names, _to_ddp_and_peak))
-    parts += [report.wrapped(_listed(name, each)) for name, each in _by_comparison(alone)]
     return "\n\n".join([*parts, report.wrapped(targets.summary(rows))])
-
-
-def _by_comparison(
-    rows: Iterable[dict[str, Any]],
-) -> Iterator[tuple[str, list[dict[str, Any]]]]:
-    for name, of_one in groupby(rows, key=lambda row: row["comparison"]):
-        yield name, list(of_one)
-
-
-def _listed(comparison: str, rows: Iterable[Mapping[str, Any]]) -> str:
-    engines = "; ".join(f"{row['engine']} {_to_ddp_and_peak(row)}" for row in rows)
-    return f"In `{comparison}` alone: {engines}."
 
 
 def _comparisons_of(engine: str, rows: Iterable[Mapping[str, Any]]) -> set[str]:
@@ -97,7 +82,7 @@ def _pivot(
 
 
 def _first_of_each(rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-    return [of_one[0] for _, of_one in _by_comparison(rows)]
+    return list({row["comparison"]: row for row in reversed(list(rows))}.values())[::-1]
 
 
 def _described(row: Mapping[str, Any]) -> str:

@@ -151,12 +151,13 @@ def _masters(
     built: BuiltModel, config: OptimizerConfig, dtype: torch.dtype
 ) -> tuple[dict[nn.Parameter, nn.Parameter], torch.optim.Optimizer]:
     """Each trainable parameter's weights as the optimizer updates them, before any rounding to compute."""
+    groups = parameter_groups(built.module, config, built.blocks)
+    dtype_of = {p: _dtype(g["master"]) for g in groups if "master" in g for p in g["params"]}
     masters = {
-        parameter: nn.Parameter(parameter.detach().to(dtype, copy=True))
+        parameter: nn.Parameter(parameter.detach().to(dtype_of.get(parameter, dtype), copy=True))
         for parameter in built.module.parameters()
         if parameter.requires_grad
     }
-    groups = parameter_groups(built.module, config, built.blocks)
     groups = [{**group, "params": [masters[p] for p in group["params"]]} for group in groups]
     return masters, optimizer_factory(config)(groups)
 

@@ -55,15 +55,15 @@ def test_errors_are_signed_and_scaled():
     answers = [(220.0, NO_PEAK), (190.0, NO_PEAK), (210.0, NO_PEAK), (1.0, NO_PEAK)]
     assert errors_of(points, answers, 0) == pytest.approx([0.1, -0.05, 0.155])
     assert errors_of(points, answers, 1) == []
-    assert "x | 3 of 3 | +10.0 (-5.0 to +15.5) | 0 of 4 | can't say | 4 of 4" in table(
-        points, {"x": answers}
-    )
+    shown = table(points, {"x": answers, "silent": [("", "")] * 4})
+    assert "x | +10.0 (-5.0…+15.5) of 3 | can't say | 4 | 0" in shown
+    assert "silent" not in shown
 
 
 def test_a_verdict_is_wrong_where_a_point_fits_and_dies_or_is_refused_and_trains():
     """It took 400: with 380 it dies, and with 420 it trains. Who knows no peak is taken at its states."""
     said = [(0.0, 380.0), (0.0, 381.0), (0.0, 420.0), (0.0, 421.0), (300.0, NO_PEAK), ("", "")]
-    assert wrong_verdicts([POINT] * 6, said) == ("2 of 5", "1 of 5")
+    assert wrong_verdicts([POINT] * 6, said) == ("2", "1")
     assert wrong_verdicts([POINT], [("", "")]) == ("can't say",) * 2
 
 

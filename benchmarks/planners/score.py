@@ -15,24 +15,23 @@ from benchmarks.table import grid
 MARGIN = 0.05
 MIB = 1 << 20
 SILENT = "can't say"
-HEAD = ("planner", "states: points", "error, %", "peak: points", "error, %")
-HEAD += ("fits, and dies", "refused, and trains")
+HEAD = ("planner", "states, %", "peak, %", "fits, and dies", "refused, and trains")
 STATES, PEAK = 0, 1
 
 
 def table(points: Sequence[Point], said: Mapping[str, Sequence[Answer]]) -> str:
-    """Return a row for each planner."""
-    return grid(HEAD, [[name, *_row(points, answers)] for name, answers in said.items()])
+    """Return a row for each planner that says something."""
+    lines = [[name, *_row(points, answers)] for name, answers in said.items() if _says(answers)]
+    return grid(HEAD, lines)
+
+
+def _says(answers: Sequence[Answer]) -> bool:
+    return any(_most(answer) is not None for answer in answers)
 
 
 def _row(points: Sequence[Point], answers: Sequence[Answer]) -> list[str]:
-    cells: list[str] = []
-    for which in (STATES, PEAK):
-        errors = errors_of(points, answers, which)
-        total = sum(_measured(point, which) is not None for point in points)
-        cells += [f"{len(errors)} of {total}" if total else "", _spread(errors)]
-    fits, refused = wrong_verdicts(points, answers)
-    return [*cells, fits, refused]
+    errors = [_spread(errors_of(points, answers, which)) for which in (STATES, PEAK)]
+    return [*errors, *wrong_verdicts(points, answers)]
 
 
 def errors_of(points: Sequence[Point], answers: Sequence[Answer], which: int) -> list[float]:
@@ -46,7 +45,7 @@ def errors_of(points: Sequence[Point], answers: Sequence[Answer], which: int) ->
 
 
 def wrong_verdicts(points: Sequence[Point], answers: Sequence[Answer]) -> tuple[str, str]:
-    """Return how often a point fits that dies, and is refused that trains, of how many are judged."""
+    """Return how often a point fits that dies, and is refused that trains."""
     judged = [
         float(most) * point.scale / point.peak
         for point, answer in zip(points, answers, strict=True)
@@ -56,7 +55,7 @@ def wrong_verdicts(points: Sequence[Point], answers: Sequence[Answer]) -> tuple[
         return SILENT, SILENT
     dies = sum(share <= 1 - MARGIN for share in judged)
     trains = sum(share > 1 + MARGIN for share in judged)
-    return f"{dies} of {len(judged)}", f"{trains} of {len(judged)}"
+    return str(dies), str(trains)
 
 
 def _most(answer: Answer) -> float | None:
@@ -72,7 +71,7 @@ def _spread(errors: Sequence[float]) -> str:
     if not errors:
         return SILENT
     middle, least, most = (100 * each for each in (median(errors), min(errors), max(errors)))
-    return f"{middle:+.1f} ({least:+.1f} to {most:+.1f})"
+    return f"{middle:+.1f} ({least:+.1f}…{most:+.1f}) of {len(errors)}"
 
 
 def rows(points: Sequence[Point], said: Mapping[str, Sequence[Answer]]) -> list[Sequence[str]]:

@@ -56,6 +56,13 @@ WITH_LAYOUTS = {
     "matrices": {**WITH_MUON["matrices"], "layout": "parameter"},
     "*.down.weight": {**WITH_MUON["*.down.weight"], "layout": "buffer"},
 }
+WITH_MASTERS = {
+    "embeddings": {**ELEMENTWISE["embeddings"], "master": "bfloat16"},
+    "vectors": {**ELEMENTWISE["vectors"], "master": "bfloat16", "layout": "parameter"},
+    "*.down.weight": ELEMENTWISE["*.down.weight"],
+}
+# Kernels of bfloat16 round once more in the elements that fill no vector, and cuts end elsewhere than tensors.
+BF16_ROUNDING = {"rtol": 2**-5, "atol": 2**-8}
 RECIPE = Recipe(kinds=json.dumps(WITH_MUON))
 
 
@@ -138,9 +145,20 @@ AXES: dict[str, Any] = {
     "owners": ["greedy", "contiguous"],
     "replicas": [1],
     "precision": ["fp32", "bf16_master"],
-    "kinds": [json.dumps(WITH_LAYOUTS), json.dumps(WITH_MUON), json.dumps(ELEMENTWISE)],
+    "kinds": [
+        json.dumps(WITH_MASTERS),
+        json.dumps(WITH_LAYOUTS),
+        json.dumps(WITH_MUON),
+        json.dumps(ELEMENTWISE),
+    ],
 }
-ROWS = pairwise(AXES, every=("stage", "layout"), legal=lambda row: True)
+
+
+def is_legal(row: Row) -> bool:
+    return row.get("precision") != "fp32" or row.get("kinds") != json.dumps(WITH_MASTERS)
+
+
+ROWS = pairwise(AXES, every=("stage", "layout"), legal=is_legal)
 
 
 def recipe_of(row: Row) -> Recipe:
@@ -154,7 +172,9 @@ def test_any_cut_trains_what_one_process_trains(ranks, world_size) -> None:
     answers = ranks(train_rows, runs, world_size=world_size)
     for index, (row, (recipe, _)) in enumerate(zip(rows, runs, strict=True)):
         try:
-            assert_same(outcome_of([answer[index] for answer in answers]), train_oracle(recipe))
+            bounds = BF16_ROUNDING if recipe.kinds == json.dumps(WITH_MASTERS) else {}
+            outcome = outcome_of([answer[index] for answer in answers])
+            assert_same(outcome, train_oracle(recipe), **bounds)
         except AssertionError as error:
             raise AssertionError(f"{row}: {error}") from error
 
@@ -204,6 +224,17 @@ def test_an_engine_goes_on_from_the_state_of_another(ranks, first, last) -> None
     assert_same(outcome, replace(expected, losses=expected.losses[2:], norms=expected.norms[2:]))
 
 
+def test_masters_of_several_dtypes_go_on_under_another_cut(ranks) -> None:
+    recipe = replace(RECIPE, precision="bf16_master", kinds=json.dumps(WITH_MASTERS))
+    saved = merge(ranks(train_two_steps, recipe, make("zero3", "buffer")))
+    assert {own["weight"].dtype for own in saved.values()} == {torch.float32, torch.bfloat16}
+    outcome = outcome_of(ranks(train_third_step, recipe, make("zero1", "tensor"), saved))
+    expected = train_oracle(recipe)
+    expected = replace(expected, losses=expected.losses[2:], norms=expected.norms[2:])
+    assert_same(outcome, expected, **BF16_ROUNDING)
+
+
+TWO = ("world_size=2", "data.global_batch_size=2")
 KINDS_OF_TINY = (
     "+optimizer.kinds.embeddings={name: sgd, lr: 1e-2}",
     "+optimizer.kinds.matrices={name: muon, momentum: 0.9, moments: bfloat16, layout: parameter}",
@@ -218,6 +249,17 @@ def test_a_plan_is_what_the_engine_holds_and_sends(stage, layout) -> None:
     words = (f"strategy={stage}", f"strategy.implementation={layout}", "world_size=3")
     more = ("data.global_batch_size=3", "model.hf_config.tie_word_embeddings=false")
     assert_as_planned(composed("model=tiny", *words, *more, *KINDS_OF_TINY))
+
+
+@pytest.mark.parametrize(
+    ("precision", "master"), [("bf16_master", "bfloat16"), ("bf16", "float32")]
+)
+@pytest.mark.parametrize("stage", ["ddp", "zero1", "zero3"])
+def test_a_plan_counts_the_master_of_each_row(stage, precision, master) -> None:
+    words = ("model=tiny", f"strategy={stage}", f"precision={precision}", *TWO)
+    rows = (f"+optimizer.kinds.{row}.master={master}" for row in ("vectors", "embeddings"))
+    of_rows, plain = (assert_as_planned(composed(*words, *more)) for more in (rows, ()))
+    assert of_rows.held_bytes("at_rest", 0) != plain.held_bytes("at_rest", 0)
 
 
 def test_matrices_with_owners_send_nothing_beside_a_buffer_of_the_rest() -> None:
@@ -280,6 +322,9 @@ def test_a_run_says_what_went_where() -> None:
         ("vectors={name: muon, momentum: 0.9}", "no block of the model has a trainable matrix"),
         ("vectors=1", "use some such as"),
         ("vectors={layout: parametr}", "did you mean parameter"),
+        ("vectors={master: bf16}", "use float32 or bfloat16"),
+        ("vectors={master: float32}", "master weights are float32 anyway"),
+        ("vectors={master: bfloat16}", "parameters are float32; use precision=bf16_master"),
         ("experts={lr: 1e-4}", "no trainable parameter of the model is left for this row"),
         ("*.nothing={lr: 1e-4}", "no trainable parameter of the model is left for this row"),
     ],
@@ -290,6 +335,22 @@ def test_a_wrong_row_is_refused_in_a_line(row, line) -> None:
         config = composed(f"+optimizer.kinds={{{word}: {value}}}", "world_size=2")
         check(config)
         check_strategy(config)
+
+
+@pytest.mark.parametrize(
+    "word",
+    [
+        "strategy.offload=optimizer",
+        "strategy.parameters.dtype=int8",
+        "strategy.outer.every=2 strategy.replicas=2",
+    ],
+)
+def test_what_takes_one_dtype_of_masters_refuses_another_of_a_row(word) -> None:
+    row = "+optimizer.kinds.vectors.master=bfloat16"
+    with pytest.raises(ConfigError, match="takes all master weights in one dtype"):
+        check(
+            composed("precision=bf16_master", "strategy=zero3", row, "world_size=2", *word.split())
+        )
 
 
 def test_engines_of_others_refuse_a_layout_of_a_row() -> None:

@@ -17,7 +17,6 @@ from zeroexp.tracking.files import (
     RecordWriter,
     read_records,
     read_summary,
-    read_timed_records,
     write_summary,
 )
 from zeroexp.tracking.json_files import RESERVE, reserve, with_room
@@ -67,20 +66,6 @@ def test_a_writer_of_an_earlier_attempt_reaches_no_line(run: Path) -> None:
             left_over.flush()
             writer.write(record(1))
     assert [each.step for each in read_records(run)] == [0, 1]
-
-
-def test_a_repeated_step_keeps_its_time(run: Path) -> None:
-    os.environ[attempt.NUMBER] = "2"
-    with RecordWriter(run) as writer:
-        for step in (1, 2):
-            writer.write(record(step, loss=1.0))
-    before = read_timed_records(run)
-    with RecordWriter(run, from_step=1) as writer:
-        for step in (1, 2, 3):
-            writer.write(record(step, loss=2.0))
-    after = read_timed_records(run)
-    assert [at for at, _ in after[:3]] == [at for at, _ in before]
-    assert [each.loss for _, each in after[1:]] == [2.0] * 3
 
 
 def test_a_failure_counts_until_the_next_attempt(run: Path) -> None:

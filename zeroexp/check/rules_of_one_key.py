@@ -13,7 +13,7 @@ from typing import Any
 
 from zeroexp.check.refusal import Refusal, as_typed, value_of
 from zeroexp.config.keys import KEYS, Config
-from zeroexp.config.optimizer import OPTIMIZERS, ROW_KEYS, OptimizerKind, rows_of
+from zeroexp.config.optimizer import OF_ENGINE, OPTIMIZERS, ROW_KEYS, OptimizerKind, rows_of
 from zeroexp.config.parameter_kinds import KINDS, is_pattern
 from zeroexp.config.plugins import REGISTRIES
 from zeroexp.cut.layout import LAYOUTS
@@ -31,6 +31,8 @@ MOST_OF_SHAPE = {
 }
 MOST_OF_ANY = (1 << 31) - 1
 MOST_MODULES = 10_000  # experts of all layers
+
+MASTERS = ("float32", "bfloat16")  # of a row of optimizer.kinds
 
 # The name of a folder contains no path separator, and file systems accept it.
 NAME = re.compile(r"[\w][\w .+-]{0,99}")
@@ -189,16 +191,38 @@ def _check_row(config: Config, row: str, own: dict[str, Any]) -> Iterator[Refusa
         if key not in read:
             problem = f"a row of optimizer.name={name} reads no such key"
             yield named, problem, suggest_nearest(key, read)
-        if key == "layout" and config.strategy.implementation not in LAYOUTS:
-            problem = f"{config.strategy.implementation} cuts all parameters alike"
-            yield named, problem, "leave it out, or use strategy.implementation=buffer"
-        for problem, remedy in _wrong_in_row(key, value, kind):
+        of_engine = _wrong_for_engine(config, key, value) if key in OF_ENGINE else ()
+        for problem, remedy in (*of_engine, *_wrong_in_row(key, value, kind)):
             yield named, problem, remedy
     chosen = replace(config, optimizer=rows_of(config.optimizer)[row])
     for rule in (check_betas, check_momentum):
         for key, problem, remedy in rule(chosen):
             in_row = f"optimizer.kinds.{row}.{key.removeprefix('optimizer.')}"
             yield f"{in_row}={value_of(chosen, key)}", problem, remedy
+
+
+def _wrong_for_engine(config: Config, key: str, value: Any) -> Iterator[tuple[str, str]]:
+    """Yield what is wrong with what a row tells the engine: its layout, and the dtype of its master weights."""
+    precision, strategy = config.precision, config.strategy
+    if strategy.implementation not in LAYOUTS:
+        does = {"layout": "cuts all parameters alike", "master": "updates all in one dtype"}[key]
+        remedy = "leave it out, or use strategy.implementation=buffer"
+        yield f"{strategy.implementation} {does}", remedy
+    if key != "master":
+        return
+    if value not in MASTERS:
+        yield "unknown word", f"use {' or '.join(MASTERS)}"
+    elif value == precision.master:
+        yield f"no effect, master weights are {value} anyway", "leave it out"
+    elif "float16" in (precision.compute, precision.master) or precision.compute == "float32":
+        yield f"parameters are {precision.compute}", "use precision=bf16_master or bf16"
+    taken = {
+        "offload": strategy.offload,
+        "parameters.dtype": strategy.codes,
+        "outer": strategy.outer.every,
+    }
+    for key in (key for key, word in taken.items() if word):
+        yield f"strategy.{key} takes all master weights in one dtype", "leave one of the two out"
 
 
 def _wrong_in_row(key: str, value: Any, kind: OptimizerKind) -> Iterator[tuple[str, str]]:

@@ -9,7 +9,7 @@ from zeroexp.config.engines import ENGINES
 from zeroexp.config.families import MODELS
 from zeroexp.config.job_shape import shape_of
 from zeroexp.config.keys import TORCH_DDP, Config, StrategyConfig
-from zeroexp.config.optimizer import OPTIMIZERS, rows_of
+from zeroexp.config.optimizer import OPTIMIZERS, master_of_kind, rows_of
 from zeroexp.cut.moment_blocks import CODES_PER_OCTAVE, INT8
 from zeroexp.cut.stage import (
     STAGES,
@@ -149,7 +149,7 @@ def check_moments(config: Config) -> Iterator[Refusal]:
         key = f"{group}.moments={chosen.moments}"
         if chosen.moments is None:
             continue
-        if chosen.moments == config.precision.master:
+        if chosen.moments == (master_of_kind(config.optimizer, row) or config.precision.master):
             yield key, f"no effect, master weights are {chosen.moments} too", "leave it null"
         if OPTIMIZERS[chosen.name].num_moments(chosen) == 0:
             yield key, f"no effect, {chosen.name} keeps none", "leave it null"

@@ -25,7 +25,11 @@ if TYPE_CHECKING:
     from torch import nn
 
 SCHEDULES = ("constant", "cosine", "linear")
-ROW_KEYS = ("name", "lr", "weight_decay", "moments", "layout", "settings")  # of every row
+ROW_KEYS = ("name", "lr", "weight_decay", "moments", "layout", "master", "settings")  # of every row
+OF_ENGINE = (
+    "layout",
+    "master",
+)  # of these: what our engine does with the parameters, and no optimizer reads
 OF_BLOCKS = {"matrices", "experts", "routers"}  # kinds of parameters that may be matrices of blocks
 
 
@@ -57,7 +61,7 @@ def rows_of(config: OptimizerConfig) -> dict[str, OptimizerConfig]:
         name = own.get("name", config.name)
         settings = dict(OPTIMIZERS[name].settings) if name != config.name else config.settings
         settings = {**settings, **own.get("settings", {})}
-        changed = {key: value for key, value in own.items() if key != "layout"}
+        changed = {key: value for key, value in own.items() if key not in OF_ENGINE}
         rows[row] = replace(rows[""], **{**changed, "settings": settings})
     return rows
 
@@ -67,6 +71,11 @@ def layouts_of(config: Config) -> list[Layout]:
     rows = config.optimizer.kinds.values()
     own = (str(row["layout"]) for row in rows if isinstance(row, dict) and "layout" in row)
     return [LAYOUTS[word] for word in (config.strategy.implementation, *own) if word in LAYOUTS]
+
+
+def master_of_kind(config: OptimizerConfig, kind: str) -> str | None:
+    """Return the dtype of a kind's weights that the optimizer updates, where its row has one of its own."""
+    return config.kinds.get(row_of_kind(kind), {}).get("master")
 
 
 def optimizers_of(config: OptimizerConfig) -> dict[str, OptimizerConfig]:
@@ -118,8 +127,8 @@ def parameter_groups(
         named: dict[str, Any] = {"kind": kind} if kind else {}
         if own.lr != config.lr:
             named["lr_scale"] = own.lr / config.lr
-        if layout := config.kinds.get(row, {}).get("layout"):
-            named["layout"] = layout
+        of_row = config.kinds.get(row, {})
+        named.update({key: of_row[key] for key in OF_ENGINE if key in of_row})
         groups.append({"params": decayed, "weight_decay": own.weight_decay, **named})
         groups.append({"params": plain, "weight_decay": 0.0, **named})
     groups = [group for group in groups if group["params"]]
@@ -136,8 +145,8 @@ def describe_groups(groups: Sequence[dict[str, Any]], config: OptimizerConfig) -
         decays = "/".join(f"{group['weight_decay']:g}" for group in mine)
         moments = f" moments {own.moments}" if own.moments else ""
         if mine:
-            layout = f" layout {mine[0]['layout']}" if "layout" in mine[0] else ""
-            how = f"{own.name} lr {own.lr:g} decay {decays}{moments}{layout}"
+            of_row = "".join(f" {key} {mine[0][key]}" for key in OF_ENGINE if key in mine[0])
+            how = f"{own.name} lr {own.lr:g} decay {decays}{moments}{of_row}"
             what = row_of_kind(kind) or ("matrices" if kind_in_full(kind) else "all else")
             lines.append(f"{what}: {numel:,} by {how}")
     return "; ".join(lines)

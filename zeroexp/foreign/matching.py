@@ -38,7 +38,12 @@ TORCHTITAN = {
 }
 # Rotary positions turn neighbouring rows of these together there, in transformers rows half a head apart.
 TURNED = (".q_proj.weight", ".k_proj.weight")
-OURS = ("kind", "layout", "lr_scale")  # keys of parameter groups that no other trainer has
+OURS = (
+    "kind",
+    "layout",
+    "master",
+    "lr_scale",
+)  # keys of parameter groups that no other trainer has
 
 
 def of_torchtitan(key: str) -> str:

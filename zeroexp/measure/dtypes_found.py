@@ -70,7 +70,7 @@ class DtypesFound:
         others = [
             f"{role} {found[role]} for {asked[role]}"
             for role in found
-            if found[role] != asked[role]
+            if {*found[role].split("+")} != {*asked[role].split("+")}
         ]
         if not found:
             return {}
@@ -103,14 +103,16 @@ def _has_matrix(module: nn.Module) -> bool:
 
 
 def _asked(config: Config) -> dict[str, str]:
-    precision = config.precision
+    precision, rows = config.precision, config.optimizer.kinds.values()
+    masters = {row.get("master", precision.master): None for row in rows}
+    masters = "+".join({precision.master: None, **masters})
     return {
         "at rest": "codes" if config.strategy.codes else precision.compute,
         "weights": precision.compute,
         "products": "bfloat16" if precision.autocast else precision.compute,
         "gradients": precision.reduce,
-        "reduced": precision.master,
-        "master": precision.master,
-        "moments": config.optimizer.moments or precision.master,
+        "reduced": masters,
+        "master": masters,
+        "moments": config.optimizer.moments or masters,
         "norm": "float32",
     }

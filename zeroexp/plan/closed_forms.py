@@ -90,12 +90,12 @@ class ClosedForm:
         held, itemsize = self.held_elements(rank), ITEMSIZE[getattr(self.precision, self.of_states)]
         between = moment == "after_forward" and self.accumulation > 1
         has_gradients = between or moment in ("after_backward", "after_step")
-        has_master = self.copies_weights or itemsize != self.parameter_itemsize
+        at_rest = 0 if self.copies_weights else self.parameter_itemsize
         return {
             "parameters": self.parameter_itemsize * held.resting,
             "gradients": self._gradient_bytes(moment, rank) if has_gradients else 0,
             "optimizer": self.optimizer.num_bytes(held, itemsize),
-            "master": itemsize * held.owned if has_master else 0,
+            "master": self.optimizer.master_bytes(held, itemsize, at_rest),
             "secondary": 0,
             "buffers": self._buffer_bytes(moment, rank),
         }

@@ -9,7 +9,7 @@ from typing import Any
 from zeroexp.comm.facts import ALL, TRANSPORTS
 from zeroexp.config.engines import ENGINES
 from zeroexp.config.keys import Config, UndefinedCombination, resolve
-from zeroexp.config.optimizer import OPTIMIZERS, optimizers_of, parameter_groups
+from zeroexp.config.optimizer import OPTIMIZERS, master_of_kind, optimizers_of, parameter_groups
 from zeroexp.config.vocabulary import vocabulary_of_data
 from zeroexp.cut.chunk import Chunk
 from zeroexp.cut.layout import LAYOUTS
@@ -160,6 +160,7 @@ def _optimizer(config: Config) -> OptimizerForm:
             OPTIMIZERS[own.name].num_moments(own),
             OPTIMIZERS[own.name].bytes_per_tensor,
             own.moments,
+            master_of_kind(config.optimizer, kind),
         )
         for kind, own in optimizers_of(config.optimizer).items()
     }

@@ -46,14 +46,23 @@ class OptimizerForm:
     num_moments: int = 2  # each as large as its master weight
     bytes_per_tensor: int = 4
     dtype: str | None = None  # of moments; None: the master's
+    master: str | None = None  # of the weights it updates; None: the precision's
     of_kinds: tuple[tuple[str, OptimizerForm], ...] = ()  # that of chunks of another kind
 
     def num_bytes(self, held: HeldElements, itemsize: int) -> int:
         of_kinds = dict(self.of_kinds)
         return sum(of_kinds.get(own.kind, self)._bytes_of(own, itemsize) for own in held.by_kind)
 
+    def master_bytes(self, held: HeldElements, itemsize: int, at_rest: int) -> int:
+        """Return the bytes of master weights; those of the itemsize of parameters at rest are these."""
+        of_kinds, num_bytes = dict(self.of_kinds), 0
+        for own in held.by_kind:
+            each = ITEMSIZE.get(of_kinds.get(own.kind, self).master or "", itemsize)
+            num_bytes += each * own.numel if each != at_rest else 0
+        return num_bytes
+
     def _bytes_of(self, own: Owned, itemsize: int) -> int:
-        itemsize = ITEMSIZE.get(self.dtype or "", itemsize)
+        itemsize = ITEMSIZE.get(self.dtype or self.master or "", itemsize)
         each = ROW_BYTES * own.num_blocks if self.dtype == INT8 else itemsize * own.numel
         return self.num_moments * each + self.bytes_per_tensor * own.num_tensors
 

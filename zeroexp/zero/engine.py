@@ -79,7 +79,7 @@ class Engine:
         trained_by = param_groups, optimizer_factory
         carried_out_by = stage, options, max_grad_norm, values, world
         self._observer.building(module, blocks, *trained_by, *carried_out_by)
-        dtypes = dtypes or own_dtypes(module)
+        dtypes = (dtypes or own_dtypes(module)).with_kinds_of(param_groups)
         stage = stage_for_world(stage, world.size // options.replicas, options.offload)
         if values is not None:
             make_places(module, world.device)

@@ -206,10 +206,11 @@ def _make_masters(held: Held, dtypes: Dtypes, wire: Collectives) -> None:
     """Make masters: views of the parameters' own memory where dtypes and devices agree, else memory of their own."""
     values: Sequence[Tensor] = [elements for _, elements in held.own_elements()]
     lies_apart = held.chunk.on_host and not wire.bus.keeps_pieces
-    if (dtypes.master is not held.piece.dtype or lies_apart) and values:
+    master = dtypes.master_of(held.chunk)
+    if (master is not held.piece.dtype or lies_apart) and values:
         sizes = [span.numel for span in held.owned]
         empty = wire.bus.empty if held.chunk.on_host else held.piece.new_empty
-        held.master_flat = empty(sum(sizes), dtype=dtypes.master)
+        held.master_flat = empty(sum(sizes), dtype=master)
         values = held.master_flat.split(sizes)
     for value, span in zip(values, held.owned, strict=True):
         shape = held.shapes[span.member]

@@ -5,7 +5,8 @@ What the options leave open is settled by transport and stage.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -28,6 +29,15 @@ class Dtypes:
     # dtype of gradients on the wire, of sums of microbatches, and of what reduction leaves
     reduce: torch.dtype
     master: torch.dtype  # dtype of the weights the optimizer updates
+    of_kinds: tuple[tuple[str, torch.dtype], ...] = ()  # that of chunks of a kind with its own
+
+    def master_of(self, chunk: Chunk) -> torch.dtype:
+        return dict(self.of_kinds).get(chunk.kind, self.master)
+
+    def with_kinds_of(self, param_groups: Sequence[dict[str, Any]]) -> Dtypes:
+        """Return these with the masters that groups name."""
+        named = {g["kind"]: DTYPES[g["master"]] for g in param_groups if "master" in g}
+        return replace(self, of_kinds=tuple(named.items()))
 
 
 def own_dtypes(module: nn.Module) -> Dtypes:

@@ -26,7 +26,7 @@ from zeroexp.cut.stage import (
     why_not_over_all,
 )
 from zeroexp.interface.values import Values
-from zeroexp.zero.options import Options, Outer
+from zeroexp.zero.options import DTYPES, Options, Outer
 from zeroexp.zero_safety.guard import is_guarded
 
 WORDS = {
@@ -96,12 +96,27 @@ def refuse_arguments(
     for group in param_groups:
         if (layout := group.get("layout", options.layout)) not in LAYOUTS:
             raise ValueError(f"param_groups: layout={layout}: use {', '.join(LAYOUTS)}")
+        _refuse_master(group, options)
         for parameter in group["params"]:
             if parameter not in own:
                 raise ValueError(
                     f"param_groups hold a parameter of shape {list(parameter.shape)} that is none of the model's: "
                     "take them from this module's parameters()"
                 )
+
+
+def _refuse_master(group: dict[str, Any], options: Options) -> None:
+    """Require a known dtype of masters for a kind of its own, where masters need not have one dtype."""
+    if (master := group.get("master")) is None:
+        return
+    if master not in DTYPES or "kind" not in group:
+        raise ValueError(
+            f"param_groups: master={master}: use {', '.join(DTYPES)}, in a group that has a kind of its own"
+        )
+    if options.offload or options.codes_rest or options.outer:
+        raise ValueError(
+            f"param_groups: master={master}: offload, codes at rest and outer take all masters in one dtype"
+        )
 
 
 def _refuse_missing_or_double_values(module: nn.Module, values: Values | None) -> None:
