@@ -6,7 +6,7 @@ What the options leave open is settled by transport and stage.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -29,7 +29,8 @@ class Dtypes:
     # dtype of gradients on the wire, of sums of microbatches, and of what reduction leaves
     reduce: torch.dtype
     master: torch.dtype  # dtype of the weights the optimizer updates
-    of_kinds: tuple[tuple[str, torch.dtype], ...] = ()  # that of chunks of a kind with its own
+    # that of chunks of a kind with its own
+    of_kinds: tuple[tuple[str, torch.dtype], ...] = field(default=(), kw_only=True)
 
     def master_of(self, chunk: Chunk) -> torch.dtype:
         return dict(self.of_kinds).get(chunk.kind, self.master)
