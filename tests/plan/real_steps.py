@@ -37,7 +37,9 @@ from zeroexp.process.world import World, barrier, fake_world, joined_process_gro
 from zeroexp.training.loop import Data, train
 
 CPU = torch.device("cpu")
-SCRATCH_BYTES = 256  # of one product, by which the scratch of sums is larger than they are
+# By which a product takes more than its sums, and small messages that threads of gloo let go late.
+SCRATCH_BYTES = 1024
+ELEMENT_OF_BF16 = 2
 NUM_RANKS = 4
 MLP = ("model=mlp_tiny", "data=vectors", "data.seq_len=16")
 LLAMA = ("model=tiny", "data=synthetic", "data.seq_len=64")
@@ -195,26 +197,32 @@ def packed_bytes(config: Config) -> int:
     module = build_on_meta(config).module
     tokens = config.data.micro_batch_size * config.data.seq_len
     shapes = {tuple(each.shape) for each in module.parameters() if each.dim() == 2}
-    return max(_packed_bytes(tokens, *shape) for shape in shapes)
+    of_muon = config.optimizer.name == "muon"
+    return max(_packed_bytes(tokens, *shape, of_muon=of_muon) for shape in shapes)
 
 
 @cache
-def _packed_bytes(tokens: int, rows: int, columns: int) -> int:
+def _packed_bytes(tokens: int, rows: int, columns: int, *, of_muon: bool) -> int:
     weight, samples, sums, square = (
         torch.ones(*shape, dtype=torch.bfloat16)
         for shape in ((rows, columns), (tokens, columns), (tokens, rows), (rows, rows))
     )
+    products = [(samples, weight.T), (sums, weight), (sums.T, samples)]
+    if of_muon:  # minutes for wide matrices, on a CPU without such instructions
+        products += [(weight, weight.T), (weight.T, weight), (square, square), (square, weight)]
     packed = [SCRATCH_BYTES]
-    for left, right in (
-        *((samples, weight.T), (sums, weight), (sums.T, samples)),
-        *((weight, weight.T), (weight.T, weight), (square, square), (square, weight)),
-    ):
-        meter = AllocationMeter(CPU)
-        before = meter.peak_bytes() or 0
-        product = left @ right
-        planned = product.nbytes + product.numel() * product_scratch_bytes()
-        packed.append((meter.peak_bytes() or 0) - before - planned)
+    for left, right in products:
+        planned = left.shape[0] * right.shape[1] * (ELEMENT_OF_BF16 + product_scratch_bytes())
+        packed.append(product_bytes(left, right) - planned)
     return max(packed)
+
+
+def product_bytes(left: Tensor, right: Tensor) -> int:
+    """Return what this CPU holds at most while it multiplies, the product with it."""
+    meter = AllocationMeter(CPU)
+    before = meter.peak_bytes() or 0
+    _ = left @ right
+    return (meter.peak_bytes() or 0) - before
 
 
 def agree(found: RehearsedRank | Steps, expected: ShardedForm) -> None:

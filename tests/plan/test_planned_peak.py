@@ -13,15 +13,17 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from tests.plan.real_steps import (
     CPU,
     ELEMENT_BYTES,
+    ELEMENT_OF_BF16,
     Steps,
     among_peers,
     config_of,
     packed_bytes,
+    product_bytes,
     quick_or_slow,
 )
 from zeroexp.config.keys import Config
 from zeroexp.measure.memory import AllocationMeter
-from zeroexp.plan.hidden_memory import GradientSums
+from zeroexp.plan.hidden_memory import GradientSums, product_scratch_bytes
 from zeroexp.plan.outcome import RankPeak, plan_point
 from zeroexp.plan.peak import rehearse_point
 from zeroexp.plan.rehearse import rehearse
@@ -90,6 +92,15 @@ def test_products_and_norms_of_bf16_have_their_scratch(ranks, words):
     config = config_of(*WIDE, *words)
     measured = most(ranks(among_peers, config, 2, world_size=2))
     assert 0 <= measured - planned(config).num_bytes <= packed_bytes(config)
+
+
+@pytest.mark.usefixtures("counted")
+def test_a_bf16_product_has_so_much_scratch_for_each_element_as_a_plan_says():
+    """What its thin operands are packed into falls out of the difference, or is little of it."""
+    thin = [torch.ones(rows, 16, dtype=torch.bfloat16) for rows in (256, 512)]
+    few, many = (product_bytes(each, each.T) for each in thin)
+    per_element = (many - few) / (512**2 - 256**2)
+    assert abs(per_element - ELEMENT_OF_BF16 - product_scratch_bytes()) < 0.5
 
 
 def used_twice(weight: Tensor) -> Tensor:
