@@ -113,7 +113,7 @@ class Engine:
         self._outer = make_outer_step(self.units, self.wire, options.outer, dtypes.master)
         self._python = PythonValues(self.optimizer, _names_in_groups(module, param_groups))
         self._reads_late = world.device.type != "cpu" and not world.is_fake
-        self._observer.built(module, self.units, self.optimizer, self.zero_grad, self.wire)
+        self._observer.built(self)
 
     @contextmanager
     def microbatch(self, *, last: bool) -> Iterator[None]:

@@ -21,9 +21,9 @@ since checkpointing's own hooks come first. It keeps views, which keep the unit'
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -88,17 +88,8 @@ def _gradient_ready(
 
 
 def tensors_in(output: Any) -> Iterator[Tensor]:
-    """Yield the tensors of an output: in containers that pytree knows, in dataclasses and mappings."""
-    for leaf in tree_leaves(output):
-        inside: list[Any] = []
-        if isinstance(leaf, Tensor):
-            yield leaf
-        if is_dataclass(leaf) and not isinstance(leaf, type):
-            inside = [getattr(leaf, field.name) for field in fields(leaf)]
-        if isinstance(leaf, Mapping):
-            inside = list(leaf.values())
-        if inside:
-            yield from tensors_in(inside)
+    """Yield the tensors of an output, in containers that pytree knows, as those of Hugging Face are."""
+    return (leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor))
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,9 +11,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
-from zeroexp.comm.collectives import Collectives
 from zeroexp.cut.stage import Stage
 from zeroexp.interface.strategy import OptimizerFactory
 from zeroexp.interface.values import Values
@@ -43,15 +41,8 @@ class Observer:
     def held(self, held: Held) -> None:
         """The engine holds the parameters of a chunk from now on; they have their values."""
 
-    def built(
-        self,
-        module: nn.Module,
-        units: Sequence[Unit],
-        optimizer: Optimizer,
-        zero_grad: Callable[..., None],
-        wire: Collectives,
-    ) -> None:
-        """The engine around `module` is built; `zero_grad` is its own."""
+    def built(self, engine: Any) -> None:
+        """The `Engine` is built, which imports this file."""
 
     def begin_microbatch(self) -> None:
         """A microbatch is about to begin."""

@@ -25,7 +25,11 @@ from zeroexp.cut.stage import (
     why_no_secondary_copy,
     why_not_over_all,
 )
+from zeroexp.interface.elementwise import refuse_unless_elementwise
+from zeroexp.interface.strategy import OptimizerFactory
 from zeroexp.interface.values import Values
+from zeroexp.process.world import World
+from zeroexp.zero.observer import Observer
 from zeroexp.zero.options import DTYPES, Options, Outer
 from zeroexp.zero_safety.guard import is_guarded
 
@@ -45,26 +49,42 @@ TRAINED_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _Replicated = DataParallel | DistributedDataParallel
 
 
-def refuse_arguments(
-    module: nn.Module,
-    blocks: Sequence[str],
-    param_groups: Sequence[dict[str, Any]],
-    stage: Stage,
-    options: Options,
-    max_grad_norm: float | None,
-    values: Values | None,
-    world_size: int,
-) -> None:
-    """Raise ValueError in one line that names what is wrong, its value and the remedy."""
-    refuse_options(options, stage, world_size)
-    refuse_replicas(options.replicas, stage, world_size, differ=options.outer is not None)
-    refuse_secondary_partition(options, stage, world_size)
-    _refuse_outer(options)
-    _refuse_optimizer_over_all(options)
-    _refuse_missing_or_double_values(module, values)
-    if max_grad_norm is not None and not (is_number(max_grad_norm) and max_grad_norm > 0):
-        raise ValueError(f"max_grad_norm={max_grad_norm!r}: use a number above 0, or None")
-    _refuse_blocks(module, blocks)
+class Arguments(Observer):
+    """What an engine is built with."""
+
+    def building(
+        self,
+        module: nn.Module,
+        blocks: Sequence[str],
+        param_groups: Sequence[dict[str, Any]],
+        optimizer_factory: OptimizerFactory,
+        stage: Stage,
+        options: Options,
+        max_grad_norm: float | None,
+        values: Values | None,
+        world: World,
+    ) -> None:
+        """Raise ValueError in one line that names what is wrong, its value and the remedy."""
+        refuse_options(options, stage, world.size)
+        _refuse_groups_of_ranks(options, stage, world.size)
+        _refuse_outer(options)
+        _refuse_missing_or_double_values(module, values)
+        if max_grad_norm is not None and not (_is_number(max_grad_norm) and max_grad_norm > 0):
+            raise ValueError(f"max_grad_norm={max_grad_norm!r}: use a number above 0, or None")
+        _refuse_blocks(module, blocks)
+        _refuse_tensors(module)
+        _refuse_groups(param_groups, set(module.parameters()), options)
+        if world.is_fake:  # the trial of the optimizer compares values
+            return
+        shards = stage.optimizer is Placement.SHARD and world.size > 1
+        words = {group.get("layout", options.layout) for group in param_groups}
+        cuts = shards and not all(LAYOUTS[word].has_owners for word in words)
+        refuse_unless_elementwise(
+            optimizer_factory, param_groups, layout=options.layout, cut=cuts, shared=shards
+        )
+
+
+def _refuse_tensors(module: nn.Module) -> None:
     for name, parameter in module.named_parameters():
         if is_guarded(parameter):
             raise ValueError(
@@ -92,7 +112,11 @@ def refuse_arguments(
                 f"parameter {name} was made inside torch.inference_mode(), where nothing can be trained: build the "
                 "model outside of it"
             )
-    own = set(module.parameters())
+
+
+def _refuse_groups(
+    param_groups: Sequence[dict[str, Any]], own: set[nn.Parameter], options: Options
+) -> None:
     for group in param_groups:
         if (layout := group.get("layout", options.layout)) not in LAYOUTS:
             raise ValueError(f"param_groups: layout={layout}: use {', '.join(LAYOUTS)}")
@@ -201,7 +225,7 @@ def refuse_options(options: Options, stage: Stage, world_size: int) -> None:
     if depth is not None and not (isinstance(depth, int) and depth >= 0):
         raise ValueError(f"options.prefetch={depth!r}: use 0 or more units, or None")
     size = options.bucket_mb
-    if size is not None and not (is_number(size) and size > 0):
+    if size is not None and not (_is_number(size) and size > 0):
         raise ValueError(f"options.bucket_mb={size!r}: use a size in MiB above 0, or None")
     if options.gather_codec and stage.parameters is not Placement.SHARD:
         raise ValueError(
@@ -243,7 +267,7 @@ def refuse_options(options: Options, stage: Stage, world_size: int) -> None:
 
 def _refuse_part_on_host(options: Options) -> None:
     part, folder = options.offload_fraction, options.offload_folder
-    if not (is_number(part) and 0 < part <= 1):
+    if not (_is_number(part) and 0 < part <= 1):
         raise ValueError(f"options.offload_fraction={part!r}: use a share above 0, up to 1")
     if options.codes_rest and (part != 1 or folder is not None):
         raise ValueError(
@@ -255,37 +279,29 @@ def _refuse_part_on_host(options: Options) -> None:
         )
 
 
-def refuse_replicas(replicas: int, stage: Stage, world_size: int, *, differ: bool = False) -> None:
-    """Raise ValueError unless `world_size` ranks can form so many groups that shard, or may `differ`."""
+def _refuse_groups_of_ranks(options: Options, stage: Stage, world_size: int) -> None:
+    """Raise ValueError unless these ranks can form the groups and nodes, and the optimizer rest where it is to."""
+    replicas, num_ranks, differ = options.replicas, options.secondary_partition, bool(options.outer)
     if type(replicas) is not int or replicas < 1:
         raise ValueError(f"options.replicas={replicas!r}: use a number of groups, 1 or more")
-    problem = why_no_replicas(replicas, stage, world_size, differ=differ) if replicas > 1 else None
-    if problem:
-        raise ValueError(f"options.replicas={replicas}: {problem[0]}; {problem[1]}")
-
-
-def _refuse_optimizer_over_all(options: Options) -> None:
-    differ = options.outer is not None
-    words = {"differ": differ, "offload": options.offload, "codes_rest": options.codes_rest}
-    problem = why_not_over_all(options.replicas, **words)
-    if options.optimizer_over == "all" and problem:
-        raise ValueError(f"options.optimizer_over=all: {problem[0]}; {problem[1]}")
-
-
-def refuse_secondary_partition(options: Options, stage: Stage, world_size: int) -> None:
-    """Raise ValueError unless the ranks that shard form nodes of so many, which send what they keep."""
-    num_ranks = options.secondary_partition
-    if num_ranks is None:
-        return
-    key = f"options.secondary_partition={num_ranks!r}"
-    if type(num_ranks) is not int or num_ranks < 2:
-        raise ValueError(f"{key}: use the number of ranks of a node, 2 or more, or None")
-    if problem := why_no_secondary_copy(num_ranks, stage, world_size // options.replicas):
-        raise ValueError(f"{key}: {problem[0]}; {problem[1]}")
-    if options.offload == ALL:
-        raise ValueError(
-            f"{key}: keeps on the device what options.offload=all puts on the host; use one of them"
-        )
+    node = f"options.secondary_partition={num_ranks!r}"
+    if num_ranks is not None and (type(num_ranks) is not int or num_ranks < 2):
+        raise ValueError(f"{node}: use the number of ranks of a node, 2 or more, or None")
+    problems: dict[str, tuple[str, str] | None] = {}
+    if replicas > 1:
+        why = why_no_replicas(replicas, stage, world_size, differ=differ)
+        problems[f"options.replicas={replicas}"] = why
+    if options.optimizer_over == "all":
+        words = {"differ": differ, "offload": options.offload, "codes_rest": options.codes_rest}
+        problems["options.optimizer_over=all"] = why_not_over_all(replicas, **words)
+    if num_ranks is not None:
+        problems[node] = why_no_secondary_copy(num_ranks, stage, world_size // replicas)
+        if options.offload == ALL:
+            what = "keeps on the device what options.offload=all puts on the host"
+            problems[node] = problems[node] or (what, "use one of them")
+    for key, problem in problems.items():
+        if problem is not None:
+            raise ValueError(f"{key}: {'; '.join(problem)}")
 
 
 def _refuse_outer(options: Options) -> None:
@@ -294,7 +310,7 @@ def _refuse_outer(options: Options) -> None:
         return
     if not isinstance(outer, Outer) or type(outer.every) is not int or outer.every < 1:
         raise ValueError(f"options.outer={outer!r}: use Outer(every=...) with 1 step or more")
-    if not (is_number(outer.lr) and outer.lr > 0 and is_number(outer.momentum)):
+    if not (_is_number(outer.lr) and outer.lr > 0 and _is_number(outer.momentum)):
         raise ValueError(f"options.outer={outer!r}: use an lr above 0, as 0.7")
     if not 0 <= outer.momentum < 1:
         raise ValueError(f"options.outer={outer!r}: use a momentum of 0 up to 1, as 0.9")
@@ -304,5 +320,5 @@ def _refuse_outer(options: Options) -> None:
         raise ValueError("options.offload: what `outer` keeps stays on the device; leave it None")
 
 
-def is_number(value: object) -> bool:
+def _is_number(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)

@@ -6,17 +6,23 @@ RuntimeError, which names the missing call.
 
 from __future__ import annotations
 
+from zeroexp.zero.engine import Engine
+from zeroexp.zero.observer import Observer
 
-class CallOrder:
-    """The call that comes next. With `once` the gradients of a step can be reduced only once."""
 
-    def __init__(self, *, once: bool):
-        self._in_microbatch = False
-        self._once = once
-        self._failed = False  # an exception left reductions behind that peers may not know of
-        # The last microbatch of a step has ended, and no step has come yet.
-        self._last_ended = False
-        self._stepped = False  # a step was taken with the gradients that still exist
+class CallOrder(Observer):
+    """The call that comes next."""
+
+    _in_microbatch = False
+    _failed = False  # an exception left reductions behind that peers may not know of
+    _last_ended = False  # the last microbatch of a step has ended, and no step has come yet
+    _stepped = False  # a step was taken with the gradients that still exist
+
+    def built(self, engine: Engine) -> None:
+        # Gradients that can be reduced only once in a step: a second last microbatch would sum again what was summed
+        # between replicas.
+        of_units = any(unit.reduces_at_hand_over for unit in engine.units)
+        self._once = engine.wire.holders.size > 1 or of_units
 
     def begin_microbatch(self) -> None:
         if self._in_microbatch:
@@ -42,12 +48,10 @@ class CallOrder:
         self._last_ended = last
 
     def abandon_microbatch(self, *, reduced: bool) -> None:
-        """Note that an exception ended the microbatch. `reduced`: some of its gradients had been reduced already."""
         self._in_microbatch = False
         self._failed = self._failed or reduced
 
     def step(self, *, is_gathered: bool) -> None:
-        """Allow a step or raise RuntimeError. `is_gathered`: the call comes inside of `strategy.gathered()`."""
         self._refuse_after_failure()
         if self._in_microbatch:
             raise RuntimeError(

@@ -11,154 +11,143 @@ program does after each step (a WGAN's clipping) is seen, at the cost of reading
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from zeroexp.process.world import World
+from zeroexp.zero.engine import Engine
 from zeroexp.zero.held import Residence, unguarded
+from zeroexp.zero.observer import Observer
 from zeroexp.zero.unit import Unit
+from zeroexp.zero.whole import written_while_reading
 
 AS_INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+# A module's name, its parameters or children as they are, and as they were when the engine was built.
+Registered = tuple[str, Mapping[str, Any], Mapping[str, Any]]
 
 
-@dataclass(frozen=True)
-class _ParameterSlot:
-    """A slot is where a module holds a parameter."""
+class ChangedParameters(Observer):
+    """What modules and parameters were when the engine was built, and what the weights are since its last change."""
 
-    held: dict[str, nn.Parameter | None]
-    key: str
-    parameter: nn.Parameter | None
-    name: str
-
-
-class ParameterWatch:
-    """What `module` held when the engine was built around it."""
-
-    def __init__(self, module: nn.Module, units: Iterable[Unit], world: World):
-        self._units = list(units)
-        modules = list(module.named_modules())
-        self._slots = [
-            _ParameterSlot(each._parameters, key, parameter, f"{name}.{key}" if name else key)
-            for name, each in modules
-            for key, parameter in each._parameters.items()
+    def built(self, engine: Engine) -> None:
+        self._units, world = engine.units, engine.wire.world
+        named = list(engine.model.named_modules())
+        self._parameters: list[Registered] = [
+            (name, each._parameters, dict(each._parameters)) for name, each in named
         ]
-        self._children = [
-            (each._modules, key, child, f"{name}.{key}" if name else key)
-            for name, each in modules
-            for key, child in each._modules.items()
+        self._children: list[Registered] = [
+            (name, each._modules, dict(each._modules)) for name, each in named
         ]
-        self._held = [(each._parameters, len(each._parameters), name) for name, each in modules]
-        self._num_children = [(each._modules, len(each._modules), name) for name, each in modules]
+        names = engine.model.named_parameters(remove_duplicate=False)
+        self._names = {parameter: name for name, parameter in names}
         masters = [pair for unit in self._units for pair in unit.parameters_with_masters()]
+        self._names |= {master: self._names[parameter] for parameter, master in masters}
         self._all = [p for unit in self._units for p in unit.parameters]
         self._all += [master for _, master in masters]
+        chunks = [held for unit in self._units for held in unit.held]
         # Plain code may write parameters on a single rank whose optimizer updates the parameters themselves.
-        self._alone = world.size == 1 and all(
-            held.master_flat is None and not unit.is_sharded
+        self._is_alone = world.size == 1 and not any(
+            unit.is_sharded or held.master_flat is not None
             for unit in self._units
             for held in unit.trainable
         )
-        self._summed = [
-            parameter
-            for unit in self._units
-            if not (unit.is_sharded or world.is_fake or self._alone)
-            for parameter in unit.trainable_parameters
-        ]
+        whole = [] if world.is_fake else [u for u in self._units if not u.is_sharded]
+        self._summed = [] if self._is_alone else [p for u in whole for p in u.trainable_parameters]
         self._num_steps = 0
-        self._sums: list[int] = []  # empty where the values are not compared
-        self.note_versions()
-        self._frozen = [
-            parameter
-            for unit in self._units
-            for held in unit.held
-            if not held.is_trainable
-            for parameter in held.parameters
-        ]
-        self._names = {slot.parameter: slot.name for slot in self._slots}
-        self._names |= {master: self._names[parameter] for parameter, master in masters}
+        self._may_write = False  # inside of `gathered(write=True)`
+        self._frozen = [p for held in chunks if not held.is_trainable for p in held.parameters]
         # Tensors of a fake world may have no address.
         self._addresses = [
             (parameter, view.data_ptr())
-            for unit in self._units
-            if not unit.is_sharded and not world.is_fake
+            for unit in whole
             for held in unit.held
             for parameter, view in zip(held.parameters, held.views, strict=True)
         ]
+        self.weights_changed()
 
-    def note_versions(self, *, stepped: bool = False) -> None:
-        """Accept the weights as they are now; the engine calls this after it has changed them itself."""
-        self._num_steps += stepped
+    def begin_microbatch(self) -> None:
+        """Raise RuntimeError if something was changed; it names the parameter or module and the remedy."""
+        self._refuse_writes_between()
         self._versions = self._read_versions()
-        self._sums = self._read_sums() if is_compared(self._num_steps) else []
+        self._refuse_other_modules()
+        with unguarded():
+            self._refuse_other_values()
 
-    def were_written(self) -> bool:
-        """Tell whether parameters were written in place since `note_versions` or the microbatch's beginning."""
-        if self._versions != self._read_versions():
-            return True
-        return bool(self._sums) and self._sums != self._read_sums()
-
-    def refuse_writes(self) -> None:
+    def end_microbatch(self, *, last: bool) -> None:
         """Raise RuntimeError if a parameter was written in place inside a microbatch.
 
         Ranks may have written different values, and values written into gathered parameters are lost.
         """
-        for parameter, before, now in zip(
-            self._all, self._versions, self._read_versions(), strict=True
-        ):
-            if before != now:
+        pairs = zip(self._versions, self._read_versions(), strict=True)
+        for parameter, (before, now) in zip(self._all, pairs, strict=True):
+            if before != now and not self._is_alone:
                 raise RuntimeError(
                     f"parameter {self._names[parameter]} was written in place inside a microbatch, by its module's "
                     "forward perhaps (max_norm of an embedding is one such): write weights between steps, inside "
                     "`with strategy.gathered(write=True):`"
                 )
 
+    @contextmanager
+    def gathered(self, *, write: bool, in_microbatch: bool) -> Iterator[None]:
+        outer, self._may_write = self._may_write, write or self._may_write
+        try:
+            yield
+        finally:
+            self._may_write = outer
+        if in_microbatch:
+            return  # its end refuses what was written
+        if not (write or outer or self._is_alone) and self._were_written():
+            raise written_while_reading()
+        self.weights_changed()
+
+    def step(self, *, is_gathered: bool) -> None:
+        self._refuse_writes_between()
+
+    def weights_changed(self, *, stepped: bool = False, are_equal: bool = True) -> None:
+        """Accept the weights as they are now."""
+        self._num_steps += stepped
+        self._versions = self._read_versions()
+        # [Note: past the counter]
+        compares = is_compared(self._num_steps)
+        self._sums = [_sum_of_bits(p.detach()) for p in self._summed] if compares else []
+
+    def _were_written(self) -> bool:
+        """Tell whether parameters were written in place since `weights_changed` or the microbatch's beginning."""
+        if self._versions != self._read_versions():
+            return True
+        sums = self._summed if self._sums else []
+        return self._sums != [_sum_of_bits(parameter.detach()) for parameter in sums]
+
     def _read_versions(self) -> list[int]:
         with unguarded():
             return [parameter._version for parameter in self._all]
 
-    def _read_sums(self) -> list[int]:
-        """Return a sum over the bits of each parameter's values, see [Note: past the counter]."""
-        return [_sum_of_bits(parameter.detach()) for parameter in self._summed]
-
-    def refuse_writes_between(self) -> None:
-        """Raise RuntimeError if parameters, or the optimizer's own tensors, were written in place between two steps."""
-        if not self._alone and self.were_written():
+    def _refuse_writes_between(self) -> None:
+        if not self._is_alone and self._were_written():
             raise RuntimeError(
                 "parameters were written in place between two steps, while other ranks may still have been reading "
                 "them: write weights inside `with strategy.gathered(write=True):`"
             )
 
-    def refuse_changes(self) -> None:
-        """Raise RuntimeError if something was changed; it names the parameter or module and the remedy."""
-        self.refuse_writes_between()
-        self._versions = self._read_versions()
-        self._refuse_other_modules()
-        with unguarded():
-            self._refuse_other_values()
-
     def _refuse_other_modules(self) -> None:
         """Raise RuntimeError if a module or parameter was replaced, removed or added."""
-        for slot in self._slots:
-            if slot.held.get(slot.key) is not slot.parameter:
-                raise _changed(slot.name, "was replaced or removed")
-        for children, key, child, name in self._children:
-            if children.get(key) is not child:
+        for name in _replaced(self._parameters):
+            raise _changed(name, "was replaced or removed")
+        for name in _replaced(self._children):
+            raise RuntimeError(
+                f"module {name} was replaced or removed after the engine was built: change the model before"
+            )
+        for name, child in _added(self._children):
+            if child is not None and not self._names.keys() >= set(child.parameters()):
                 raise RuntimeError(
-                    f"module {name} was replaced or removed after the engine was built: change the model before"
+                    f"module {name} was added after the engine was built, and nobody would train it: change the "
+                    "model before"
                 )
-        for children, count, name in self._num_children:
-            for key, child in list(children.items())[count:]:
-                if child is not None and not self._names.keys() >= set(child.parameters()):
-                    raise RuntimeError(
-                        f"module {f'{name}.{key}'.lstrip('.')} was added after the engine was built, and nobody would "
-                        "train it: change the model before"
-                    )
-        for held, count, name in self._held:
-            if len(held) != count:
-                raise _changed(f"{name}.{list(held)[-1]}", "was added")
+        for name, _ in _added(self._parameters):
+            raise _changed(name, "was added")
 
     def _refuse_other_values(self) -> None:
         """Raise RuntimeError if a parameter was thawed, given other memory or moved."""
@@ -179,6 +168,19 @@ class ParameterWatch:
 def is_compared(num_steps: int) -> bool:
     """Tell whether the last of so many steps is one whose weights are worth a look at their values."""
     return 0 < num_steps <= 2 or (num_steps > 0 and num_steps % 100 == 0)
+
+
+def _replaced(registered: Iterable[Registered]) -> Iterator[str]:
+    """Yield the names of what is no longer there."""
+    for name, now, before in registered:
+        yield from (f"{name}.{k}".lstrip(".") for k in before if now.get(k) is not before[k])
+
+
+def _added(registered: Iterable[Registered]) -> Iterator[tuple[str, Any]]:
+    """Yield what came later, with its name."""
+    for name, now, before in registered:
+        if len(now) > len(before):
+            yield from ((f"{name}.{k}".lstrip("."), now[k]) for k in list(now)[len(before) :])
 
 
 def _shown_otherwise(unit: Unit) -> Iterator[nn.Parameter]:

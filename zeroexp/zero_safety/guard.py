@@ -27,7 +27,10 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
+from zeroexp.zero.engine import Engine
 from zeroexp.zero.held import Held, unguarded
+from zeroexp.zero.observer import Observer
+from zeroexp.zero.unit import Unit
 from zeroexp.zero_safety import tensor_functions as functions
 
 
@@ -94,10 +97,65 @@ class GuardedParameter(nn.Parameter):
         return copy
 
 
-def guard_parameters(held: Held) -> None:
-    """Prepare the parameters of a chunk, whose values must be there now, for the calls below."""
-    for parameter, member in zip(held.parameters, held.chunk.members, strict=True):
-        parameter.zeroexp_guard = Guard(member.name, parameter.shape, type(parameter))  # pyright: ignore[reportAttributeAccessIssue]
+class Guards(Observer):
+    """The guards of all parameters of one engine."""
+
+    _units: Sequence[Unit] = ()
+    _are_taken = False  # whether gradients are marked as taken
+
+    def held(self, held: Held) -> None:
+        for parameter, member in zip(held.parameters, held.chunk.members, strict=True):
+            parameter.zeroexp_guard = Guard(member.name, parameter.shape, type(parameter))  # pyright: ignore[reportAttributeAccessIssue]
+
+    def built(self, engine: Engine) -> None:
+        self._units = engine.units
+
+    def shown(self, held: Held, *, there: bool) -> None:
+        for parameter, nothing in zip(held.parameters, held.nothing, strict=True):
+            guard = _guard_of(parameter)
+            guard.freed, guard.arrive = not there, None
+            guard.nothing = guard.nothing if there else nothing
+            _set_class(parameter, guard)
+
+    def released(self, unit: Unit, gather_again: Callable[[], None]) -> None:
+        for parameter in unit.parameters:
+            guard = _guard_of(parameter)
+            guard.arrive = gather_again
+            _set_class(parameter, guard)
+
+    def gradient(self, unit: Unit, parameter: nn.Parameter, *, is_reduced: bool) -> None:
+        if _somebody_took_gradient(parameter):
+            raise RuntimeError(
+                f"a hook of {unit} has taken a gradient before the engine reduced it over the ranks: an optimizer "
+                "inside backward updates by one rank's gradient; call strategy.step() instead"
+            )
+        if is_reduced:
+            raise RuntimeError(
+                f"{unit} got a gradient after its gradients of this microbatch were reduced: call "
+                "strategy.backward once in a microbatch, with the sum of the losses (use loss.backward() for all "
+                "but the last), and compute penalties on weights after the model's forward"
+            )
+
+    def begin_microbatch(self) -> None:
+        self._mark_gradients(taken=False)
+
+    def backward_ended(self) -> None:
+        self._mark_gradients(taken=True)
+
+    def end_microbatch(self, *, last: bool) -> None:
+        self._mark_gradients(taken=True)
+
+    def zero_grad(self) -> None:
+        self._mark_gradients(taken=False)
+
+    def _mark_gradients(self, *, taken: bool) -> None:
+        if taken is self._are_taken:
+            return
+        self._are_taken = taken
+        for parameter in (p for unit in self._units for p in unit.trainable_parameters):
+            guard = _guard_of(parameter)
+            guard.gradient_taken = taken
+            _set_class(parameter, guard)
 
 
 def is_guarded(parameter: nn.Parameter) -> bool:
@@ -105,27 +163,11 @@ def is_guarded(parameter: nn.Parameter) -> bool:
     return vars(parameter).get("zeroexp_guard") is not None
 
 
-def guard_values(held: Held, *, there: bool) -> None:
-    """Let uses of the parameters of a chunk pass where their values are `there`, and raise elsewhere."""
-    for parameter, nothing in zip(held.parameters, held.nothing, strict=True):
-        guard = _guard_of(parameter)
-        guard.freed, guard.arrive = not there, None
-        guard.nothing = guard.nothing if there else nothing
-        _set_class(parameter, guard)
-
-
-def await_on_use(parameter: nn.Parameter, arrive: Callable[[], None]) -> None:
-    """Mark the values of a freed parameter as released: a use calls `arrive` first, which gathers them again."""
-    guard = _guard_of(parameter)
-    guard.arrive = arrive
-    _set_class(parameter, guard)
-
-
-def mark_gradient_taken(parameter: nn.Parameter, *, taken: bool) -> None:
-    """Mark `.grad` as taken by the engine or not."""
-    guard = _guard_of(parameter)
-    guard.gradient_taken = taken
-    _set_class(parameter, guard)
+def _somebody_took_gradient(parameter: nn.Parameter) -> bool:
+    """Tell whether an earlier hook took the gradient; without other hooks a custom function may have given none."""
+    with unguarded():
+        hooks = parameter._post_accumulate_grad_hooks
+        return parameter.grad is None and hooks is not None and len(hooks) > 1
 
 
 def _nothing() -> None:

@@ -8,26 +8,35 @@ its own (`FullStorage.is_viewed`). If there are more at the end of a microbatch,
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch._C._functorch import get_unwrapped, is_functorch_wrapped_tensor
 
+from zeroexp.zero.engine import Engine
 from zeroexp.zero.full_storage import FullStorage
 from zeroexp.zero.held import Residence
+from zeroexp.zero.observer import Observer
 from zeroexp.zero.unit import Unit
 
 
-class KeptViews:
-    """The views of full parameters that outlive a microbatch."""
+class KeptViews(Observer):
+    """The views of full parameters that outlive a module's forward, or a microbatch."""
 
-    def __init__(self, units: Iterable[Unit]):
-        self._units = list(units)
+    def built(self, engine: Engine) -> None:
+        self._units = [unit for unit in engine.units if unit.is_sharded]
         self._of_graphs: set[Unit] = set()  # units of which checkpointing alone keeps views
 
-    def refuse(self) -> None:
+    def returned(self, unit: Unit, tensor: Tensor) -> None:
+        if _is_view_of_freed(tensor, unit):
+            raise RuntimeError(
+                f"{unit} returns a view of its parameters (shape {list(tensor.shape)}), which are freed when "
+                "its module has run: return a clone, or make it part of a larger unit"
+            )
+
+    def end_microbatch(self, *, last: bool) -> None:
         """Raise RuntimeError if a view of parameters that are freed now is still alive."""
         for unit in self._units:
             freed = _freed_storage(unit)
@@ -65,7 +74,7 @@ def _freed_storage(unit: Unit) -> FullStorage | None:
     return unit.full if unit.residence is Residence.FREED else None
 
 
-def is_view_of_freed(tensor: Tensor, unit: Unit) -> bool:
+def _is_view_of_freed(tensor: Tensor, unit: Unit) -> bool:
     """Tell whether `tensor` is no parameter and lies in the memory of the unit's freed parameters."""
     freed = _freed_storage(unit)
     if freed is None:

@@ -9,25 +9,28 @@ from functools import partial
 from typing import Any
 
 from torch import nn
-from torch.optim import Optimizer
+
+from zeroexp.zero.engine import Engine
+from zeroexp.zero.observer import Observer
 
 
-class OwnMethods:
+class OwnMethods(Observer):
     """Methods of a module and its optimizer, replaced or guarded for as long as an engine trains them."""
 
-    def __init__(self, module: nn.Module, optimizer: Optimizer, zero_grad: Callable[..., None]):
-        self.may_load = False  # whether weights may be loaded into the module now
-        self._is_stepping = False
-        self._module = module
-        optimizer.zero_grad = zero_grad
+    may_load = False  # whether weights may be loaded into the module now
+    _is_stepping = False
+
+    def built(self, engine: Engine) -> None:
+        self._module, optimizer = engine.model, engine.optimizer
+        optimizer.zero_grad = engine.zero_grad
         optimizer.add_param_group = _refuse_group
         optimizer.register_step_pre_hook(self._refuse_foreign_step)
-        module.zero_grad = _ZeroGrad(module, zero_grad)
-        for each in module.modules():
+        self._module.zero_grad = _ZeroGrad(self._module, engine.zero_grad)
+        for each in self._module.modules():
             each.register_load_state_dict_pre_hook(partial(_refuse_loading, weakref.ref(self)))
 
     @contextmanager
-    def stepping(self) -> Iterator[None]:
+    def updating(self) -> Iterator[None]:
         """Allow `optimizer.step()` inside, which the engine calls."""
         self._is_stepping = True
         try:
@@ -36,9 +39,9 @@ class OwnMethods:
             self._is_stepping = False
 
     @contextmanager
-    def loading(self, *, allowed: bool) -> Iterator[None]:
-        """Allow `model.load_state_dict()` inside if `allowed`, or if an outer context allows it."""
-        before, self.may_load = self.may_load, allowed or self.may_load
+    def gathered(self, *, write: bool, in_microbatch: bool) -> Iterator[None]:
+        """Allow `model.load_state_dict()` inside where it may `write`, or where an outer context may."""
+        before, self.may_load = self.may_load, write or self.may_load
         try:
             yield
         finally:

@@ -19,10 +19,11 @@ from contextlib import contextmanager
 from typing import Any, cast
 
 from torch import nn
-from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
+from zeroexp.zero.engine import Engine
 from zeroexp.zero.held import unguarded
+from zeroexp.zero.observer import Observer
 from zeroexp.zero_safety import tensor_functions as functions
 
 
@@ -64,10 +65,11 @@ class GuardedPiece(nn.Parameter):
         return copy
 
 
-class OwnPieces:
+class OwnPieces(Observer):
     """The pieces of one optimizer, guarded but while its own step runs."""
 
-    def __init__(self, optimizer: Optimizer):
+    def built(self, engine: Engine) -> None:
+        optimizer = engine.optimizer
         pieces = [piece for group in optimizer.param_groups for piece in group["params"]]
         self._pieces = [piece for piece in pieces if type(piece) is nn.Parameter]  # no fake tensor
         # torch calls them in order; it is typed as a dict.
