@@ -54,39 +54,6 @@ def blocks_that_are(lab: Lab, kind: str) -> None:
     raise ValueError("blocks refused as they should be")
 
 
-OPTIONS: dict[str, dict[str, Any]] = {
-    "layout": {"layout": "rows"},
-    "unit": {"unit": "layer"},
-    "keep": {"keep": "first"},
-    "reduce_each": {"reduce_each": "epoch"},
-    "transport": {"transport": "pigeon"},
-    "owners": {"owners": "random", "layout": "parameter"},
-    "prefetch": {"prefetch": -1},
-    "prefetch_of_words": {"prefetch": "all"},
-    "bucket_of_nothing": {"bucket_mb": 0},
-    "bucket_negative": {"bucket_mb": -3.0},
-    "bucket_nan": {"bucket_mb": float("nan")},
-    "bucket_of_words": {"bucket_mb": "4"},
-    "overlap_of_words": {"overlap": "yes"},
-}
-
-
-@variants(
-    [*OPTIONS],
-    TWO,
-    refused=r"layout|unit|keep|reduce_each|transport|owners|prefetch|bucket_mb|overlap",
-    oracle=False,
-)
-def an_option_that_is_wrong(lab: Lab, key: str) -> None:
-    lab.wrap(Net(), **OPTIONS[key])
-
-
-@variants(["negative", "nan", "words"], TWO, refused=r"max_grad_norm", oracle=False)
-def a_norm_bound_that_is(lab: Lab, kind: str) -> None:
-    bound: dict[str, Any] = {"negative": -1.0, "nan": float("nan"), "words": "1.0"}
-    lab.wrap(Net(), max_grad_norm=bound[kind])
-
-
 GROUPS: dict[str, Callable[[Net], Any]] = {
     "of_another_model": lambda model: [{"params": list(Net().parameters())}],
     "of_a_copy_beside": lambda model: [
@@ -117,18 +84,6 @@ def groups_that_are_plain_parameters(lab: Lab) -> None:
     """`param_groups=model.parameters()`, as torch.optim takes them."""
     model = Net()
     lab.train(lab.wrap(model, groups=list(model.parameters())))  # pyright: ignore[reportArgumentType]
-
-
-@built(refused=r"optimizer")
-def an_optimizer_over_the_model_itself(lab: Lab) -> None:
-    """The factory ignores what it is handed and takes the model's own parameters."""
-    model = Net()
-    lab.wrap(model, optimizer=lambda _groups: torch.optim.SGD(model.parameters(), lr=0.1))
-
-
-@built(refused=r"optimizer")
-def a_factory_that_makes_no_optimizer(lab: Lab) -> None:
-    lab.wrap(Net(), optimizer=lambda _groups: None)  # pyright: ignore[reportArgumentType]
 
 
 @built(refused=r"optimizer")

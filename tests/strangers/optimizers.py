@@ -7,14 +7,12 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 
 from tests.optimizers_for_tests import (
     CountingAverage,
     OldFashioned,
-    OneDistance,
-    OneNorm,
     TrustRatio,
 )
 from tests.strangers.lab import (
@@ -139,15 +137,6 @@ def an_optimizer_with_a_mode_for_training(lab: Lab) -> None:
     lab.train(t)
 
 
-SPLIT = dict.fromkeys(("zero1", "zero1_allreduce", "zero2", "zero3"), r"optimizer|layout")
-
-
-@variants(["trust_ratio", "centred"], refused=SPLIT)
-def an_optimizer_of_whole_parameters(lab: Lab, kind: str) -> None:
-    """On cut pieces it is refused."""
-    lab.train(lab.wrap(Net(), optimizer={"trust_ratio": TrustRatio, "centred": Centred}[kind]))
-
-
 WHOLE = (
     *tuple(Setting(s, layout="parameter") for s in ("zero1", "zero2", "zero3")),
     Setting("zero3", unit="module", layout="parameter"),
@@ -170,12 +159,6 @@ def an_optimizer_on_whole_parameters(lab: Lab, kind: str) -> None:
             p.requires_grad_(p.ndim == 2)
     trainable = [p for p in model.parameters() if p.requires_grad]
     lab.train(lab.wrap(model, optimizer=kinds[kind], groups=[{"params": trainable}]))
-
-
-@variants(["group_norm", "global_estimate"], [*BY_STAGE, *WHOLE], may_refuse=r"optimizer")
-def an_optimizer_of_all_parameters_at_once(lab: Lab, kind: str) -> None:
-    kinds = {"group_norm": OneNorm, "global_estimate": OneDistance}
-    lab.train(lab.wrap(Net(), optimizer=kinds[kind]))
 
 
 # -- what scripts do with an optimizer ------------------------------------------------------------------
@@ -255,33 +238,6 @@ def a_state_looked_at(lab: Lab) -> None:
     steps = {float(state["step"]) for state in t.optimizer.state.values()}
     lab.note(sorted(steps))
     lab.train(t, steps=[1])
-
-
-def _norm_of_all(model: nn.Module) -> Tensor:
-    return torch.stack([p.norm() for p in model.parameters()]).norm()
-
-
-@scenario(ONLY_ZERO3)
-def a_state_that_is_saved_and_loaded(lab: Lab) -> None:
-    """`state_dict` and back in the same strategy, two steps later: as if these had not been."""
-    t = lab.wrap(Net(), optimizer=adamw)
-    lab.train(t, steps=[0])
-    if lab.plain:
-        saved = copy.deepcopy((t.model.state_dict(), t.optimizer.state_dict()))
-        lab.train(t, steps=[1, 2])
-        t.model.load_state_dict(saved[0])
-        t.optimizer.load_state_dict(saved[1])
-    else:
-        from zeroexp.interface.canonical import merge
-        from zeroexp.process import world as worlds
-
-        saved = merge(worlds.gather_objects(copy.deepcopy(t.state_dict())))
-        lab.train(t, steps=[1, 2])
-        t.load_state_dict(saved)
-    with t.gathered():
-        lab.note(_norm_of_all(t.model))
-    for batch in lab.batches(3):
-        batch.note(plain_loss(t.model, batch))
 
 
 @scenario(EVERY_WAY, refused="holds weights and no moments", oracle=False)

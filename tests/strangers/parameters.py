@@ -10,10 +10,8 @@ from torch import Tensor, nn
 from tests.strangers.lab import (
     EVERY_WAY,
     WIDTH,
-    Batch,
     Lab,
     adamw,
-    plain_loss,
     scenario,
     variants,
 )
@@ -230,34 +228,3 @@ def batch_norm(lab: Lab) -> None:
 
 
 # -- layers of torch ----------------------------------------------------------------------------------
-
-
-class Convolving(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.conv = nn.Conv1d(1, 2, 3, padding=1)
-        self.back = nn.ConvTranspose1d(2, 1, 3, padding=1)
-        self.norm = nn.GroupNorm(1, 2)
-        self.slope = nn.PReLU(2)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.back(self.slope(self.norm(self.conv(x.unsqueeze(1))))).squeeze(1)
-
-
-class Dropping(Block):
-    """Random in forward: seeded by who trains it."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return nn.functional.dropout(super().forward(x), 0.5, self.training)
-
-
-LAYERS = {"convolutions": Convolving, "dropout": Dropping}
-
-
-@variants([*LAYERS], EVERY_WAY, tolerance=1e-5)
-def layers_of(lab: Lab, kind: str) -> None:
-    def loss(model: nn.Module, batch: Batch) -> Tensor:
-        torch.manual_seed(100 * batch.step + 10 * batch.microbatch + batch.rank)
-        return plain_loss(model, batch)
-
-    lab.train(lab.wrap(Net(LAYERS[kind])), loss, num_microbatches=2)

@@ -17,14 +17,11 @@ def squares(model: nn.Module) -> Tensor:
 def penalty_around_everything(lab: Lab) -> None:
     """Forward, penalty and backward stand inside `gathered`."""
     t = lab.wrap(Net())
-    for step in range(3):
-        for batch in lab.batches(step):
-            with t.microbatch(last=True), t.gathered():
-                loss = plain_loss(t.model, batch) + 0.01 * squares(t.model)
-                batch.note(loss)
-                t.backward(loss)
-        lab.note(t.step())
-        t.zero_grad()
+    for batch in lab.microbatches(t):
+        with t.gathered():
+            loss = plain_loss(t.model, batch) + 0.01 * squares(t.model)
+            batch.note(loss)
+            t.backward(loss)
 
 
 @scenario(EVERY_WAY)
@@ -198,12 +195,9 @@ def gradient_of_weights_by_autograd_grad(lab: Lab) -> None:
 def penalty_on_the_gradients_of_weights(lab: Lab) -> None:
     """Implicit gradient regularisation: the norm of the weights' own gradients is part of the loss."""
     t = lab.wrap(Net())
-    for step in range(2):
-        for batch in lab.batches(step):
-            with t.microbatch(last=True), t.gathered():
-                loss = plain_loss(t.model, batch)
-                weights = list(t.model.parameters())
-                grads = torch.autograd.grad(loss, weights, create_graph=True)
-                t.backward(loss + 0.1 * torch.stack([g.square().sum() for g in grads]).sum())
-        lab.note(t.step())
-        t.zero_grad()
+    for batch in lab.microbatches(t, steps=range(2)):
+        with t.gathered():
+            loss = plain_loss(t.model, batch)
+            weights = list(t.model.parameters())
+            grads = torch.autograd.grad(loss, weights, create_graph=True)
+            t.backward(loss + 0.1 * torch.stack([g.square().sum() for g in grads]).sum())

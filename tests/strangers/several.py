@@ -99,25 +99,6 @@ def two_models_in_one_loss(lab: Lab) -> None:
 
 
 @scenario()
-def a_target_network(lab: Lab) -> None:
-    """DQN or BYOL: the target follows by a moving average, in the writing context of its own engine."""
-    t = lab.wrap(Net())
-    target = lab.wrap(Net().requires_grad_(False))
-
-    def loss(model: nn.Module, batch: Batch) -> Tensor:
-        with torch.no_grad():
-            goal = target.model(batch.x)
-        return batch.loss(model(batch.x), goal + batch.y)
-
-    for step in range(3):
-        lab.train(t, loss, steps=[step])
-        with t.gathered(), target.gathered(write=True), torch.no_grad():
-            pairs = zip(t.model.parameters(), target.model.parameters(), strict=True)
-            for mine, theirs in pairs:
-                theirs.lerp_(mine, 0.3)
-
-
-@scenario()
 def a_model_taken_out_and_wrapped_again(lab: Lab) -> None:
     """Trained weights go into a fresh model by its state dict, which is wrapped in its turn."""
     t = lab.wrap(Net())

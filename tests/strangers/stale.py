@@ -198,14 +198,11 @@ def a_block_that_calls_another(lab: Lab) -> None:
 def a_functional_call(lab: Lab) -> None:
     """`torch.func.functional_call` with the model's own weights inside the context."""
     t = lab.wrap(Net())
-    for step in range(2):
-        for batch in lab.batches(step):
-            with t.microbatch(last=True), t.gathered():
-                weights = dict(t.model.named_parameters())
-                output = torch.func.functional_call(t.model, weights, (batch.x,))
-                t.backward(batch.loss(output))
-        lab.note(t.step())
-        t.zero_grad()
+    for batch in lab.microbatches(t, steps=range(2)):
+        with t.gathered():
+            weights = dict(t.model.named_parameters())
+            output = torch.func.functional_call(t.model, weights, (batch.x,))
+            t.backward(batch.loss(output))
 
 
 @scenario(may_refuse=r"func|transform|vmap|gathered|microbatch")

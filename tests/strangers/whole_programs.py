@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterator
 from typing import Any
 
@@ -11,9 +10,7 @@ from torch import Tensor, nn
 
 from tests.strangers.lab import (
     BY_STAGE,
-    WIDTH,
     Batch,
-    Factory,
     Lab,
     Setting,
     adamw,
@@ -23,11 +20,6 @@ from tests.strangers.lab import (
     variants,
 )
 from tests.strangers.models import Block, Language, Net
-from zeroexp.cut.stage import STAGES
-from zeroexp.engines.sharded import Sharded
-from zeroexp.interface.canonical import merge
-from zeroexp.process import world as worlds
-from zeroexp.zero.options import Options
 
 ODD_WORLDS = (
     Setting("zero3"),
@@ -41,12 +33,6 @@ IN_GROUPS = tuple(
     Setting(stage, layout=layout, world_size=4)
     for stage, layout in (("zero3", "buffer"), ("zero1", "tensor"), ("zero2", "parameter"))
 )
-
-
-def instead(lab: Lab, engine: Sharded) -> Sharded:
-    """An engine that goes on where the only one so far stopped."""
-    lab._wrapped[:] = [engine]
-    return engine
 
 
 # -- what is written inside a microbatch is refused there -------------------------------------------------
@@ -65,63 +51,7 @@ def a_block_that_normalises_its_weight(lab: Lab) -> None:
     lab.train(lab.wrap(Net(Normalised)))
 
 
-# -- states that go round ---------------------------------------------------------------------------------
-
-OPTIMIZERS: dict[str, Factory] = {
-    "adamw": adamw,
-    "amsgrad": lambda groups: torch.optim.Adam(groups, lr=0.01, amsgrad=True),
-    "nadam": lambda groups: torch.optim.NAdam(groups, lr=0.01),
-    "adagrad": lambda groups: torch.optim.Adagrad(groups, lr=0.05, initial_accumulator_value=0.1),
-    "rmsprop": lambda groups: torch.optim.RMSprop(groups, lr=0.01, centered=True, momentum=0.5),
-    "asgd": lambda groups: torch.optim.ASGD(groups, lr=0.05, t0=2),
-    "nesterov": lambda groups: torch.optim.SGD(groups, lr=0.05, momentum=0.9, nesterov=True),
-}
-
-
-def other(stage: str) -> str:
-    return {"zero3": "zero1", "zero1": "zero3"}.get(stage, "zero2")
-
-
-@variants([*OPTIMIZERS], ODD_WORLDS, quick=["adamw", "nadam"])
-def a_state_that_goes_on_elsewhere_with(lab: Lab, name: str) -> None:
-    """Two steps, then an engine of another stage, layout and unit takes the state and goes on."""
-    t = lab.wrap(Language(), optimizer=OPTIMIZERS[name], max_grad_norm=0.5)
-    lab.train(t, next_word_loss, steps=[0, 1], num_microbatches=2)
-    if not lab.plain:
-        assert lab.world is not None
-        state = merge(worlds.gather_objects(copy.deepcopy(t.state_dict())))
-        model = Language()
-        with torch.no_grad():
-            for p in model.parameters():
-                p.fill_(float("nan"))  # nothing of it may stay
-        t = instead(
-            lab,
-            Sharded(
-                model,
-                blocks=["layers.0", "layers.2"],
-                stage=STAGES[other(lab.setting.stage)],
-                param_groups=[{"params": list(model.parameters())}],
-                optimizer_factory=OPTIMIZERS[name],
-                max_grad_norm=0.5,
-                world=lab.world,
-                options=Options(layout="tensor"),
-            ),
-        )
-        t.load_state_dict(state)
-    lab.train(t, next_word_loss, steps=[2, 3], num_microbatches=2)
-
-
-@scenario(ODD_WORLDS)
-def the_best_weights_are_kept_and_taken_again(lab: Lab) -> None:
-    """Early stopping: a copy of the weights is loaded between two steps, and the moments go on."""
-    t = lab.wrap(Net(), optimizer=adamw)
-    lab.train(t, steps=[0, 1])
-    with t.gathered():
-        best = {name: tensor.clone() for name, tensor in t.model.state_dict().items()}
-    lab.train(t, steps=[2, 3])
-    with t.gathered(write=True):
-        t.model.load_state_dict(best)
-    lab.train(t, steps=[4])
+# -- what is written into all weights ---------------------------------------------------------------------------------
 
 
 @scenario(BY_STAGE)
@@ -133,17 +63,6 @@ def weights_from_one_vector_where_each_is_a_chunk(lab: Lab) -> None:
         vector = nn.utils.parameters_to_vector(t.model.parameters()).detach() * 0.5
         nn.utils.vector_to_parameters(vector, t.model.parameters())
     lab.train(t, steps=[1])
-
-
-@scenario(ODD_WORLDS)
-def a_head_is_loaded_without_the_rest(lab: Lab) -> None:
-    """`load_state_dict(strict=False)` of a part, before the first step and after."""
-    t = lab.wrap(Net())
-    theirs = Net(seed=9).head.state_dict()
-    for steps in ([0, 1], [2]):
-        with t.gathered(write=True):
-            t.model.load_state_dict({f"head.{key}": v for key, v in theirs.items()}, strict=False)
-        lab.train(t, steps=steps)
 
 
 # -- rates, groups and decay ------------------------------------------------------------------------------
@@ -164,46 +83,6 @@ def another_number_of_microbatches_each_step(lab: Lab) -> None:
             t.model.zero_grad(set_to_none=False)
         else:
             t.optimizer.zero_grad()
-
-
-# -- models of odd sizes and habits -----------------------------------------------------------------------
-
-
-class Odd(nn.Module):
-    """Sizes that nothing divides: a scalar, fewer elements than ranks, nothing at all, a column, three dimensions."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.gain = nn.Parameter(torch.tensor(1.5))
-        self.two = nn.Parameter(torch.tensor([0.5, -0.5]))
-        self.none = nn.Parameter(torch.zeros(0, 3))
-        self.column = nn.Parameter(torch.linspace(-1, 1, WIDTH).view(WIDTH, 1))
-        self.cube = nn.Parameter(torch.linspace(-0.5, 0.5, 7 * 1 * WIDTH).view(7, 1, WIDTH))
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = (x @ self.column) * self.gain + self.two.sum() + self.none.sum()
-        return x + torch.tanh(y) * self.cube.sum((0, 1))
-
-
-@scenario((*ODD_WORLDS, *IN_GROUPS))
-def sizes_that_nothing_divides(lab: Lab) -> None:
-    lab.train(lab.wrap(Net(Odd), optimizer=adamw, max_grad_norm=0.2), num_microbatches=3)
-
-
-@scenario(ODD_WORLDS)
-def unlike_batches_on_each_rank(lab: Lab) -> None:
-    """Ranks have other numbers of labels: each divides by the number of all."""
-    t = lab.wrap(Language(), max_grad_norm=0.3)
-    sizes = [1 + 2 * rank for rank in range(lab.num_ranks)]
-
-    def loss(model: nn.Module, batch: Batch) -> Tensor:
-        ids = batch.ids[: sizes[batch.rank] % 4 + 1]
-        total = sum((size % 4 + 1) * ids.shape[1] for size in sizes)
-        logits = model(ids).flatten(0, 1)
-        labels = ids.roll(-1, 1).flatten()
-        return nn.functional.cross_entropy(logits, labels, reduction="sum") / total
-
-    lab.train(t, loss, num_microbatches=2)
 
 
 # -- replicas ---------------------------------------------------------------------------------------------

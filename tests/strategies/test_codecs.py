@@ -12,15 +12,12 @@ import torch
 from torch import Tensor
 
 from tests.comm.test_collectives import chunks_of, gradients_of
-from tests.composing import composed
 from tests.oracle import Outcome, Recipe, build_on_rank, outcome_of, pieces_of, run_steps
 from tests.strategies.engine import Ours
-from zeroexp.check import check
 from zeroexp.comm.base import Between, GatherPart, Pending, ReducePart
 from zeroexp.comm.codec import decode, encode
 from zeroexp.comm.collectives import TRANSPORTS, Collectives
 from zeroexp.comm.direct import Direct
-from zeroexp.config.keys import UndefinedCombination
 from zeroexp.cut.stage import STAGES
 from zeroexp.engines.sharded import Sharded
 from zeroexp.interface.canonical import merge
@@ -267,39 +264,3 @@ def fed_back_after_a_load(world: World) -> list[float]:
 def test_a_load_forgets_what_was_left_out(ranks):
     for of_old, of_new in ranks(fed_back_after_a_load):
         assert of_old == of_new
-
-
-@pytest.mark.parametrize(
-    ("words", "line"),
-    [
-        ("strategy=zero2 strategy.error_feedback=true", "no effect with gradients that are not"),
-        ("strategy=zero2 strategy.gather_codec=int8", "strategy=zero2 never gathers parameters"),
-        ("strategy=ddp strategy.reduce_codec=int8", "strategy=ddp all-reduces gradients"),
-    ],
-)
-def test_a_codec_without_effect_is_refused(words, line):
-    with pytest.raises(UndefinedCombination, match=line):
-        check(composed("world_size=2", *words.split()))
-
-
-def refused(world: World) -> list[str]:
-    lines: list[str] = []
-    wrong: list[tuple[str, Options]] = [
-        ("zero2", Options(gather_codec="int8")),
-        ("zero1_allreduce", Options(reduce_codec="int4")),
-        ("zero3", Options(reduce_codec="int3")),
-        ("zero3", Options(reduce_codec="int4", transport="direct")),
-        ("zero3", Options(error_feedback=True)),
-    ]
-    for stage, options in wrong:
-        with pytest.raises(ValueError) as raised:
-            build_on_rank(world, Recipe(), Ours(stage, options))
-        lines.append(str(raised.value))
-    return lines
-
-
-def test_the_library_refuses_in_one_line(ranks):
-    one, _ = ranks(refused)
-    ends = ("use zero3", "use zero1, zero2 or zero3", "use int8, float8, int4, None", "use auto")
-    ends = (*ends, "or use False")
-    assert [line.endswith(end) for line, end in zip(one, ends, strict=True)] == [True] * 5, one

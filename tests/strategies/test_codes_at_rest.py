@@ -12,7 +12,6 @@ from torch import Tensor, nn
 
 from tests.comm.test_codec import round_trip
 from tests.comm.test_issued import a_step, engine_of_nine_units
-from tests.composing import composed
 from tests.models_for_tests import MODELS
 from tests.oracle import (
     Recipe,
@@ -26,9 +25,7 @@ from tests.oracle import (
 )
 from tests.strategies.engine import Ours
 from tests.strategies.test_offload import written
-from zeroexp.check import check
 from zeroexp.comm import codec as codecs
-from zeroexp.config.keys import UndefinedCombination
 from zeroexp.cut.chunk import Chunk
 from zeroexp.cut.codes import encoded_bytes
 from zeroexp.interface.canonical import merge
@@ -224,38 +221,3 @@ def test_checkpoints_hold_masters_and_gathered_shows_them(ranks):
 def test_what_is_written_into_parameters_reaches_masters_and_codes(ranks, precision, offload):
     answers = ranks(written, precision, replace(FLOAT8, offload=offload))
     assert all((piece == 0.5).all() for pieces in answers for piece in pieces)
-
-
-@pytest.mark.parametrize(
-    ("words", "line"),
-    [
-        ("strategy=zero2", "rest whole are computed with as they rest; use strategy=zero3 on two"),
-        ("strategy=zero3 world_size=1", "rest whole are computed with as they rest"),
-        ("strategy=zero3 strategy.gather_codec=int8", "send the codes of .* as they rest; leave"),
-        ("strategy=zero3 strategy.offload=all", "rest on the device; use optimizer"),
-        ("strategy=zero3 strategy.implementation=torch", "no effect with .*=torch"),
-        ("strategy=zero3 model.lora.r=2", "which have no master: .*; use strategy.gather_codec"),
-    ],
-)
-def test_what_can_not_rest_as_codes_is_refused(words, line):
-    with pytest.raises(UndefinedCombination, match=line):
-        check(composed("world_size=2", "strategy.parameters.dtype=float8", *words.split()))
-
-
-@pytest.mark.parametrize(
-    ("stage", "options", "line"),
-    [
-        ("zero2", FLOAT8, "are not gathered, use zero3"),
-        ("zero3", Options(codes_rest=True), "set gather_codec, on two ranks or more"),
-        ("zero3", replace(FLOAT8, offload="all"), "rest on the device, use optimizer"),
-    ],
-)
-def test_the_library_refuses_it_in_one_line(stage, options, line):
-    with fake_world(0, 2) as world, pytest.raises(ValueError, match=line):
-        build_on_rank(world, Recipe(), Ours(stage, options))
-
-
-def test_gradients_and_masters_do_not_rest_as_codes():
-    for row in ("gradients", "optimizer"):
-        with pytest.raises(ValueError, match=f"strategy.{row}.dtype=float8: unknown word"):
-            check(composed("world_size=2", f"strategy.{row}.dtype=float8"))

@@ -28,9 +28,6 @@ from tests.strategies.engine import Ours
 from tests.strategies.pairwise import Row, pairwise
 from tests.strategies.test_muon import make, make_of, momenta
 from tests.strategies.test_parity import train_rows
-from zeroexp.check import check
-from zeroexp.check.try_strategy import check_strategy
-from zeroexp.config.keys import ConfigError
 from zeroexp.config.optimizer import describe_groups, optimizer_factory, parameter_groups
 from zeroexp.config.parameter_kinds import kinds_of_parameters
 from zeroexp.cut.chunk import Chunk
@@ -301,65 +298,3 @@ def test_a_run_says_what_went_where() -> None:
     assert lines[-1] == f"heads: {heads:,} by adamw lr 0.001 decay 0.1 moments bfloat16"
     counts = [int(line.split(": ")[1].split()[0].replace(",", "")) for line in lines]
     assert sum(counts) == numel
-
-
-@pytest.mark.parametrize(
-    ("row", "line"),
-    [
-        ("embedings={lr: 1e-4}", "did you mean embeddings"),
-        ("vectors={lrr: 1e-4}", "did you mean lr"),
-        ("vectors={name: adam}", "did you mean adamw"),
-        ("vectors={name: sgd, eps: 1e-4}", "a row of optimizer.name=sgd reads no such key"),
-        ("vectors={lr: 0}", "use more than 0"),
-        ("vectors={lr: high}", "no number"),
-        ("vectors={moments: int4}", "use null or bfloat16, int8"),
-        ("vectors={name: sgd, moments: bfloat16}", "sgd keeps none"),
-        ("vectors={betas: [0.9]}", "not two numbers"),
-        ("vectors={betas: [0.9, 0.999], moments: bfloat16}", "rounding takes back"),
-        ("vectors={settings: {nesterov: true}}", "no such setting"),
-        ("matrices={name: muon}", "Muon needs one between 0 and 1"),
-        ("matrices={name: muon, momentum: 0.9, settings: {ns_steps: 0}}", "use 1 to 99"),
-        ("vectors={name: muon, momentum: 0.9}", "no block of the model has a trainable matrix"),
-        ("vectors=1", "use some such as"),
-        ("vectors={layout: parametr}", "did you mean parameter"),
-        ("vectors={master: bf16}", "use float32 or bfloat16"),
-        ("vectors={master: float32}", "master weights are float32 anyway"),
-        ("vectors={master: bfloat16}", "parameters are float32; use precision=bf16_master"),
-        ("experts={lr: 1e-4}", "no trainable parameter of the model is left for this row"),
-        ("*.nothing={lr: 1e-4}", "no trainable parameter of the model is left for this row"),
-    ],
-)
-def test_a_wrong_row_is_refused_in_a_line(row, line) -> None:
-    with pytest.raises(ConfigError, match=line):
-        word, _, value = row.partition("=")
-        config = composed(f"+optimizer.kinds={{{word}: {value}}}", "world_size=2")
-        check(config)
-        check_strategy(config)
-
-
-@pytest.mark.parametrize(
-    "word",
-    [
-        "strategy.offload=optimizer",
-        "strategy.parameters.dtype=int8",
-        "strategy.outer.every=2 strategy.replicas=2",
-    ],
-)
-def test_what_takes_one_dtype_of_masters_refuses_another_of_a_row(word) -> None:
-    row = "+optimizer.kinds.vectors.master=bfloat16"
-    with pytest.raises(ConfigError, match="takes all master weights in one dtype"):
-        check(
-            composed("precision=bf16_master", "strategy=zero3", row, "world_size=2", *word.split())
-        )
-
-
-def test_engines_of_others_refuse_a_layout_of_a_row() -> None:
-    with pytest.raises(ConfigError, match="torch cuts all parameters alike; leave it out"):
-        row = "+optimizer.kinds.vectors={layout: tensor}"
-        check(composed("strategy.implementation=torch", row, "world_size=2"))
-
-
-def test_fsdp2_refuses_a_row_of_whole_matrices() -> None:
-    muon = "+optimizer.kinds.matrices={name: muon, momentum: 0.9}"
-    with pytest.raises(ConfigError, match="torch cuts the matrices"):
-        check(composed("strategy=zero3", "strategy.implementation=torch", muon))

@@ -14,7 +14,6 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from torch import nn
 from torch.optim import _muon
 
 from tests.composing import composed
@@ -38,10 +37,8 @@ from tests.oracle import (
 from tests.plan.real_steps import assert_as_planned
 from tests.strategies.engine import Ours
 from tests.strategies.pairwise import Row, pairwise
-from zeroexp.check import check
-from zeroexp.check.try_strategy import check_strategy
 from zeroexp.comm.collectives import TRANSPORTS
-from zeroexp.config.keys import ConfigError, OptimizerConfig
+from zeroexp.config.keys import OptimizerConfig
 from zeroexp.config.optimizer import optimizer_factory, parameter_groups
 from zeroexp.cut.matrix_step import orthogonalizing_cost
 from zeroexp.cut.stage import STAGES
@@ -303,30 +300,3 @@ def test_matrices_are_balanced_by_the_cost_of_orthogonalizing_them() -> None:
     dearest = max(orthogonalizing_cost(m.shape) for m in batch)
     assert len(batch) == 7 * 32 and max(costs) - min(costs) <= dearest
     assert max(costs) < 1.01 * sum(costs) / 4
-
-
-@pytest.mark.parametrize(
-    ("words", "line"),
-    [
-        ("strategy=zero3 strategy.implementation=torch", "use buffer"),
-        ("strategy=zero3 strategy.matrix_step=owned", "use one of gather, alltoall"),
-        ("strategy=ddp strategy.matrix_step=gather", "no matrix is cut"),
-        ("strategy.implementation=parameter strategy.matrix_step=gather", "no matrix is cut"),
-        ("optimizer=adamw strategy.matrix_step=gather", "needs no whole matrices"),
-        ("strategy.implementation=parameter optimizer.settings.ns_steps=0", "use 1 to 99"),
-        ("strategy.implementation=parameter optimizer.settings.adjust_lr=no", "match_rms_adamw"),
-        ("strategy.implementation=parameter optimizer.settings.nesterov=maybe", "true or false"),
-        ("strategy.implementation=parameter optimizer.momentum=0", "between 0 and 1"),
-        ("strategy.implementation=parameter optimizer.momentum=1", "between 0 and 1"),
-    ],
-)
-def test_what_it_can_not_do_is_refused_in_a_line(words, line) -> None:
-    with pytest.raises(ConfigError, match=line):
-        config = composed("optimizer=muon", "world_size=2", *words.split())
-        check(config)
-        check_strategy(config)
-
-
-def test_a_model_without_a_matrix_is_refused() -> None:
-    with pytest.raises(ConfigError, match="no block of the model has a trainable matrix"):
-        parameter_groups(nn.LayerNorm(3), OptimizerConfig(name="muon"), [])

@@ -9,7 +9,7 @@ from __future__ import annotations
 import gc
 import os
 from dataclasses import asdict, replace
-from itertools import product
+from itertools import pairwise, product
 from tempfile import gettempdir
 from types import SimpleNamespace
 from typing import Any
@@ -20,6 +20,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.composing import composed
+from tests.crossed import crossed
 from tests.models_for_tests import MODELS
 from tests.optimizers_for_tests import CountingAverage
 from tests.oracle import (
@@ -32,12 +33,10 @@ from tests.oracle import (
     train_oracle,
 )
 from tests.strategies.engine import Ours
-from zeroexp.check import check
 from zeroexp.check.sweep_points import points_of
 from zeroexp.check.try_points import try_points
 from zeroexp.cluster.fits_memory import refuse_full_disks
 from zeroexp.comm.mapped_file import MappedFile
-from zeroexp.config.keys import ConfigError
 from zeroexp.cut.chunk import FROZEN, Chunk, Member
 from zeroexp.cut.layout import place_on_host
 from zeroexp.cut.stage import STAGES
@@ -92,12 +91,11 @@ def goes_on(world: World, first: Ours, last: Ours) -> tuple[Any, Any]:
     return both, pieces_of(two)
 
 
-@pytest.mark.parametrize(
-    "last", [Ours("zero1", Options(layout="tensor")), *(Ours("zero3", o) for o in EACH)]
-)
-@pytest.mark.parametrize(
-    "first", [Ours("zero1", Options(layout="tensor")), *(Ours("zero3", o) for o in EACH)]
-)
+# Each is left once and taken up once.
+ENGINES = [Ours("zero1", Options(layout="tensor")), *(Ours("zero3", options) for options in EACH)]
+
+
+@pytest.mark.parametrize(("first", "last"), list(pairwise([*ENGINES, ENGINES[0]])))
 def test_a_checkpoint_goes_on_with_and_without_it(ranks, first, last):
     assert_same(outcome_of(ranks(goes_on, first, last)), train_oracle(Recipe()))
 
@@ -116,51 +114,12 @@ def written(world: World, precision: str, options: Options) -> list[torch.Tensor
     ]
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16_master"])
-@pytest.mark.parametrize("options", EACH)
+@pytest.mark.parametrize(
+    ("precision", "options"), list(zip(["fp32", "bf16_master"] * 3, EACH, strict=False))
+)
 def test_what_is_written_into_parameters_reaches_the_host(ranks, precision, options):
     answers = ranks(written, precision, options)
     assert all((piece == 0.5).all() for pieces in answers for piece in pieces)
-
-
-@pytest.mark.parametrize(
-    ("word", "line"),
-    [
-        ("strategy.offload=all", "whose parameters rest whole; use optimizer, or leave it out"),
-        ("strategy.offload_fraction=0", "too small; use more than 0"),
-        ("strategy.offload_fraction=1.5", "too large; use at most 1"),
-        ("strategy.offload_folder=nowhere", "no such folder; make it, on a disk, or leave it out"),
-        ("optimizer=muon", "multiplies matrices, for which a host takes too long; leave it null"),
-    ],
-)
-def test_what_can_not_have_it_is_refused(word, line):
-    with pytest.raises(ConfigError, match=rf"strategy\.offload.*{line}"):
-        check(composed("world_size=2", "strategy=zero2", "strategy.offload=optimizer", word))
-
-
-@pytest.mark.parametrize(
-    ("options", "optimizer", "line"),
-    [
-        (Options(offload="cpu"), "adamw", "use optimizer, all, None"),
-        (ALL_ON_HOST, "adamw", "use optimizer, or zero3"),
-        (replace(ON_HOST, offload_fraction=0), "adamw", "use a share above 0, up to 1"),
-        (Options(offload_fraction=0.5), "adamw", "nothing is offloaded, set offload"),
-        (Options(offload_folder="."), "adamw", "nothing is offloaded, set offload"),
-        (ON_HOST, "muon", "whose pieces would travel from host to host; leave it None"),
-    ],
-)
-def test_the_library_refuses_it_in_one_line(options, optimizer, line):
-    recipe = Recipe(optimizer=optimizer)
-    with fake_world(0, 2) as world, pytest.raises(ValueError, match=line):
-        build_on_rank(world, recipe, Ours("zero2", options))
-
-
-@pytest.mark.parametrize("word", ["offload_fraction=0.5", "offload_folder=."])
-def test_a_part_of_nothing_is_refused(word):
-    with pytest.raises(
-        ConfigError, match=r"no effect with strategy\.offload=null; set strategy\.off"
-    ):
-        check(composed(f"strategy.{word}"))
 
 
 def test_a_part_of_one_chunk_is_refused():
@@ -196,6 +155,9 @@ def test_the_share_is_there_of_each_beginning_of_the_model(kinds, sizes, share, 
         assert share * total <= there < share * total + max(sizes)
 
 
+QUICK = [(1, "buffer"), (2, "tensor"), (3, "parameter")]
+
+
 class CountsLater(CountingAverage):
     """Has a number in its groups that its first step makes, and decays by it."""
 
@@ -229,8 +191,12 @@ def in_three_groups(world: World, options: Options) -> tuple[Any, Any, list[Any]
     return outcome, pieces_of(engine), [counted, held]
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3])
-@pytest.mark.parametrize("layout", ["parameter", "tensor", "buffer"])
+@crossed(
+    "world_size, layout",
+    [1, 2, 3],
+    ["parameter", "tensor", "buffer"],
+    quick=lambda world_size, layout: (world_size, layout) in QUICK,
+)
 def test_whatever_part_rests_there_the_same_is_trained(ranks, layout, world_size):
     def trained(**options: Any) -> tuple[Any, list[Any]]:
         each = Options(layout=layout, **options)

@@ -11,13 +11,10 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from tests.composing import composed
 from tests.engines import ENGINES, check
 from tests.models_for_tests import MODELS, microbatch_of
 from tests.oracle import Make, Recipe, build_on_rank, configured
 from tests.strategies.engine import Ours
-from zeroexp.check import check as check_config
-from zeroexp.config.keys import UndefinedCombination
 from zeroexp.engines import offloading
 from zeroexp.engines.offloading import offload_blocks
 from zeroexp.measure.memory import AllocationMeter, count_cpu_allocations
@@ -133,18 +130,6 @@ def test_what_blocks_save_is_copied_once_and_weights_never(make, precision):
     assert copied["backward"] >= saved.num_bytes  # what is used twice comes twice
     assert not any(held)
     assert peak >= saved.num_bytes
-
-
-@pytest.mark.parametrize(
-    ("word", "line"),
-    [
-        ("train.compile=true", "in code of their own; use train.compile=false"),
-        ("strategy.implementation=deepspeed", "deepspeed gathers inside of blocks|not installed"),
-    ],
-)
-def test_what_can_not_save_on_the_host_is_refused(word, line):
-    with pytest.raises(UndefinedCombination, match=line):
-        check_config(composed("world_size=2", "train.offload_activations=true", word))
 
 
 def held_after_forward(make: Make) -> int:

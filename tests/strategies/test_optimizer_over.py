@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from tests.comm.test_issued import WIDTH, engine_of_nine_units
+from tests.crossed import crossed
 from tests.oracle import Recipe, build_on_rank, run_steps
 from tests.plan.real_steps import one_step
 from tests.strategies.engine import Ours
@@ -20,7 +21,7 @@ from tests.strategies.pairwise import Row, pairwise
 from tests.strategies.test_parity import AXES, legal
 from tests.strategies.test_replicas import STAGES_IN_GROUPS, check, issued_in_a_step
 from zeroexp.process.world import World, fake_world
-from zeroexp.zero.options import Options, Outer
+from zeroexp.zero.options import Options
 
 MESH: dict[str, Any] = {
     **AXES,
@@ -46,8 +47,12 @@ ROWS = {
 }
 
 
-@pytest.mark.parametrize("stage", STAGES_IN_GROUPS)
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@crossed(
+    "shape, stage",
+    SHAPES,
+    STAGES_IN_GROUPS,
+    quick=lambda shape, stage: shape[0] == 4 or (stage == "zero2") == (shape == (6, 2)),
+)
 def test_it_equals_one_process(ranks, shape, stage):
     """Every stage x layout; transport and others by pairs, on four ranks all that there is."""
     check(ranks, [row for row in ROWS[shape] if row["stage"] == stage])
@@ -110,21 +115,3 @@ def test_a_missing_gather_between_replicas_is_named_in_the_first_step(ranks):
     errors = ranks(train_without_a_gather_between, world_size=4)
     assert len(set(errors)) == 1
     assert "replicas differ: ranks 0 and 2" in errors[0] and "blocks.1" in errors[0], errors[0]
-
-
-@pytest.mark.parametrize(
-    ("options", "told"),
-    [
-        (Options(), "one group is all ranks; set replicas, or leave it out"),
-        (Options(replicas=2, outer=Outer(2)), "each replica updates all of its weights; use one"),
-        (
-            Options(replicas=2, offload="all"),
-            "pieces on the host are sent between no replicas; use",
-        ),
-    ],
-)
-def test_what_has_no_meaning_is_refused_in_a_line(options, told):
-    options = Options(**{**vars(options), "optimizer_over": "all"})
-    with fake_world(0, 4) as world, pytest.raises(ValueError) as error:
-        build_on_rank(world, Recipe(), Ours("zero3", options))
-    assert f"options.optimizer_over=all: {told}" in str(error.value).replace("with `outer` ", "")

@@ -42,12 +42,12 @@ RECIPES = {
     "adamw in int8": Recipe(moments="int8", model="large"),
     "sgd in int8": Recipe(optimizer="sgd", moments="int8", model="large"),
     "adagrad": Recipe(),
-    "adamax": Recipe(),
+    "nadam": Recipe(),
     "adafactor": Recipe(),
 }
 FACTORIES: dict[str, Callable[..., Any]] = {
     "adagrad": torch.optim.Adagrad,
-    "adamax": torch.optim.Adamax,
+    "nadam": torch.optim.NAdam,
     "adafactor": torch.optim.Adafactor,
 }
 Saved = dict[tuple[str, int], CanonicalState]

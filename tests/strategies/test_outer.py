@@ -314,19 +314,3 @@ def test_no_state_is_given_or_written_where_replicas_differ(ranks):
         for told, call in zip(lines, ("state_dict()", "gathered(write=True)"), strict=True):
             assert told.startswith(f"strategy.{call} 1 steps after the last outer step")
             assert told.endswith("call it after a multiple of 2 steps")
-
-
-@pytest.mark.parametrize(
-    ("options", "told"),
-    [
-        (Options(outer=Outer(2)), "there is one replica, set replicas"),
-        (Options(replicas=2, outer=Outer(0)), "use Outer(every=...) with 1 step or more"),
-        (Options(replicas=2, outer=Outer(2, lr=0.0)), "use an lr above 0"),
-        (Options(replicas=2, outer=Outer(2, momentum=1.0)), "use a momentum of 0 up to 1"),
-        (Options(replicas=2, outer=Outer(2), offload="optimizer"), "stays on the device"),
-    ],
-)
-def test_outer_steps_without_a_meaning_are_refused(options, told):
-    with fake_world(0, 2) as world, pytest.raises(ValueError) as error:
-        build_on_rank(world, Recipe(), Ours("zero3", options))
-    assert told in str(error.value)

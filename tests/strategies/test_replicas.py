@@ -107,21 +107,6 @@ def test_a_missing_sum_between_replicas_is_named_in_the_first_step(ranks):
         assert "a sum between replicas is missing" in errors[0]
 
 
-@pytest.mark.parametrize(
-    ("stage", "size", "replicas", "told"),
-    [
-        ("ddp", 4, 2, "every rank is a replica already, nothing is sharded; use zero1"),
-        ("zero2", 4, 3, "4 ranks form no 3 equal groups; use 1, 2"),
-        ("zero3", 4, 4, "a group of one rank shards nothing: this is ddp; use fewer"),
-        ("zero3", 4, 0, "use a number of groups, 1 or more"),
-    ],
-)
-def test_replicas_without_a_meaning_are_refused(stage, size, replicas, told):
-    with fake_world(0, size) as world, pytest.raises(ValueError) as error:
-        build_on_rank(world, Recipe(), Ours(stage, Options(replicas=replicas)))
-    assert f"options.replicas={replicas}: {told}" in str(error.value)
-
-
 class Backend(TorchDispatchMode):
     """The bytes that torch's backend is given, by collective and number of ranks; messages by rank they go to."""
 

@@ -27,7 +27,6 @@ from tests.strategies.test_parity import (
 )
 from tests.strategies.test_replicas import issued_in_a_step
 from zeroexp.check import check
-from zeroexp.config.keys import UndefinedCombination
 from zeroexp.interface.canonical import merge
 from zeroexp.process import world as worlds
 from zeroexp.process.world import World, fake_world
@@ -150,45 +149,7 @@ def test_memory_of_the_copy_has_a_name_of_its_own():
         assert sum(c.nbytes for c in copies) == 2 * sum(p.nbytes for p in pieces)  # P/4 and P/8
 
 
-@pytest.mark.parametrize(
-    ("stage", "options", "told"),
-    [
-        ("zero2", Options(secondary_partition=2), "are not gathered; use zero3"),
-        ("zero3", Options(secondary_partition=3), "8 ranks form no equal nodes of it; use 2, 4"),
-        ("zero3", Options(secondary_partition=8), "no gather leaves the 8 ranks that shard; leave"),
-        ("zero3", Options(secondary_partition=1), "=1: use the number of ranks of a node, 2 or"),
-        ("zero3", Options(secondary_partition=4, replicas=2), "the 4 ranks that shard; leave it"),
-        ("zero3", Options(secondary_partition=2, transport="direct"), "copy saves nothing; use"),
-        ("zero3", Options(secondary_partition=2, offload="all"), "on the host; use one of them"),
-    ],
-)
-def test_the_library_refuses_what_has_no_meaning_in_one_line(stage, options, told):
-    with fake_world(0, 8) as world, pytest.raises(ValueError) as error:
-        build_on_rank(world, Recipe(), Ours(stage, options))
-    assert told in str(error.value) and "\n" not in str(error.value)
-
-
 NODES = "cluster=slurm cluster.slurm.ranks_per_node=4 world_size=8"
-
-
-@pytest.mark.parametrize(
-    ("words", "told"),
-    [
-        (f"strategy=zero2 {NODES}", "that rest whole are not gathered; use zero3"),
-        ("strategy=zero3 world_size=4", "one node, which no gather leaves; use cluster=slurm or"),
-        (f"strategy=zero3 {NODES} strategy.replicas=2 strategy.secondary_partition=2", "4 ranks"),
-        (f"strategy=zero3 {NODES.replace('=4', '=3')}", "nodes of 2 ranks cut such groups; use 2"),
-        (f"strategy=zero3 {NODES} strategy.implementation=torch", "FSDP2 has its own"),
-        (f"strategy=zero3 {NODES} strategy.keep=all", "gathers each unit once a step; use keep"),
-        (f"strategy=zero3 {NODES} strategy.offload=all", "puts on the host; use one of them"),
-    ],
-)
-def test_a_copy_without_effect_is_refused(words, told):
-    size = "" if "secondary" in words else "strategy.secondary_partition=4"
-    size = "strategy.secondary_partition=2" if "world_size=4" in words else size
-    line = f"{words} {size} data.global_batch_size=8 data.micro_batch_size=1"
-    with pytest.raises(UndefinedCombination, match=told):
-        check(composed(*line.split()))
 
 
 def test_a_copy_inside_of_the_nodes_that_are_named_is_accepted():

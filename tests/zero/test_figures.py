@@ -95,8 +95,9 @@ def test_a_slot_holds_a_bucket_and_not_a_unit(ranks, stage):
 # -- a world of one -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("stage", list(STAGES))
-@pytest.mark.parametrize("transport", ["gloo", "native", "direct"])
+@pytest.mark.parametrize(
+    ("stage", "transport"), list(zip(STAGES, ["gloo", "native", "direct"] * 2, strict=False))
+)
 def test_alone_nothing_is_gathered_copied_or_freed(stage, transport):
     with fake_world(0, 1) as world:
         strategy = engine(world, stage, 32, transport=transport)

@@ -1,0 +1,222 @@
+"""What has no meaning is refused in one line: by the config before a rank starts, and by the library when it builds.
+
+Command lines are in tests/wrong_lines.txt; here are the settings of strategies, optimizers and kinds together.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from torch import nn
+
+from tests.composing import composed
+from tests.oracle import Recipe, build_on_rank
+from tests.strategies.engine import Ours
+from zeroexp.check import check
+from zeroexp.check.try_strategy import check_strategy
+from zeroexp.config.keys import ConfigError, OptimizerConfig
+from zeroexp.config.optimizer import parameter_groups
+from zeroexp.process.world import fake_world
+from zeroexp.zero.options import Options, Outer
+
+NODES = "cluster=slurm cluster.slurm.ranks_per_node=4 world_size=8 data.global_batch_size=8"
+COPIES = "strategy.secondary_partition=4 data.micro_batch_size=1"
+MUON, BY_PARAMETER = "optimizer=muon world_size=2", "strategy.implementation=parameter"
+OF_VECTORS = "precision=bf16_master strategy=zero3 +optimizer.kinds.vectors.master=bfloat16"
+ON_HOST = "world_size=2 strategy=zero2 strategy.offload=optimizer"
+FP16 = "model=tiny precision=fp16_master world_size=2"
+CODES = "world_size=2 strategy.parameters.dtype=float8"
+
+LINES = {
+    # offload
+    f"{ON_HOST} strategy.offload=all": "whose parameters rest whole; use optimizer, or leave it out",
+    f"{ON_HOST} strategy.offload_fraction=0": "too small; use more than 0",
+    f"{ON_HOST} strategy.offload_fraction=1.5": "too large; use at most 1",
+    f"{ON_HOST} strategy.offload_folder=nowhere": "no such folder; make it, on a disk, or leave it",
+    f"{ON_HOST} optimizer=muon": "multiplies matrices, for which a host takes too long; leave it",
+    "strategy.offload_fraction=0.5": r"no effect with strategy\.offload=null; set strategy\.off",
+    "strategy.offload_folder=.": r"no effect with strategy\.offload=null; set strategy\.off",
+    "world_size=2 train.offload_activations=true train.compile=true": "use train.compile=false",
+    "world_size=2 train.offload_activations=true strategy.implementation=deepspeed": (
+        "deepspeed gathers inside of blocks|not installed"
+    ),
+    # a secondary copy
+    f"{NODES} {COPIES} strategy=zero2": "that rest whole are not gathered; use zero3",
+    f"{NODES} {COPIES} strategy=zero3 strategy.implementation=torch": "FSDP2 has its own",
+    f"{NODES} {COPIES} strategy=zero3 strategy.keep=all": "gathers each unit once a step; use keep",
+    f"{NODES} {COPIES} strategy=zero3 strategy.offload=all": "puts on the host; use one of them",
+    f"{NODES} {COPIES} strategy=zero3 cluster.slurm.ranks_per_node=3": "nodes of 2 ranks cut such",
+    f"{NODES} strategy=zero3 strategy.replicas=2 strategy.secondary_partition=2": "4 ranks",
+    "strategy=zero3 world_size=4 strategy.secondary_partition=2 data.global_batch_size=8": (
+        "one node, which no gather leaves; use cluster=slurm or"
+    ),
+    # codecs, and codes at rest
+    "world_size=2 strategy=zero2 strategy.error_feedback=true": "no effect with gradients that are",
+    "world_size=2 strategy=zero2 strategy.gather_codec=int8": "zero2 never gathers parameters",
+    "world_size=2 strategy=ddp strategy.reduce_codec=int8": "strategy=ddp all-reduces gradients",
+    f"{CODES} strategy=zero2": "rest whole are computed with as they rest; use strategy=zero3 on",
+    f"{CODES} strategy=zero3 world_size=1": "rest whole are computed with as they rest",
+    f"{CODES} strategy=zero3 strategy.gather_codec=int8": "send the codes of .* as they rest; leave",
+    f"{CODES} strategy=zero3 strategy.offload=all": "rest on the device; use optimizer",
+    f"{CODES} strategy=zero3 strategy.implementation=torch": "no effect with .*=torch",
+    f"{CODES} strategy=zero3 model.lora.r=2": "have no master: .*; use strategy.gather_codec",
+    # float16 with a loss scale
+    f"{FP16} precision.reduce=bfloat16": "compute=float16: sums .* use precision=fp16_master",
+    f"{FP16} strategy.optimizer.dtype=float16": "use precision=fp16_master",
+    f"{FP16} strategy.reduce_codec=int8": r"strategy\.reduce_codec=int8: has no code for inf",
+    f"{FP16} strategy.outer.every=1 strategy.replicas=2": r"outer\.every=1: replicas would",
+    # Muon
+    f"{MUON} strategy=zero3 strategy.implementation=torch": "use buffer",
+    f"{MUON} strategy=zero3 strategy.matrix_step=owned": "use one of gather, alltoall",
+    f"{MUON} strategy=ddp strategy.matrix_step=gather": "no matrix is cut",
+    f"{MUON} {BY_PARAMETER} strategy.matrix_step=gather": "no matrix is cut",
+    "world_size=2 strategy.matrix_step=gather": "needs no whole matrices",
+    f"{MUON} {BY_PARAMETER} optimizer.settings.ns_steps=0": "use 1 to 99",
+    f"{MUON} {BY_PARAMETER} optimizer.settings.adjust_lr=no": "match_rms_adamw",
+    f"{MUON} {BY_PARAMETER} optimizer.settings.nesterov=maybe": "true or false",
+    f"{MUON} {BY_PARAMETER} optimizer.momentum=0": "between 0 and 1",
+    f"{MUON} {BY_PARAMETER} optimizer.momentum=1": "between 0 and 1",
+    # masters, layouts and matrices of a kind
+    f"{OF_VECTORS} strategy.offload=optimizer": "takes all master weights in one dtype",
+    f"{OF_VECTORS} strategy.parameters.dtype=int8": "takes all master weights in one dtype",
+    f"{OF_VECTORS} strategy.outer.every=2 strategy.replicas=2": "all master weights in one dtype",
+    "world_size=2 strategy.implementation=torch +optimizer.kinds.vectors.layout=tensor": (
+        "torch cuts all parameters alike; leave it out"
+    ),
+    "strategy=zero3 strategy.implementation=torch +optimizer.kinds.matrices.name=muon"
+    " +optimizer.kinds.matrices.momentum=0.9": "torch cuts the matrices",
+}
+ROWS = {
+    "embedings={lr: 1e-4}": "did you mean embeddings",
+    "vectors={lrr: 1e-4}": "did you mean lr",
+    "vectors={name: adam}": "did you mean adamw",
+    "vectors={name: sgd, eps: 1e-4}": "a row of optimizer.name=sgd reads no such key",
+    "vectors={lr: 0}": "use more than 0",
+    "vectors={lr: high}": "no number",
+    "vectors={moments: int4}": "use null or bfloat16, int8",
+    "vectors={name: sgd, moments: bfloat16}": "sgd keeps none",
+    "vectors={betas: [0.9]}": "not two numbers",
+    "vectors={betas: [0.9, 0.999], moments: bfloat16}": "rounding takes back",
+    "vectors={settings: {nesterov: true}}": "no such setting",
+    "matrices={name: muon}": "Muon needs one between 0 and 1",
+    "matrices={name: muon, momentum: 0.9, settings: {ns_steps: 0}}": "use 1 to 99",
+    "vectors={name: muon, momentum: 0.9}": "no block of the model has a trainable matrix",
+    "vectors=1": "use some such as",
+    "vectors={layout: parametr}": "did you mean parameter",
+    "vectors={master: bf16}": "use float32 or bfloat16",
+    "vectors={master: float32}": "master weights are float32 anyway",
+    "vectors={master: bfloat16}": "parameters are float32; use precision=bf16_master",
+    "experts={lr: 1e-4}": "no trainable parameter of the model is left for this row",
+    "*.nothing={lr: 1e-4}": "no trainable parameter of the model is left for this row",
+}
+
+
+@pytest.mark.parametrize("words", LINES)
+def test_the_config_refuses_in_a_line(words) -> None:
+    with pytest.raises(ConfigError, match=LINES[words]):
+        config = composed(*words.split())
+        check(config)
+        check_strategy(config)
+
+
+@pytest.mark.parametrize("row", ROWS)
+def test_the_config_refuses_a_row_of_a_kind_in_a_line(row) -> None:
+    with pytest.raises(ConfigError, match=ROWS[row]):
+        word, _, value = row.partition("=")
+        config = composed(f"+optimizer.kinds={{{word}: {value}}}", "world_size=2")
+        check(config)
+        check_strategy(config)
+
+
+@pytest.mark.parametrize("row", ["gradients", "optimizer"])
+def test_gradients_and_masters_do_not_rest_as_codes(row):
+    with pytest.raises(ValueError, match=f"strategy.{row}.dtype=float8: unknown word"):
+        check(composed("world_size=2", f"strategy.{row}.dtype=float8"))
+
+
+def test_a_model_without_a_matrix_is_refused() -> None:
+    with pytest.raises(ConfigError, match="no block of the model has a trainable matrix"):
+        parameter_groups(nn.LayerNorm(3), OptimizerConfig(name="muon"), [])
+
+
+NAN: Any = float("nan")
+RESTING = {"gather_codec": "float8", "codes_rest": True}
+# stage, ranks, options, a part of the line
+OPTIONS: list[tuple[str, int, dict[str, Any], str]] = [
+    ("zero3", 2, {"layout": "rows"}, "options.layout=rows: use parameter"),
+    ("zero3", 2, {"unit": "layer"}, "options.unit=layer: use model, block"),
+    ("zero3", 2, {"keep": "first"}, "options.keep=first: use none"),
+    ("zero3", 2, {"reduce_each": "epoch"}, "options.reduce_each=epoch: use microbatch"),
+    ("zero1", 2, {"reduce_each": "microbatch"}, "reduced once, use step or zero2"),
+    ("zero3", 2, {"transport": "pigeon"}, "options.transport=pigeon: use"),
+    ("zero3", 2, {"owners": "random"}, "options.owners=random: use"),
+    ("zero3", 2, {"prefetch": -1}, "options.prefetch=-1: use 0 or more units, or None"),
+    ("zero3", 2, {"prefetch": "all"}, "options.prefetch='all': use 0 or more"),
+    ("zero3", 2, {"bucket_mb": 0}, "options.bucket_mb=0: use a size in MiB above 0"),
+    ("zero3", 2, {"bucket_mb": -3.0}, "options.bucket_mb=-3.0: use a size"),
+    ("zero3", 2, {"bucket_mb": NAN}, "options.bucket_mb=nan: use a size"),
+    ("zero3", 2, {"bucket_mb": "4"}, "options.bucket_mb='4': use a size"),
+    ("zero3", 2, {"overlap": "yes"}, "options.overlap='yes': use True or False"),
+    # replicas, and the optimizer over all of them
+    ("ddp", 4, {"replicas": 2}, "options.replicas=2: every rank is a replica already"),
+    ("zero2", 4, {"replicas": 3}, "options.replicas=3: 4 ranks form no 3 equal groups; use 1, 2"),
+    ("zero3", 4, {"replicas": 4}, "a group of one rank shards nothing: this is ddp; use fewer"),
+    ("zero3", 4, {"replicas": 0}, "options.replicas=0: use a number of groups, 1 or more"),
+    ("zero3", 4, {"optimizer_over": "all"}, "optimizer_over=all: one group is all ranks; set rep"),
+    (
+        *("zero3", 4, {"optimizer_over": "all", "replicas": 2, "outer": Outer(2)}),
+        "optimizer_over=all: with `outer` each replica updates all of its weights; use one",
+    ),
+    (
+        *("zero3", 4, {"optimizer_over": "all", "replicas": 2, "offload": "all"}),
+        "optimizer_over=all: pieces on the host are sent between no replicas; use",
+    ),
+    # outer steps
+    ("zero3", 2, {"outer": Outer(2)}, "there is one replica, set replicas"),
+    ("zero3", 2, {"replicas": 2, "outer": Outer(0)}, "use Outer(every=...) with 1 step or more"),
+    ("zero3", 2, {"replicas": 2, "outer": Outer(2, lr=0.0)}, "use an lr above 0"),
+    ("zero3", 2, {"replicas": 2, "outer": Outer(2, momentum=1.0)}, "use a momentum of 0 up to 1"),
+    ("zero3", 2, {"replicas": 2, "outer": Outer(2), "offload": "optimizer"}, "stays on the device"),
+    # a secondary copy
+    ("zero2", 8, {"secondary_partition": 2}, "are not gathered; use zero3"),
+    ("zero3", 8, {"secondary_partition": 3}, "8 ranks form no equal nodes of it; use 2, 4"),
+    ("zero3", 8, {"secondary_partition": 8}, "no gather leaves the 8 ranks that shard; leave"),
+    ("zero3", 8, {"secondary_partition": 1}, "=1: use the number of ranks of a node, 2 or"),
+    ("zero3", 8, {"secondary_partition": 4, "replicas": 2}, "the 4 ranks that shard; leave it"),
+    ("zero3", 8, {"secondary_partition": 2, "transport": "direct"}, "copy saves nothing; use"),
+    ("zero3", 8, {"secondary_partition": 2, "offload": "all"}, "on the host; use one of them"),
+    # offload
+    ("zero2", 2, {"offload": "cpu"}, "use optimizer, all, None"),
+    ("zero2", 2, {"offload": "all"}, "use optimizer, or zero3"),
+    ("zero2", 2, {"offload": "optimizer", "offload_fraction": 0}, "use a share above 0, up to 1"),
+    ("zero2", 2, {"offload_fraction": 0.5}, "nothing is offloaded, set offload"),
+    ("zero2", 2, {"offload_folder": "."}, "nothing is offloaded, set offload"),
+    # codecs, and codes at rest
+    ("zero2", 2, {"gather_codec": "int8"}, "use zero3"),
+    ("zero1_allreduce", 2, {"reduce_codec": "int4"}, "use zero1, zero2 or zero3"),
+    ("zero3", 2, {"reduce_codec": "int3"}, "use int8, float8, int4, None"),
+    ("zero3", 2, {"reduce_codec": "int4", "transport": "direct"}, "use auto"),
+    ("zero3", 2, {"error_feedback": True}, "or use False"),
+    ("zero3", 2, {"codes_rest": True}, "set gather_codec, on two ranks or more"),
+    ("zero3", 2, {**RESTING, "offload": "all"}, "rest on the device, use optimizer"),
+]
+
+
+@pytest.mark.parametrize(("stage", "size", "options", "line"), OPTIONS)
+def test_the_library_refuses_options_in_a_line(stage, size, options, line) -> None:
+    with fake_world(0, size) as world, pytest.raises(ValueError) as error:
+        build_on_rank(world, Recipe(), Ours(stage, Options(**options)))
+    assert line in str(error.value) and "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("bound", [-1.0, NAN, "1.0"])
+def test_the_library_refuses_a_bound_of_norms(bound) -> None:
+    with fake_world(0, 2) as world, pytest.raises(ValueError, match=r"max_grad_norm=.*above 0"):
+        build_on_rank(world, Recipe(max_grad_norm=bound), Ours("zero3", Options()))
+
+
+def test_the_library_refuses_muon_on_the_host() -> None:
+    make = Ours("zero2", Options(offload="optimizer"))
+    with fake_world(0, 2) as world, pytest.raises(ValueError, match="from host to host; leave it"):
+        build_on_rank(world, Recipe(optimizer="muon"), make)
