@@ -148,7 +148,12 @@ def test_a_sweep_of_others_goes_on_from_one_checkpoint(local, undisturbed, tmp_p
     words = ["model=mlp_tiny", "model.mlp.width=256", "model.mlp.depth=4", "data=vectors"]
     words += ["data.seq_len=8", "data.global_batch_size=6", "tracking=files", "world_size=3"]
     words += ["strategy=zero1", "strategy.implementation=parameter,torch", f"resume={saved}"]
-    words += ["train.warmup_steps=1", f"train.steps={STEPS}", "cluster.device=cpu"]
+    words += [
+        "train.warmup_steps=1",
+        f"train.steps={STEPS}",
+        "cluster.device=cpu",
+        "cluster.rehearse_s=0",
+    ]
     monkeypatch.setattr(sys, "argv", ["zeroexp", *words])
     assert zeroexp.main() == 0
     jobs = [Job(path.parent) for path in tmp_path.glob("outputs/*/*/state.json")]

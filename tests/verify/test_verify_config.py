@@ -10,7 +10,7 @@ from tests.verify.test_verify import HERE, answers
 from zeroexp.verify.__main__ import source_of
 from zeroexp.verify.loop_to_verify import NoLoop
 
-TINY = "model=tiny data=synthetic optimizer.max_grad_norm=0.1"
+TINY = "model=tiny model.hf_config.vocab_size=64 data=synthetic data.seq_len=16 optimizer.max_grad_norm=0.1"
 ENGINES = [
     ("strategy=zero2 optimizer=muon strategy.replicas=2 world_size=4", 4),
     ("strategy=zero1 strategy.implementation=torch", 2),
@@ -58,6 +58,7 @@ def test_engines_of_ours_and_of_torch_are_equal():
         ("strategy=zero1,zero2", "2 points"),
         ("strategy=zer", "did you mean zero3"),
         ("strategy=zero3 world_size=2 optimizer.learning=3", "unknown key"),
+        ("model=tiny model.hf_config.num_attention_heads=5", "is not a multiple of"),
     ],
 )
 def test_words_that_no_run_takes_are_refused_in_a_line(words: str, why: str):

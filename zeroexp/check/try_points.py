@@ -12,10 +12,9 @@ from zeroexp.config.keys import Config
 
 def try_points(configs: Sequence[Config]) -> list[str | None]:
     """Return for each point why it is skipped, or None. Raises ConfigError for one that ends the sweep."""
-    return [_try_point(config) for config in configs]
-
-
-def _try_point(config: Config) -> str | None:
-    check_model(config)
-    check_data(config)
-    return refused_strategy(config)
+    refusals: list[str | None] = []
+    for config in configs:
+        check_model(config)
+        check_data(config)
+        refusals.append(refused_strategy(config))
+    return refusals

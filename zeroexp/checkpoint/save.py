@@ -13,7 +13,6 @@ worth more than ever, and the next save tries again. A run whose last save faile
 
 from __future__ import annotations
 
-import platform
 import sys
 import threading
 import time
@@ -22,15 +21,13 @@ from concurrent.futures import Future
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-import torch
 import torch.distributed as dist
 
-from zeroexp import __version__
 from zeroexp.checkpoint import folders
-from zeroexp.checkpoint.manifest import MANIFEST, CheckpointError, Manifest, to_json
+from zeroexp.checkpoint.manifest import MANIFEST, CheckpointError, to_json
 from zeroexp.checkpoint.rng import random_states
 from zeroexp.checkpoint.staging import RNG, Flat, Staging, flat_state
-from zeroexp.checkpoint.storage import Written, join_pieces, write_pieces
+from zeroexp.checkpoint.storage import Written, join_pieces, manifest_of, write_pieces
 from zeroexp.config.keys import Config
 from zeroexp.interface.strategy import CanonicalTensor, Piece, Strategy
 from zeroexp.process import world as worlds
@@ -173,7 +170,8 @@ class Saver:
             if problem is not None:
                 return problem, 0
         try:
-            manifest = self._manifest(saved.step, [written for _, written in answers])
+            stored = join_pieces(written for _, written in answers)
+            manifest = manifest_of(self._config, saved.step, self._world.size, *stored)
             if missing := folders.find_missing_file(folder, manifest):
                 remedy = "set outputs to a folder that all nodes share"
                 raise CheckpointError(f"{missing}, although its rank wrote it; {remedy}")
@@ -192,20 +190,6 @@ class Saver:
             print(saved.error, file=sys.stderr)
             folders.discard(self._run, saved.step, self._attempt)
         folders.append_to_log(self._run, asdict(saved))
-
-    def _manifest(self, steps_done: int, of_ranks: Sequence[Written]) -> Manifest:
-        state, rng = join_pieces(of_ranks)
-        versions = {"zeroexp": __version__, "torch": torch.__version__}
-        return Manifest(
-            versions={**versions, "python": platform.python_version()},
-            saved_at=time.time(),
-            config=asdict(self._config),
-            step=steps_done,
-            samples_seen=steps_done * self._config.data.global_batch_size,
-            world_size=self._world.size,
-            state=state,
-            rng=rng,
-        )
 
 
 def _in_background(action: Callable[[], SaveRecord]) -> Future[SaveRecord]:

@@ -6,13 +6,18 @@ pickle. Raw numbers need neither, and a range of a piece can be read without the
 
 from __future__ import annotations
 
+import platform
+import time
 from collections.abc import Iterable
+from dataclasses import asdict
 from pathlib import Path
 
 import torch
 
-from zeroexp.checkpoint.manifest import Stored, StoredPiece, StoredTensor, require_whole
+from zeroexp import __version__
+from zeroexp.checkpoint.manifest import Manifest, Stored, StoredPiece, StoredTensor, require_whole
 from zeroexp.checkpoint.staging import RNG, STATE, Flat, aligned
+from zeroexp.config.keys import Config
 from zeroexp.process.content_hash import hash_of
 from zeroexp.process.durable import sync
 
@@ -60,3 +65,20 @@ def join_pieces(of_ranks: Iterable[Written]) -> tuple[Stored, Stored]:
         owner, _, entry = rest.rpartition("/")
         joined[kind].setdefault(owner, {})[entry] = tensor
     return joined[STATE], joined[RNG]
+
+
+def manifest_of(
+    config: Config, step: int, world_size: int, state: Stored, rng: Stored | None = None
+) -> Manifest:
+    """Describe a checkpoint that these versions of Python, torch and zeroexp write now."""
+    versions = {"zeroexp": __version__, "torch": torch.__version__}
+    return Manifest(
+        versions={**versions, "python": platform.python_version()},
+        saved_at=time.time(),
+        config=asdict(config),
+        step=step,
+        samples_seen=step * config.data.global_batch_size,
+        world_size=world_size,
+        state=state,
+        rng=rng or {},
+    )

@@ -8,29 +8,25 @@ The values go from a file of theirs straight to their place in ours, so that no 
 from __future__ import annotations
 
 import os
-import platform
-import time
 from collections.abc import Callable, Collection
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from zeroexp import __version__
 from zeroexp.checkpoint import folders
 from zeroexp.checkpoint.manifest import (
     ITEM_BYTES,
     MANIFEST,
     CheckpointError,
-    Manifest,
     Stored,
     StoredPiece,
     StoredTensor,
     to_json,
 )
 from zeroexp.checkpoint.staging import aligned
+from zeroexp.checkpoint.storage import manifest_of
 from zeroexp.config.keys import Config
 from zeroexp.foreign.found import Found, Place
 from zeroexp.foreign.matching import STEP, TURNED, Matched, match, names_of
@@ -75,7 +71,7 @@ def import_checkpoint(
             if found.in_pairs and theirs.name.endswith(TURNED) and theirs.key != STEP:
                 _part_pairs(places[ours], built)
         state = _stored(places)
-        (checkpoint / MANIFEST).write_bytes(to_json(_manifest(config, state, step)))
+        (checkpoint / MANIFEST).write_bytes(to_json(manifest_of(config, step, 1, state)))
     return target / checkpoint.relative_to(run), matched.notes
 
 
@@ -147,17 +143,3 @@ def _stored(places: dict[Place, Tensor]) -> Stored:
 
 def _hash(tensor: Tensor) -> str:
     return hash_of([tensor.reshape(-1).view(torch.uint8).numpy().data])
-
-
-def _manifest(config: Config, state: Stored, step: int) -> Manifest:
-    versions = {"zeroexp": __version__, "torch": torch.__version__}
-    return Manifest(
-        versions={**versions, "python": platform.python_version()},
-        saved_at=time.time(),
-        config=asdict(config),
-        step=step,
-        samples_seen=step * config.data.global_batch_size,
-        world_size=1,
-        state=state,
-        rng={},
-    )

@@ -20,10 +20,12 @@ from pathlib import Path
 
 import torch
 
+from zeroexp.check.try_model import check_model
 from zeroexp.commandline.mistakes import MISTAKES, explain
 from zeroexp.plan.__main__ import composed_points
 from zeroexp.process import safe_output
 from zeroexp.process.json_output import json_alone, wants_json
+from zeroexp.run.rank import import_for
 from zeroexp.verify.compare_steps import Verdict
 from zeroexp.verify.loop_of_config import loop_of_config
 from zeroexp.verify.loop_to_verify import NoLoop, Source, source_in
@@ -90,11 +92,13 @@ def _config_source(words: list[str]) -> Source:
     """Return the source of a run's own loop. Raises NoLoop for words that a run would refuse, and for a sweep."""
     try:
         points = composed_points(words).points
+        if len(points) > 1:
+            raise NoLoop(f"{len(points)} points: one at a time; give no list")
+        config = points[0].config
+        check_model(config)
+        import_for(config)  # here, and not in each rank, which is a fork
     except MISTAKES as error:
         raise NoLoop(explain(error)) from error
-    if len(points) > 1:
-        raise NoLoop(f"{len(points)} points: one at a time; give no list")
-    config = points[0].config
     return Source(" ".join(words), lambda: loop_of_config(config))
 
 

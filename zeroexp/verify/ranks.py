@@ -28,6 +28,7 @@ PEERS_SECONDS = 3.0  # in which peers of a failed rank may say why they fail
 def verify_world(source: Source, size: int, num_steps: int, seconds: float) -> Verdict:
     """Return how the loop on `size` ranks compares with one process. Raises NoLoop if it can not be run."""
     torch.set_num_threads(1)  # else forks would wait for threads that they lack
+    torch.optim.SGD([torch.zeros(1)])  # has torch import its compiler here, and not in each fork
     with locks.temporary_folder() as folder:
         _run(_rank, size, folder, (source, num_steps), seconds)
         _run(_judge, 1, folder, (source, size), seconds)
