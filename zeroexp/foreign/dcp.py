@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import re
 import warnings
+from argparse import Namespace
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -33,6 +34,7 @@ from zeroexp.checkpoint.weights import Weights
 from zeroexp.config.keys import Config
 from zeroexp.foreign.found import Found, Place
 from zeroexp.foreign.matching import names_of, of_torchtitan, param_groups
+from zeroexp.foreign.megatron import Plain, of_megatron
 from zeroexp.interface.canonical import WEIGHT, is_moment
 from zeroexp.models.module import build_empty
 
@@ -66,9 +68,13 @@ def read_dcp(folder: Path, names: Collection[str]) -> Found:
     is_titans = any("tok_embeddings." in key for key in stored)
     if is_titans:
         plain = {key: of_torchtitan(each) for key, each in plain.items()}
+    step, arguments, unread = None, {}, []
+    if any(".linear_qkv." in key for key in stored):
+        plain = {key: of_megatron(each) for key, each in plain.items()}
+        step, arguments, unread = _told_by_megatron(reader)
     prefix = _prefix_of_weights(plain.values(), names)
     keys: dict[Place, str] = {}
-    left_out: list[str] = []
+    left_out: list[str] = [*unread]
     for key in stored:
         place = _place_of(plain[key], prefix, names)
         if place is None:
@@ -82,7 +88,19 @@ def read_dcp(folder: Path, names: Collection[str]) -> Found:
         place: torch.empty(stored[key].size, dtype=stored[key].properties.dtype, device="meta")
         for place, key in keys.items()
     }
-    return Found(folder, tensors, partial(_fill, reader, keys), None, left_out, is_titans)
+    fill = partial(_fill, reader, keys)
+    in_pairs = is_titans or bool(arguments.get("rotary_interleaved"))
+    return Found(folder, tensors, fill, step, left_out, arguments, in_pairs)
+
+
+def _told_by_megatron(reader: _Reader) -> tuple[int | None, Mapping[str, Any], list[str]]:
+    """Return the steps done, the trainer's arguments, and what of the two can not be read."""
+    plain = Plain()
+    held = {"iteration", "args"} & reader.read_metadata().state_dict_metadata.keys()
+    with _alone():
+        dcp.load(dict.fromkeys(held), storage_reader=reader, planner=plain, no_dist=True)
+    arguments = vars(plain.values.get("args", Namespace()))
+    return plain.values.get("iteration"), arguments, sorted(held - plain.values.keys())
 
 
 def _prefix_of_weights(keys: Iterable[str], names: Collection[str]) -> str:

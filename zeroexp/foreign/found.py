@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -25,4 +25,5 @@ class Found:
     fill: Callable[[Mapping[Place, Tensor]], None]
     step: int | None = None  # steps done; None: the moments named "step" tell
     left_out: list[str] = field(default_factory=list[str])  # what is neither weight nor moment
-    in_pairs: bool = False  # whether rows are as torchtitan's, see TURNED in matching.py
+    arguments: Mapping[str, Any] = field(default_factory=dict[str, Any])  # of the trainer, if held
+    in_pairs: bool = False  # whether rows are as torchtitan's are, see TURNED in matching.py

@@ -30,6 +30,7 @@ from zeroexp.checkpoint.storage import manifest_of
 from zeroexp.config.keys import Config
 from zeroexp.foreign.found import Found, Place
 from zeroexp.foreign.matching import STEP, TURNED, Matched, match, names_of
+from zeroexp.foreign.megatron import with_parted_rows
 from zeroexp.models.module import BuiltModel, build_empty
 from zeroexp.process.content_hash import hash_of
 
@@ -53,6 +54,7 @@ def import_checkpoint(
         raise CheckpointError(f"{folder}: {problem}; save it by a newer version") from error
     shapes = {place.name: tensor.shape for place, tensor in found.tensors.items()}
     built = build_empty(config.model, shapes)
+    found = with_parted_rows(found, built)
     matched = match(found, built, config)
     step = _steps_done(found, matched, step)
     tensors = {ours: found.tensors[theirs] for ours, theirs in matched.sources.items()}

@@ -1,0 +1,148 @@
+"""A checkpoint as Megatron-LM's FSDP writes it (`--ckpt-format fsdp_dtensor`) is brought in bit for bit, or refused."""
+
+from __future__ import annotations
+
+import enum
+import sys
+from argparse import Namespace
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed import checkpoint as dcp
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
+
+from tests.checkpoint.test_foreign import brought_in, config_of, stepped
+from zeroexp.checkpoint.manifest import read_manifest
+from zeroexp.checkpoint.weights import Weights
+from zeroexp.config.keys import ConfigError
+from zeroexp.process.world import World
+
+# Two groups of heads, each of two queries, a key and a value.
+HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 4}
+LLAMA = {**HEADS, "hidden_size": 12, "vocab_size": 40}
+
+ENUMS = "megatron.core.transformer.enums"
+
+
+class AttnBackend(enum.Enum):
+    """As in `megatron.core.transformer.enums`, which whoever reads the checkpoint does not have."""
+
+    auto = 5
+
+
+AttnBackend.__module__ = ENUMS
+
+
+def in_megatrons_words(values: dict[str, Tensor], *, fused_norms: bool) -> dict[str, Tensor]:
+    """What GPTModel's state_dict has for these tensors, after `handle_swiglu_in_state_dict`."""
+    there = {
+        "model.embed_tokens.weight": "embedding.word_embeddings.weight",
+        "model.norm.weight": "decoder.final_layernorm.weight",
+        "lm_head.weight": "output_layer.weight",
+    }
+    theirs: dict[str, Tensor] = {}
+    for name, value in values.items():
+        layer, _, last = name.partition("layers.")[2].partition(".")
+        own = f"decoder.layers.{layer}."
+        inside = {
+            "self_attn.o_proj.weight": "self_attention.linear_proj.weight",
+            "mlp.gate_proj.weight": "mlp.linear_fc1.weight_w",
+            "mlp.up_proj.weight": "mlp.linear_fc1.weight_v",
+            "mlp.down_proj.weight": "mlp.linear_fc2.weight",
+            "input_layernorm.weight": "self_attention.linear_qkv.layer_norm_weight"
+            if fused_norms
+            else "input_layernorm.weight",
+            "post_attention_layernorm.weight": "mlp.linear_fc1.layer_norm_weight"
+            if fused_norms
+            else "pre_mlp_layernorm.weight",
+        }
+        if last == "self_attn.q_proj.weight":
+            k, v = (values[name.replace("q_proj", each)] for each in ("k_proj", "v_proj"))
+            # q1 q2 k1 v1 | q3 q4 k2 v2, as in SelfAttention.get_query_key_value_tensors
+            q1, q2, q3, q4 = value.split(HEADS["head_dim"])
+            (k1, k2), (v1, v2) = (each.split(HEADS["head_dim"]) for each in (k, v))
+            theirs[f"{own}self_attention.linear_qkv.weight"] = torch.cat(
+                [q1, q2, k1, v1, q3, q4, k2, v2]
+            )
+        elif not last.startswith("self_attn.") or last in inside:
+            theirs[there.get(name) or own + inside[last]] = value
+    return theirs
+
+
+def save_as_megatron(
+    world: World, folder: Path, model: nn.Module, moments: dict[str, dict[str, Tensor]], fused: bool
+) -> None:
+    """As `generate_state_dict` and `preprocess_fsdp_dtensor_state_dict` make it, and `save_checkpoint` writes it."""
+    mesh = init_device_mesh("cpu", (world.size,))
+
+    def sharded(values: dict[str, Tensor]) -> dict[str, Any]:
+        words = in_megatrons_words(values, fused_norms=fused)
+        return {name: distribute_tensor(each, mesh, [Shard(0)]) for name, each in words.items()}
+
+    weights = sharded({name: p.detach() for name, p in model.named_parameters()})
+    state: dict[str, dict[str, Any]] = {}
+    for key, values in moments.items():
+        for name, each in sharded(values).items():
+            state.setdefault(f"module.module.module.{name}", {})[key] = each
+    group = {"lr": 0.02, "betas": (0.9, 0.95), "step": 1}  # its Adam counts steps by group
+    heads = {"num_attention_heads": 4, "num_query_groups": 2, "group_query_attention": True}
+    whole = {
+        "args": Namespace(**heads, attention_backend=AttnBackend.auto),
+        "checkpoint_version": 3.0,
+        "iteration": 7,
+        "model": {f"module.module.{name}": each for name, each in weights.items()},
+        "optimizer": {"state": state, "param_to_group_meta": dict.fromkeys(state, group)},
+        "rng_state": {"(0, 0)": [{"torch_rng_state": torch.get_rng_state()}]},
+    }
+    names = [ENUMS.rsplit(".", n)[0] for n in range(4)]
+    modules = {name: ModuleType(name) for name in names}
+    modules[ENUMS].AttnBackend = AttnBackend  # pyright: ignore[reportAttributeAccessIssue]
+    with mock.patch.dict(sys.modules, modules):
+        dcp.save(whole, storage_writer=dcp.FileSystemWriter(folder))
+
+
+@pytest.mark.parametrize("fused", [True, False], ids=["norms_inside", "norms_beside"])
+@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
+def test_megatron_is_brought_in_bit_for_bit(ranks, tmp_path, fused, tied):
+    config = config_of(**LLAMA, tie_word_embeddings=tied)
+    model, _ = stepped(config)
+    torch.manual_seed(0)
+    moments = {
+        key: {name: torch.rand_like(p) for name, p in model.named_parameters()}
+        for key in ("exp_avg", "exp_avg_sq")
+    }
+    ranks(save_as_megatron, tmp_path / "theirs", model, moments, fused)
+    checkpoint, notes = brought_in(tmp_path / "theirs", tmp_path / "run", config)
+    assert notes == ["left out, as neither weights nor moments: rng_state.(0, 0).0.torch_rng_state"]
+    manifest = read_manifest(checkpoint)
+    weights = Weights(checkpoint, manifest)
+    assert manifest.step == 7
+    assert manifest.state.keys() == {name for name, _ in model.named_parameters()}
+    for name, parameter in model.named_parameters():
+        assert torch.equal(weights.read(name), parameter), name
+        for key, values in moments.items():
+            assert torch.equal(weights.read(name, key), values[name]), f"{name}.{key}"
+        assert weights.read(name, "step") == 7
+
+    for changes, problem in (
+        ({"num_hidden_layers": 3}, "model.layers.2.self_attn.q_proj.weight and 8 more of this"),
+        ({"num_hidden_layers": 1}, "model.layers.1.* of it not in this model"),
+        (
+            {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 8},
+            "num_attention_heads is 4 in it and 2",
+        ),
+        (
+            {"intermediate_size": 9},
+            "model.layers.0.mlp.gate_proj.weight and 5 more of another shape",
+        ),
+    ):
+        other = config_of(**{**LLAMA, **changes}, tie_word_embeddings=tied)
+        with pytest.raises(ConfigError, match=problem):
+            brought_in(tmp_path / "theirs", tmp_path / "again", other)
+        assert not (tmp_path / "again").exists()
