@@ -1,6 +1,6 @@
 """Refuse wrong configurations before any rank starts, in one line with key, value and remedy.
 
-refusal.py             one line: key=value: problem; remedy
+refusal.py             one line: key=value: problem; remedy; and which functions of a file are rules
 rules_of_one_key.py    rules whose breach ends a whole sweep (ConfigError)
 rules_strategy.py, rules_data.py, rules_batch.py, without_effect.py
                        rules about several keys, whose breach skips the point (UndefinedCombination)
@@ -20,7 +20,7 @@ from zeroexp.check import (
     rules_strategy,
     without_effect,
 )
-from zeroexp.check.refusal import require
+from zeroexp.check.refusal import require, rules_of
 from zeroexp.config.keys import Config, ConfigError, UndefinedCombination
 
 
@@ -34,10 +34,10 @@ def check(config: Config, *, on_paper: bool = False) -> None:
 
     on_paper: nothing runs, so this machine does not have to be able to.
     """
-    require(config, rules_of_one_key.RULES, ConfigError)
+    require(config, rules_of(rules_of_one_key), ConfigError)
     several = (
-        *rules_strategy.RULES,
-        *rules_data.RULES,
+        *rules_of(rules_strategy),
+        *rules_of(rules_data),
         *rules_batch.RULES,
         *without_effect.RULES,
         *(() if on_paper else rules_batch.RULES_OF_MACHINE),

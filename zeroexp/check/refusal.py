@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from types import ModuleType
 from typing import Any, cast
 
 from zeroexp.config.keys import KEYS, Config, ConfigError
@@ -13,6 +14,11 @@ from zeroexp.registry.did_you_mean import suggest_key
 Refusal = tuple[str, str, str]
 # Yields what it refuses of a config; what comes after the first refusal need not make sense.
 Rule = Callable[[Config], Iterator[Refusal]]
+
+
+def rules_of(module: ModuleType) -> list[Rule]:
+    """Return the rules of a file, in its order: the functions whose names begin with check_."""
+    return [each for name, each in vars(module).items() if name.startswith("check_")]
 
 
 def require(config: Config, rules: Iterable[Rule], error: type[ConfigError]) -> None:

@@ -80,9 +80,3 @@ def check_validation(config: Config) -> Iterator[Refusal]:
     if config.train.validate_every is not None and nothing:
         remedy = "set data.validation_samples=64, or data.validation_split for data=hf"
         yield "train.validate_every", "there is nothing to validate on", remedy
-
-
-RULES = (
-    *(check_task, check_labels, check_sequence_length, check_vocabulary, check_source),
-    check_validation,
-)

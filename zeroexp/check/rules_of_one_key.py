@@ -323,11 +323,3 @@ def check_study(config: Config) -> Iterator[Refusal]:
             problem = "no key and no fact of a run"
             yield f"study.must_equal={word}", problem, suggest_nearest(word, names)
         value_of(config, word)
-
-
-RULES = (
-    *(check_all_given, check_names, check_lists, check_choices, check_bounds, check_shapes),
-    *(check_betas, check_momentum, check_kinds, check_world_sizes, check_watched_steps),
-    check_range_of_ports,
-    *(check_study, check_slurm_names, check_sbatch_options, check_link),
-)

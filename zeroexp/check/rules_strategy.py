@@ -64,26 +64,6 @@ def check_precision(config: Config) -> Iterator[Refusal]:
         yield "precision.autocast", "parameters are fp32 there", "precision=autocast"
 
 
-def check_float16(config: Config) -> Iterator[Refusal]:
-    """Require that what is float16 overflows in no sum, and that all ranks find one loss scale."""
-    strategy, mode = config.strategy, config.precision
-    rows = (strategy.parameters, strategy.gradients, strategy.optimizer)
-    dtypes = [mode.compute, *(row.dtype for row in rows)]
-    if "float16" not in dtypes:
-        return
-    if dtypes != ["float16", "float16", "float32", "float32"]:
-        problem = "sums overflow in float16, and small updates are lost"
-        yield "precision.compute", problem, "use precision=fp16_master"
-    if strategy.implementation in ENGINES and not _is_fsdp2(strategy):
-        yield "precision.compute", "only ours and FSDP2 scale the loss", "use another precision"
-    if strategy.outer.every is not None:
-        problem = "replicas would find a loss scale each"
-        yield "strategy.outer.every", problem, "use precision=bf16_master"
-    if strategy.reduce_codec is not None:
-        problem = "has no code for inf, by which float16 finds its loss scale"
-        yield "strategy.reduce_codec", problem, "leave it null"
-
-
 def check_precision_of_engines(config: Config) -> Iterator[Refusal]:
     strategy, mode = config.strategy, config.precision
     name, dtypes = strategy.implementation, {mode.compute, mode.reduce, mode.master}
@@ -102,6 +82,26 @@ def check_precision_of_engines(config: Config) -> Iterator[Refusal]:
         remedy = "bf16_master or fp32"
     if wrong:
         yield "precision", problem, f"use precision={remedy}"
+
+
+def check_float16(config: Config) -> Iterator[Refusal]:
+    """Require that what is float16 overflows in no sum, and that all ranks find one loss scale."""
+    strategy, mode = config.strategy, config.precision
+    rows = (strategy.parameters, strategy.gradients, strategy.optimizer)
+    dtypes = [mode.compute, *(row.dtype for row in rows)]
+    if "float16" not in dtypes:
+        return
+    if dtypes != ["float16", "float16", "float32", "float32"]:
+        problem = "sums overflow in float16, and small updates are lost"
+        yield "precision.compute", problem, "use precision=fp16_master"
+    if strategy.implementation in ENGINES and not _is_fsdp2(strategy):
+        yield "precision.compute", "only ours and FSDP2 scale the loss", "use another precision"
+    if strategy.outer.every is not None:
+        problem = "replicas would find a loss scale each"
+        yield "strategy.outer.every", problem, "use precision=bf16_master"
+    if strategy.reduce_codec is not None:
+        problem = "has no code for inf, by which float16 finds its loss scale"
+        yield "strategy.reduce_codec", problem, "leave it null"
 
 
 def check_dtypes_of_engines(config: Config) -> Iterator[Refusal]:
@@ -334,25 +334,3 @@ def check_quantized(config: Config) -> Iterator[Refusal]:
 def _is_fsdp2(strategy: StrategyConfig) -> bool:
     """Tell whether torch builds this stage on FSDP2; its others are built on DistributedDataParallel."""
     return strategy.implementation == "torch" and strategy.name not in TORCH_DDP
-
-
-RULES = (
-    *(check_stage_of_rows, check_stages_of_engines, check_precision, check_precision_of_engines),
-    *(
-        check_float16,
-        check_dtypes_of_engines,
-        check_fsdp2,
-        check_whole_matrices,
-        check_moments,
-        check_replicas,
-        check_optimizer_over,
-        check_secondary_partition,
-        check_codes_at_rest,
-        check_outer,
-        check_reduce_each,
-        check_selective_recomputation,
-        check_compiled_blocks,
-        check_offloaded_activations,
-        check_quantized,
-    ),
-)
