@@ -36,31 +36,21 @@ def start_alike(
     wire: Collectives,
 ) -> None:
     """Give all ranks the weights of rank 0. Raises ValueError on all of them if settings or models differ."""
-    agree_on_settings([*settings, describe_param_groups(module, param_groups)], wire)
-    agree_on_weights(module, wire, values)
-
-
-def describe_param_groups(module: nn.Module, param_groups: Sequence[dict[str, Any]]) -> str:
-    """Return words for the parameter groups, which must be equal on every rank."""
     names = {parameter: name for name, parameter in module.named_parameters()}
-    return repr(
-        [
-            {k: [names[p] for p in v] if k == "params" else v for k, v in group.items()}
-            for group in param_groups
-        ]
-    )
-
-
-def agree_on_settings(settings: Sequence[Any], wire: Collectives) -> None:
-    """Raise ValueError on all ranks if they were given different settings."""
+    groups = [
+        {k: [names[p] for p in v] if k == "params" else v for k, v in group.items()}
+        for group in param_groups
+    ]
+    settings = [*settings, groups]
     if not wire.same_everywhere(zlib.crc32(repr(settings).encode())):
         raise ValueError(
             "ranks were given different settings (stage, options, dtypes, max_grad_norm, blocks or param_groups): "
             f"give the same on each; here {settings[0]}, {settings[1]}"
         )
+    _agree_on_weights(module, wire, values)
 
 
-def agree_on_weights(module: nn.Module, wire: Collectives, values: Values | None = None) -> None:
+def _agree_on_weights(module: nn.Module, wire: Collectives, values: Values | None) -> None:
     """Give every rank the weights of rank 0, as DistributedDataParallel does; they are sent only if they differ.
 
     Raises ValueError where names, shapes, dtypes or `requires_grad` differ, and where `values` do, since no rank has

@@ -151,7 +151,8 @@ class Engine:
         self.wire.quiesce()
         self._loss_scale.divide(each.gradient for each in handed)
         self.wire.bus.to_host([(each.master, each.gradient) for each in handed])
-        sums = StepSums(self._trainable, handed, self._stage, self.wire, self._gradient_presence())
+        presence = [present for unit in self.units for present in unit.gradient_presence()]
+        sums = StepSums(self._trainable, handed, self._stage, self.wire, presence)
         self._expect_same_gathers(sums)
         # Without clipping the sum of the norm may arrive during the update.
         scale = self._scale(sums)
@@ -247,15 +248,12 @@ class Engine:
                 return
         sums.expect_same_gathers()
 
-    def _gradient_presence(self) -> list[bool]:
-        return [present for unit in self.units for present in unit.gradient_presence()]
-
     def _scale(self, sums: StepSums) -> Tensor | None:
         """Return the factor for gradients, or None where they stay bit for bit as they are."""
         clips = None
         if self._max_grad_norm is not None:
             clips = self._clip_scale(self._outer.norm(sums), self._max_grad_norm)
-        return self._outer.factor(clips, sums)
+        return self._outer.factor(clips)
 
     def _clip_scale(self, norm: Tensor, max_norm: float) -> Tensor | None:
         """Return the factor that clips gradients, or None where a norm below the maximum leaves them."""

@@ -102,19 +102,12 @@ def groups_of_lists(
 
 def specs_of(group: Group) -> list[ParameterSpec]:
     """Return what a layout needs to know of a group's parameters; they may be on the device `meta`."""
-    return [
-        ParameterSpec(name, p.numel(), p.itemsize, _kind_of(p, group.kinds), _layout_of(p, group))
-        for name, p in group.parameters.items()
-    ]
-
-
-def _kind_of(parameter: nn.Parameter, kinds: Mapping[nn.Parameter, str]) -> str:
-    """Return what parameters of one chunk share."""
-    return kinds.get(parameter, "trainable") if parameter.requires_grad else FROZEN
-
-
-def _layout_of(parameter: nn.Parameter, group: Group) -> str:
-    return group.layouts.get(parameter, "") if parameter.requires_grad else ""
+    specs: list[ParameterSpec] = []
+    for name, p in group.parameters.items():
+        kind = group.kinds.get(p, "trainable") if p.requires_grad else FROZEN
+        layout = group.layouts.get(p, "") if p.requires_grad else ""
+        specs.append(ParameterSpec(name, p.numel(), p.itemsize, kind, layout))
+    return specs
 
 
 def _parameter_modules(module: nn.Module, blocks: Sequence[str]) -> Iterator[str]:
@@ -149,7 +142,4 @@ def outer_names(name: str) -> list[str]:
 
 def _home_of(full_name: str, names: Collection[str]) -> str:
     """Return the innermost of the named modules that contains the parameter; "" is the root."""
-    module_name = full_name.rpartition(".")[0]
-    while module_name and module_name not in names:
-        module_name = module_name.rpartition(".")[0]
-    return module_name
+    return next((name for name in reversed(outer_names(full_name)) if name in names), "")

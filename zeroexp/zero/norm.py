@@ -67,10 +67,6 @@ class StepSums:
         self._summed.wait()
         return self._sums[0].sqrt().float()
 
-    def one(self) -> Tensor:
-        """Return 1 on the device, 0-dim."""
-        return torch.ones((), device=self._sums.device)
-
     def has_gradient(self, parameter: nn.Parameter) -> bool:
         """Tell whether any rank has a gradient for the parameter."""
         if self._all_here:

@@ -67,7 +67,7 @@ class NoOuterStep:
         """Return the norm of the gradients of the ranks that step together."""
         return sums.norm()
 
-    def factor(self, clips: Tensor | None, sums: StepSums) -> Tensor | None:
+    def factor(self, clips: Tensor | None) -> Tensor | None:
         """Return the factor for gradients, given the one that clips them; None leaves them bit for bit."""
         return clips
 
@@ -117,9 +117,9 @@ class OuterStep(NoOuterStep):
     def norm(self, sums: StepSums) -> Tensor:
         return sums.norm() * self._num_replicas
 
-    def factor(self, clips: Tensor | None, sums: StepSums) -> Tensor:
+    def factor(self, clips: Tensor | None) -> Tensor:
         """Return the factor for gradients of a replica, which count as those of all."""
-        return (sums.one() if clips is None else clips) * self._num_replicas
+        return (self._nothing.new_ones(()) if clips is None else clips) * self._num_replicas
 
     @torch.no_grad()
     def before_update(self) -> None:

@@ -34,23 +34,22 @@ def canonical_state(
     stage: Stage,
     optimizer: Optimizer,
     wire: Collectives,
-    python: PythonValues | None = None,
-    buffers: Buffers | None = None,
-    outer: NoOuterStep | None = None,
+    python: PythonValues,
+    buffers: Buffers,
+    outer: NoOuterStep,
 ) -> CanonicalState:
     """Return the canonical state; its pieces are views of live memory, so copy those kept past the next step."""
-    state: CanonicalState = {} if buffers is None else buffers.canonical()
+    state = buffers.canonical()
     for held in _chunks(units):
         holders = _holders_of(held, stage, wire)
         for span, weight in held.weights():
             shape = tuple(held.shapes[span.member])
             name = held.chunk.members[span.member].name
             entry = state.setdefault(name, {})
-            first = span.start == 0 and holders.rank == 0
-            if first and python is not None:
+            if span.start == 0 and holders.rank == 0:
                 entry.update(python.of(name, weight))
             moments = moments_of(optimizer.state.get(weight, {}))
-            for key, tensor, givers in _given(weight, moments, holders, outer or NoOuterStep()):
+            for key, tensor, givers in _given(weight, moments, holders, outer):
                 whole, piece = _piece_of(tensor, weight, span, shape, givers)
                 canonical = entry.setdefault(key, CanonicalTensor(whole, tensor.dtype, []))
                 canonical.pieces.extend([piece] if piece.tensor.numel() else [])

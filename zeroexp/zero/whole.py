@@ -46,17 +46,15 @@ def gathered(
     if write:
         schedule.drain()
     for unit in units:
-        _pin(unit, wire.group.rank)
+        _pin(unit)
     if write:  # peers may still read pieces that are overwritten below
         wire.quiesce()
-    # A transport that rounds shows each rank its own section as it is, and the others' rounded.
-    alike = write and _show_the_same(units, wire)
     try:
         yield
         chunks = [held for unit in units for held in unit.held]
         # `sum` visits every chunk, since `_was_written` also takes back parameters that were moved.
         written = sum(_was_written(held, wire.group.rank) for held in chunks) > 0
-        if alike and not _show_the_same(units, wire):
+        if write and not _show_the_same(units, wire):
             raise RuntimeError(
                 "ranks wrote different weights inside `with strategy.gathered(write=True):`: write the same on "
                 "every rank (the same file, the same seed, or values broadcast from one rank)"
@@ -98,7 +96,7 @@ def written_while_reading() -> RuntimeError:
     )
 
 
-def _pin(unit: Unit, rank: int) -> None:
+def _pin(unit: Unit) -> None:
     """Show whole parameters in memory of their own until `_unpin`, whatever the schedule does meanwhile."""
     if not unit.is_sharded:
         return  # the parameters rest whole
@@ -108,8 +106,6 @@ def _pin(unit: Unit, rank: int) -> None:
     ]
     unit.gather_into(copies)
     for held, copy in zip(unit.held, copies, strict=True):
-        # A transport may round what it gathers, but what this rank owns is not written by reading it.
-        copy[held.chunk.section(rank)].copy_(held.piece)
         held.pinned = copy
     unit.show()
 

@@ -25,8 +25,10 @@ from zeroexp.zero.unit import Unit
 from zeroexp.zero.whole import written_while_reading
 
 AS_INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
-# A module's name, its parameters or children as they are, and as they were when the engine was built.
-Registered = tuple[str, Mapping[str, Any], Mapping[str, Any]]
+# Where a module holds a parameter or a child: its dict, the key and value when the engine was built, the full name.
+Place = tuple[Mapping[str, Any], str, Any, str]
+# The dict of a module, its length when the engine was built, the module's name.
+Size = tuple[Mapping[str, Any], int, str]
 
 
 class ChangedParameters(Observer):
@@ -35,12 +37,8 @@ class ChangedParameters(Observer):
     def built(self, engine: Engine) -> None:
         self._units, world = engine.units, engine.wire.world
         named = list(engine.model.named_modules())
-        self._parameters: list[Registered] = [
-            (name, each._parameters, dict(each._parameters)) for name, each in named
-        ]
-        self._children: list[Registered] = [
-            (name, each._modules, dict(each._modules)) for name, each in named
-        ]
+        self._parameters, self._num_parameters = _registered(named, "_parameters")
+        self._children, self._num_children = _registered(named, "_modules")
         names = engine.model.named_parameters(remove_duplicate=False)
         self._names = {parameter: name for name, parameter in names}
         masters = [pair for unit in self._units for pair in unit.parameters_with_masters()]
@@ -140,13 +138,13 @@ class ChangedParameters(Observer):
             raise RuntimeError(
                 f"module {name} was replaced or removed after the engine was built: change the model before"
             )
-        for name, child in _added(self._children):
+        for name, child in _added(self._num_children):
             if child is not None and not self._names.keys() >= set(child.parameters()):
                 raise RuntimeError(
                     f"module {name} was added after the engine was built, and nobody would train it: change the "
                     "model before"
                 )
-        for name, _ in _added(self._parameters):
+        for name, _ in _added(self._num_parameters):
             raise _changed(name, "was added")
 
     def _refuse_other_values(self) -> None:
@@ -170,17 +168,26 @@ def is_compared(num_steps: int) -> bool:
     return 0 < num_steps <= 2 or (num_steps > 0 and num_steps % 100 == 0)
 
 
-def _replaced(registered: Iterable[Registered]) -> Iterator[str]:
+def _registered(
+    named: Iterable[tuple[str, nn.Module]], attribute: str
+) -> tuple[list[Place], list[Size]]:
+    dicts = [(name, vars(module)[attribute]) for name, module in named]
+    places = [
+        (each, k, v, f"{name}.{k}".lstrip(".")) for name, each in dicts for k, v in each.items()
+    ]
+    return places, [(each, len(each), name) for name, each in dicts]
+
+
+def _replaced(places: Iterable[Place]) -> Iterator[str]:
     """Yield the names of what is no longer there."""
-    for name, now, before in registered:
-        yield from (f"{name}.{k}".lstrip(".") for k in before if now.get(k) is not before[k])
+    return (name for now, key, value, name in places if now.get(key) is not value)
 
 
-def _added(registered: Iterable[Registered]) -> Iterator[tuple[str, Any]]:
+def _added(sizes: Iterable[Size]) -> Iterator[tuple[str, Any]]:
     """Yield what came later, with its name."""
-    for name, now, before in registered:
-        if len(now) > len(before):
-            yield from ((f"{name}.{k}".lstrip("."), now[k]) for k in list(now)[len(before) :])
+    for now, count, name in sizes:
+        if len(now) > count:
+            yield from ((f"{name}.{key}".lstrip("."), now[key]) for key in list(now)[count:])
 
 
 def _shown_otherwise(unit: Unit) -> Iterator[nn.Parameter]:
