@@ -11,6 +11,7 @@ from torch.autograd.function import once_differentiable
 
 from tests.strangers.lab import (
     EVERY_WAY,
+    USUAL,
     Batch,
     Lab,
     adamw,
@@ -455,25 +456,13 @@ def microbatches_in_each_other(lab: Lab) -> None:
     t.zero_grad()
 
 
-@scenario(may_refuse=r"microbatch|last")
-def no_microbatch_was_the_last(lab: Lab) -> None:
-    """`last=True` was never said before the step."""
+@variants(["none", "each"], USUAL, may_refuse=r"microbatch|last")
+def said_to_be_the_last_microbatch_was(lab: Lab, which: str) -> None:
+    """There are two before the step."""
     t = lab.wrap(Net())
     for step in range(2):
         for batch in lab.batches(step, 2):
-            with t.microbatch(last=False):
-                t.backward(plain_loss(t.model, batch))
-        lab.note(t.step())
-        t.zero_grad()
-
-
-@scenario(may_refuse=r"microbatch|last")
-def every_microbatch_was_the_last(lab: Lab) -> None:
-    """Each says `last=True`, and there are two before the step."""
-    t = lab.wrap(Net())
-    for step in range(2):
-        for batch in lab.batches(step, 2):
-            with t.microbatch(last=True):
+            with t.microbatch(last=which == "each"):
                 t.backward(plain_loss(t.model, batch))
         lab.note(t.step())
         t.zero_grad()

@@ -25,7 +25,7 @@ from tests.oracle import (
 )
 from tests.oracle import _loss as loss_of
 from tests.strategies.engine import Ours
-from tests.strategies.test_replicas import Backend, same_state
+from tests.strategies.test_replicas import Backend, same_state, train_on
 from zeroexp.comm.base import Pending
 from zeroexp.config.optimizer import optimizer_factory, parameter_groups
 from zeroexp.interface.canonical import merge
@@ -274,24 +274,13 @@ def test_a_state_of_replicas_loads_into_any_engine_and_back(ranks):
     ]
     saved: CanonicalState | None = None
     for make in makes:
-        answers = ranks(load_and_step, recipe, make, saved, world_size=4)
+        answers = ranks(train_on, recipe, make, saved, world_size=4)
         if saved is not None:
             loaded, before = assembled([answer[0] for answer in answers]), assembled([saved])
             for name, entry in loaded.items():
                 for key in (key for key in entry if not key.startswith("outer.")):
                     assert torch.equal(entry[key], before[name][key]), (name, key)
         saved = merge([answer[1] for answer in answers])
-
-
-def load_and_step(
-    world: World, recipe: Recipe, make: Any, saved: CanonicalState | None
-) -> tuple[CanonicalState, CanonicalState]:
-    strategy = build_on_rank(world, recipe, make)
-    if saved is not None:
-        strategy.load_state_dict(saved)
-    loaded = pieces_of(strategy)
-    run_steps(strategy, world, recipe, range(1))
-    return loaded, pieces_of(strategy)
 
 
 def ask_in_between(world: World) -> list[str]:

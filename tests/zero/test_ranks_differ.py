@@ -54,6 +54,18 @@ def make_model() -> Chain:
     return Chain()
 
 
+def sharded(model: nn.Module, world: World, stage: str, options: Options) -> Sharded:
+    return Sharded(
+        model,
+        blocks=[f"blocks.{i}" for i in range(4)],
+        stage=STAGES[stage],
+        param_groups=[{"params": list(model.parameters())}],
+        optimizer_factory=lambda groups: torch.optim.SGD(groups, lr=0.1),
+        world=world,
+        options=options,
+    )
+
+
 def loss_of(model: nn.Module, rank: int, step: int, way: str) -> Tensor:
     x = torch.randn(2, WIDTH, generator=torch.Generator().manual_seed(10 * step + rank))
     return model(x, way).square().mean()
@@ -84,15 +96,7 @@ def oracle(way: str, num_ranks: int) -> list[Tensor]:
 def train(world: World, way: str, stage: str, options: Options) -> list[tuple[str, int, Tensor]]:
     """This rank's pieces: the name, where it begins, the values."""
     model = make_model()
-    strategy = Sharded(
-        model,
-        blocks=[f"blocks.{i}" for i in range(4)],
-        stage=STAGES[stage],
-        param_groups=[{"params": list(model.parameters())}],
-        optimizer_factory=lambda groups: torch.optim.SGD(groups, lr=0.1),
-        world=world,
-        options=options,
-    )
+    strategy = sharded(model, world, stage, options)
     mine = way_of(world.rank, way)
 
     def read_weights(when: str) -> None:
@@ -179,15 +183,7 @@ def test_by_message_every_difference_is_right_or_an_error(ranks, way):
 def evaluate_in_another_order(world: World, swapped: bool) -> str:
     """Rank 1 uses the first two blocks in the other order once, then all ranks do one step alike."""
     model = make_model()
-    strategy = Sharded(
-        model,
-        blocks=[f"blocks.{i}" for i in range(4)],
-        stage=STAGES["zero3"],
-        param_groups=[{"params": list(model.parameters())}],
-        optimizer_factory=lambda groups: torch.optim.SGD(groups, lr=0.1),
-        world=world,
-        options=Options(transport="native", overlap=False),
-    )
+    strategy = sharded(model, world, "zero3", Options(transport="native", overlap=False))
     with torch.no_grad():
         loss_of(strategy.model, world.rank, 0, "two swapped" if swapped and world.rank == 1 else "")
     with strategy.microbatch(last=True):
@@ -459,15 +455,7 @@ def train_with_habits(
 ) -> tuple[list[tuple[str, ...]], list[float], dict[str, Tensor]]:
     """Return what the backend was given, what the model saw of its weights in backward, and the weights."""
     model = made(kind, world.rank)
-    strategy = Sharded(
-        model,
-        blocks=[f"blocks.{i}" for i in range(4)],
-        stage=STAGES[stage],
-        param_groups=[{"params": list(model.parameters())}],
-        optimizer_factory=lambda groups: torch.optim.SGD(groups, lr=0.1),
-        world=world,
-        options=Options(transport=transport, unit=kind.unit),
-    )
+    strategy = sharded(model, world, stage, Options(transport=transport, unit=kind.unit))
     habit = habits[world.rank]()
     with Backend() as backend:
         habit.begin(strategy, model)

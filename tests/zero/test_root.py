@@ -69,6 +69,8 @@ class Viewed(Language):
 
 
 class _Scaled(torch.autograd.Function):
+    """Keeps what it is given where autograd does not see it."""
+
     @staticmethod
     def forward(ctx: Any, x: Tensor, scale: Tensor) -> Tensor:
         ctx.scale = scale
@@ -230,22 +232,11 @@ def test_a_backward_in_a_hook_on_the_loss_is_not_the_closing_one(ranks):
         torch.testing.assert_close(norm, expected)
 
 
-class Kept(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
-        ctx.weight = weight
-        return x * weight
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        return gradients[0] * ctx.weight, None
-
-
 class Asked(Language):
     """Its own function asks the root for a weight in backward."""
 
     def embedded(self, ids: Tensor) -> Tensor:
-        return Kept.apply(self.embed(ids), self.first.weight)
+        return _Scaled.apply(self.embed(ids), self.first.weight)
 
 
 def gathered_in_a_hook(world: World) -> Tensor:
