@@ -11,7 +11,7 @@ program does after each step (a WGAN's clipping) is seen, at the cost of reading
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -37,8 +37,8 @@ class ChangedParameters(Observer):
     def built(self, engine: Engine) -> None:
         self._units, world = engine.units, engine.wire.world
         named = list(engine.model.named_modules())
-        self._parameters, self._num_parameters = _registered(named, "_parameters")
-        self._children, self._num_children = _registered(named, "_modules")
+        self._held, self._num_held = _registered([(n, m._parameters) for n, m in named])
+        self._children, self._num_children = _registered([(n, m._modules) for n, m in named])
         names = engine.model.named_parameters(remove_duplicate=False)
         self._names = {parameter: name for name, parameter in names}
         masters = [pair for unit in self._units for pair in unit.parameters_with_masters()]
@@ -132,7 +132,7 @@ class ChangedParameters(Observer):
 
     def _refuse_other_modules(self) -> None:
         """Raise RuntimeError if a module or parameter was replaced, removed or added."""
-        for name in _replaced(self._parameters):
+        for name in _replaced(self._held):
             raise _changed(name, "was replaced or removed")
         for name in _replaced(self._children):
             raise RuntimeError(
@@ -144,7 +144,7 @@ class ChangedParameters(Observer):
                     f"module {name} was added after the engine was built, and nobody would train it: change the "
                     "model before"
                 )
-        for name, _ in _added(self._num_parameters):
+        for name, _ in _added(self._num_held):
             raise _changed(name, "was added")
 
     def _refuse_other_values(self) -> None:
@@ -169,9 +169,9 @@ def is_compared(num_steps: int) -> bool:
 
 
 def _registered(
-    named: Iterable[tuple[str, nn.Module]], attribute: str
+    dicts: Sequence[tuple[str, Mapping[str, Any]]],
 ) -> tuple[list[Place], list[Size]]:
-    dicts = [(name, vars(module)[attribute]) for name, module in named]
+    """Return where everything in the modules' dicts is, and how much each dict holds."""
     places = [
         (each, k, v, f"{name}.{k}".lstrip(".")) for name, each in dicts for k, v in each.items()
     ]
