@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from itertools import product
 from typing import Any
 from unittest.mock import patch
 
@@ -69,10 +68,12 @@ def train(world: World, stage: str, layout: str, compute: torch.dtype) -> list[f
     return [norm.item() for norm in norms]
 
 
-CASES = [
-    (stage, layout, (torch.float32, torch.bfloat16)[index % 2])
-    for index, (stage, layout) in enumerate(product(STAGES, ["parameter", "tensor", "buffer"]))
+# Each stage with each layout in turns, and each layout under the one that gathers.
+PAIRS = [
+    *zip(STAGES, ["parameter", "tensor", "buffer"] * 2, strict=False),
+    *(("zero3", layout) for layout in ("parameter", "buffer")),
 ]
+CASES = [(*pair, (torch.float32, torch.bfloat16)[index % 2]) for index, pair in enumerate(PAIRS)]
 
 
 @pytest.mark.parametrize(("stage", "layout", "compute"), CASES)
