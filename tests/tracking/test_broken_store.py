@@ -31,7 +31,6 @@ import sys
 from zeroexp.tracking.mlflow import MlflowTracker
 MlflowTracker(sys.argv[1], "x").write_views("sweep")
 """
-COLUMNS = "select m.name, p.name, p.type from sqlite_master m join pragma_table_info(m.name) p"
 
 
 def statuses_in_mlflow(outputs: Path) -> list[str]:
@@ -47,58 +46,9 @@ def num_tables(database: Path) -> int:
         return 0
 
 
-def test_tables_of_the_cache_are_those_that_mlflow_makes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Each file has its own artifacts; a whole file of the cache is taken, whatever it holds."""
-
-    def content(name: str) -> tuple[set[tuple[str, ...]], list[tuple[str, str]]]:
-        with store.Store(f"sqlite:///{tmp_path / name}", "x", tmp_path).opened():
-            pass
-        with closing(sqlite3.connect(tmp_path / name)) as tables:
-            schema = {*tables.execute(COLUMNS)}
-            found = tables.execute("select name, artifact_location from experiments").fetchall()
-            return schema, found
-
-    monkeypatch.setenv("ZEROEXP_CACHE", "/dev/null/zeroexp")
-    made = content("a/mlflow.db")
-    monkeypatch.setenv("ZEROEXP_CACHE", str(tmp_path / "cache"))
-    (tmp_path / "b").mkdir()
-    assert content("b/mlflow.db")[0] == made[0]
-    (cached,) = (tmp_path / "cache").iterdir()
-    with closing(sqlite3.connect(cached)) as tables, tables:
-        tables.execute("create table of_the_cache (number)")
-    schema, experiments = content("c/mlflow.db")
-    assert schema - made[0] == {("of_the_cache", "number", "")}
-    assert made[1] == [("Default", f"file://{tmp_path}/a/mlartifacts/0")]
-    assert experiments == [("Default", f"file://{tmp_path}/c/mlartifacts/0")]
-
-
-@pytest.mark.parametrize("kept", [b"no database " * 100, b"", None], ids=["other", "empty", "cut"])
-def test_a_broken_file_of_the_cache_is_made_again(tmp_path, monkeypatch, kept) -> None:
-    """Else each new store would be a copy of it, also the one that is made where a broken one was moved away."""
-    monkeypatch.setenv("ZEROEXP_CACHE", str(tmp_path / "cache"))
-
-    def tables_of(name: str) -> set[tuple[str, ...]]:
-        (tmp_path / name).mkdir()
-        with store.Store(f"sqlite:///{tmp_path / name}/mlflow.db", "x", tmp_path).opened():
-            pass
-        with closing(sqlite3.connect(tmp_path / name / "mlflow.db")) as tables:
-            assert tables.execute("pragma quick_check").fetchone() == ("ok",)
-            return {*tables.execute(COLUMNS)}
-
-    made = tables_of("a")
-    (cached,) = (tmp_path / "cache").iterdir()
-    whole = cached.read_bytes()
-    cached.write_bytes(whole[: len(whole) // 2] if kept is None else kept)
-    assert tables_of("b") == made
-    assert len(cached.read_bytes()) == len(whole)
-
-
 def test_a_store_whose_maker_was_killed_is_made_by_the_next(tmp_path: Path) -> None:
     store = tmp_path / "mlflow.db"
-    no_cache = {**os.environ, "ZEROEXP_CACHE": "/dev/null/zeroexp"}  # it makes every table itself
-    maker = subprocess.Popen([sys.executable, "-c", MAKE, f"sqlite:///{store}"], env=no_cache)
+    maker = subprocess.Popen([sys.executable, "-c", MAKE, f"sqlite:///{store}"])
     beside = tmp_path / f".mlflow.db.{maker.pid}"
     while num_tables(beside) < 20:
         assert maker.poll() is None and not store.exists()

@@ -8,29 +8,24 @@ from __future__ import annotations
 import logging
 import os
 import shlex
-import shutil
 import sqlite3
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager, nullcontext, suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager, nullcontext
 from dataclasses import replace
-from functools import cache, cached_property, partial
+from functools import cache, cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
 
 from zeroexp.config.keys import Config, ConfigError
-from zeroexp.config.paths import cache_root
 from zeroexp.process import locks
-from zeroexp.process.durable import replace_durably
 from zeroexp.process.imports import importing
 from zeroexp.process.reachable import server_answers, without_password
 from zeroexp.tracking.entries import Entry
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
-
-Item = TypeVar("Item")
 
 SQLITE = "sqlite:///"
 SERVERS = ("http://", "https://")
@@ -179,16 +174,16 @@ class Store:
         )
         with self.opened() as client:
             for kind, items, per_call in kinds:
-                log = partial(_log_batch, client, run_id, kind)
-                for batch in _batches(items, per_call):
-                    self._log(batch, log)
+                for start in range(0, len(items), per_call):
+                    self._log(client, run_id, kind, items[start : start + per_call])
 
-    def _log(self, items: Sequence[Any], log: Callable[[Sequence[Any]], object]) -> None:
+    def _log(self, client: MlflowClient, run_id: str, kind: str, items: Sequence[Any]) -> None:
         """Log all items at once; if MLflow refuses, log them one by one, so that only the refused ones are lost."""
         from mlflow.exceptions import MlflowException
 
+        arguments: dict[str, Any] = {kind: items}
         try:
-            log(items)
+            client.log_batch(run_id, **arguments)
         except MlflowException as error:
             if error.error_code != "INVALID_PARAMETER_VALUE":
                 raise
@@ -196,7 +191,7 @@ class Store:
                 self.refused[items[0].key] = str(error).partition("\n")[0]
             else:
                 for item in items:
-                    self._log([item], log)
+                    self._log(client, run_id, kind, [item])
 
     @property
     def address(self) -> str:
@@ -291,17 +286,6 @@ def _has_tables(database: Path) -> bool:
     return bool(names)
 
 
-def _is_whole(database: Path) -> bool:
-    """Tell whether a file of the cache has all its tables and pages: a broken one would break every store."""
-    with suppress(sqlite3.Error, ConfigError):
-        if _has_tables(database):
-            with closing(
-                sqlite3.connect(f"file:{quote(str(database))}?mode=ro", uri=True)
-            ) as tables:
-                return tables.execute("pragma quick_check").fetchone() == ("ok",)
-    return False
-
-
 def _error_of_sqlite(error: BaseException | None) -> sqlite3.Error | None:
     """Return the error of sqlite that an error of MLflow was made from."""
     while error is not None and not isinstance(error, sqlite3.Error):
@@ -331,42 +315,11 @@ def _may_write(path: Path) -> bool:
 
 def _make_tables(database: Path) -> None:
     """Create all tables in another file, then rename it: MLflow makes 65, and never opens a file with only some."""
+    from mlflow.store.tracking.sqlalchemy_store import SqlAlchemyStore
+
     for left in database.parent.glob(f".{database.name}.*"):  # from a process that was killed
         left.unlink()
     beside = database.with_name(f".{database.name}.{os.getpid()}")
-    with suppress(OSError, ConfigError):  # a cache that takes no file, or a user without a home
-        shutil.copyfile(_empty_tables(), beside)
-    _open_tables(beside, database.parent / "mlartifacts")
+    artifacts = (database.parent / "mlartifacts").as_uri()
+    SqlAlchemyStore(f"{SQLITE}{beside}", artifacts).engine.dispose()
     beside.replace(database)
-
-
-def _empty_tables() -> Path:
-    """Return a file of the cache with all tables of this MLflow and no experiment: it takes a second to make them."""
-    from mlflow import __version__
-
-    path = cache_root() / f"mlflow-{__version__}.db"
-    if not _is_whole(path):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with locks.temporary_folder() as folder:
-            made = folder / path.name
-            _open_tables(made, folder)
-            with closing(sqlite3.connect(made)) as tables, tables:
-                tables.execute("delete from experiments")  # its default one, of that folder
-            replace_durably(path, made.read_bytes())
-    return path
-
-
-def _open_tables(database: Path, artifacts: Path) -> None:
-    """Have MLflow make what the file has not: tables, and an experiment whose artifacts lie there."""
-    from mlflow.store.tracking.sqlalchemy_store import SqlAlchemyStore
-
-    SqlAlchemyStore(f"{SQLITE}{database}", artifacts.as_uri()).engine.dispose()
-
-
-def _log_batch(client: MlflowClient, run_id: str, kind: str, items: Sequence[Any]) -> None:
-    arguments: dict[str, Any] = {kind: items}
-    client.log_batch(run_id, **arguments)
-
-
-def _batches(items: Sequence[Item], size: int) -> Iterator[Sequence[Item]]:
-    return (items[start : start + size] for start in range(0, len(items), size))
