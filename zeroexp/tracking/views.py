@@ -117,47 +117,21 @@ class View:
 
 
 def of_sweep(sweep: str) -> list[View]:
-    return [
-        View(sweep, "table"),
-        View(
-            sweep,
-            "memory × step time",
-            [
-                _scatter("time/step_ms_median", "memory/peak_mib"),
-                _scatter("time/step_ms_median", "memory/total_mib"),
-            ],
-        ),
-        View(
-            sweep,
-            "memory by kind",
-            [
-                _bar(f"memory/{kind}_mib")
-                for kind in ("params", "grads", "optim", "buffers", "total", "peak")
-            ],
-        ),
-        View(
-            sweep,
-            "speed",
-            [
-                _bar(metric)
-                for metric in (
-                    *("tokens_per_s_mean", "mfu_percent", "time/step_ms_median"),
-                    *("time/exposed_ms", "traffic/sent_mib_per_step"),
-                )
-            ],
-        ),
-        View(sweep, "loss", [_line("loss", "step"), _line("grad_norm", "step")]),
-        View(
-            sweep,
-            "scaling over world size",
-            [
-                _line("scaling/step_ms"),
-                _line("scaling/tokens_per_s"),
-                _line("scaling/memory_total_mib"),
-            ],
-            group_by="strategy",
-        ),
-    ]
+    kinds = ("params", "grads", "optim", "buffers", "total", "peak")
+    speeds = ("tokens_per_s_mean", "mfu_percent", "time/step_ms_median", "time/exposed_ms")
+    scaling = ("step_ms", "tokens_per_s", "memory_total_mib")
+    charts = {
+        "table": [],
+        "memory × step time": [
+            _scatter("time/step_ms_median", f"memory/{kind}_mib") for kind in ("peak", "total")
+        ],
+        "memory by kind": [_bar(f"memory/{kind}_mib") for kind in kinds],
+        "speed": [_bar(metric) for metric in (*speeds, "traffic/sent_mib_per_step")],
+        "loss": [_line(metric, "step") for metric in ("loss", "grad_norm")],
+    }
+    views = [View(sweep, title, cards) for title, cards in charts.items()]
+    curves = [_line(f"scaling/{metric}") for metric in scaling]
+    return [*views, View(sweep, "scaling over world size", curves, group_by="strategy")]
 
 
 def filter_of(sweep: str) -> str:
