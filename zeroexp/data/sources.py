@@ -5,9 +5,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
-import os
 import re
-import socket
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +14,7 @@ from zeroexp.config.families import shape_of
 from zeroexp.config.keys import ConfigError, DataConfig, ModelConfig
 from zeroexp.config.paths import cache_root, data_files, is_hub_id
 from zeroexp.config.vocabulary import SHIPPED_VOCABULARY
+from zeroexp.process.durable import replace_durably
 
 DIGEST = re.compile(r"[0-9a-f]{64}")
 TICK_SECONDS = 2.0  # a file may be written twice within this time and show the same timestamp
@@ -118,7 +117,5 @@ def _digest(file: Path) -> str:
         # If the cache cannot be written, the file is read each time.
         with contextlib.suppress(OSError):
             kept.parent.mkdir(parents=True, exist_ok=True)
-            beside = kept.with_name(f".{kept.name}.{socket.gethostname()}.{os.getpid()}")
-            beside.write_text(digest, encoding="utf-8")
-            beside.replace(kept)
+            replace_durably(kept, digest.encode())
     return digest

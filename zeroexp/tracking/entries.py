@@ -6,11 +6,12 @@ rows. Names contain the units, since MLflow has none.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from statistics import fmean
 from typing import NamedTuple
 
-from zeroexp.measure.record import STEP_SECONDS, RunSummary, StepRecord
+from zeroexp.measure.record import STEP_SECONDS, RunSummary, Spread, StepRecord
 from zeroexp.tracking.json_files import loads
 
 MIB = 2**20
@@ -142,32 +143,26 @@ def _verb_entries(summary: RunSummary) -> dict[str, float]:
 
 def _memory_entries(summary: RunSummary) -> dict[str, float]:
     memory = summary.memory
-    spreads = {KIND_NAMES[kind]: ranks for kind, ranks in memory.by_kind.items()}
-    spreads |= {
-        name: ranks
-        for name in ("total", "peak", "build_peak", "host", "host_peak", "files", "resident")
-        if (ranks := getattr(memory, name)) is not None
-    }
-    fullest = {f"memory/{name}_mib": _mib(s.fullest) for name, s in spreads.items()}
-    mean = {f"memory/{name}_mib_mean": _mib(s.mean) for name, s in spreads.items()}
-    return fullest | mean
+    spreads = {f"memory/{KIND_NAMES[kind]}_mib": ranks for kind, ranks in memory.by_kind.items()}
+    for name in ("total", "peak", "build_peak", "host", "host_peak", "files", "resident"):
+        spreads[f"memory/{name}_mib"] = getattr(memory, name)
+    return _spread_entries(spreads)
 
 
 def _traffic_entries(summary: RunSummary) -> dict[str, float]:
     spreads = {
-        "sent": summary.sent_bytes_per_step,
-        "wire": summary.wire_bytes_per_step,
-        "link": summary.link_bytes_per_step,
-        "bus": summary.bus_bytes_per_step,
+        f"traffic/{name}_mib_per_step": getattr(summary, f"{name}_bytes_per_step")
+        for name in ("sent", "wire", "link", "bus")
     }
-    values: dict[str, float] = {}
-    for name, ranks in spreads.items():
-        if ranks is not None:
-            values[f"traffic/{name}_mib_per_step"] = _mib(ranks.fullest)
-            values[f"traffic/{name}_mib_per_step_mean"] = _mib(ranks.mean)
-    for kind, num_bytes in summary.sent_bytes_by_kind.items():
-        values[f"traffic/{kind}_mib_per_step"] = _mib(num_bytes)
-    return values
+    kinds = summary.sent_bytes_by_kind.items()
+    return _spread_entries(spreads) | {f"traffic/{k}_mib_per_step": _mib(n) for k, n in kinds}
+
+
+def _spread_entries(spreads: Mapping[str, Spread | None]) -> dict[str, float]:
+    """Return the fullest rank's MiB under each name, and the mean over ranks under `<name>_mean`."""
+    known = {name: ranks for name, ranks in spreads.items() if ranks is not None}
+    fullest = {name: _mib(ranks.fullest) for name, ranks in known.items()}
+    return fullest | {f"{name}_mean": _mib(ranks.mean) for name, ranks in known.items()}
 
 
 def _plan_entries(summary: RunSummary) -> dict[str, float]:
