@@ -21,7 +21,7 @@ from zeroexp.check import rules_of_one_key
 from zeroexp.config import keys as configs
 from zeroexp.config.keys import Config
 from zeroexp.measure.allocations import Block, Log, logging_allocations
-from zeroexp.measure.causes import Causes, Reading, Times
+from zeroexp.measure.causes import Reading, changes_by_cause
 from zeroexp.measure.instruments import Instruments
 from zeroexp.measure.memory import AllocationMeter, count_cpu_allocations
 from zeroexp.measure.record import CAUSES, Peak
@@ -167,10 +167,10 @@ def test_the_history_of_a_gpu_becomes_a_log(monkeypatch):
 
 def test_buckets_that_ddp_lays_out_anew_are_never_counted_below_zero():
     log = Log(base_bytes=100, blocks=[Block(1.0, 40, 7, "", 0)], freed=[(2.0, 9, 40)])
-    reading = Reading(0.5, cause_of={5: "parameters"}, num_bytes={5: 60}, hidden_bytes=40)
+    reading = Reading(0.5, {5: ("parameters", 60)}, hidden_bytes=40)
     noted = [(1.5, 7, "gradients")]  # the new buckets hold gradients
-    causes = Causes(log, Times([("backward", 0.0, 3.0)]), [reading], noted, shared_bytes=0)
-    (_, _, before), *_, (_, _, after) = [(w, b, dict(held)) for w, b, held in causes.changes()]
+    changes = changes_by_cause(log, [("backward", 0.0, 3.0)], [], [reading], noted, shared_bytes=0)
+    (_, _, before), *_, (_, _, after) = changes
     assert {c: n for c, n in before.items() if n} == {"parameters": 60, "buckets": 40}
     assert {c: n for c, n in after.items() if n} == {"parameters": 60, "gradients": 40}
 

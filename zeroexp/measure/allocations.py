@@ -10,6 +10,7 @@ import time
 from collections.abc import Generator, Iterable
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from struct import Struct
 from typing import Any
 
 import torch
@@ -19,6 +20,8 @@ from zeroexp.measure.memory import allocator_function, allocator_library
 
 FOREVER = float("inf")
 MOST_CUDA_CHANGES = 1_000_000
+# Rows of the log as allocator.cpp declares them, field by field.
+CHANGE, SPAN = Struct("=qqQii"), Struct("=qqii")
 
 
 @dataclass(slots=True)
@@ -31,6 +34,7 @@ class Block:
     operator: str  # the outermost operator that asked for it; empty where none did
     thread: int  # 0 is the thread that started the log
     ended_at: float = FOREVER
+    cause: str = ""  # of record.CAUSES, once causes.py has found it
 
 
 @dataclass(frozen=True)
@@ -89,25 +93,6 @@ def is_counted(tensor: Tensor) -> bool:
     return bool(allocator_function(library, "counts", ctypes.c_int64, [ctypes.c_int64])(storage))
 
 
-class _Change(ctypes.Structure):
-    _fields_ = (
-        ("nanoseconds", ctypes.c_int64),
-        ("num_bytes", ctypes.c_int64),
-        ("address", ctypes.c_uint64),
-        ("operator", ctypes.c_int32),
-        ("thread", ctypes.c_int32),
-    )
-
-
-class _Span(ctypes.Structure):
-    _fields_ = (
-        ("began", ctypes.c_int64),
-        ("ended", ctypes.c_int64),
-        ("name", ctypes.c_int32),
-        ("asynchronous", ctypes.c_int32),
-    )
-
-
 @contextmanager
 def _logged_on_cpu(library: ctypes.CDLL) -> Generator[Log]:
     log = Log(allocator_function(library, "current", ctypes.c_int64)())
@@ -122,21 +107,20 @@ def _logged_on_cpu(library: ctypes.CDLL) -> Generator[Log]:
         return name(number).decode() if number >= 0 else ""
 
     log.add(
-        (each.nanoseconds / 1e9, each.num_bytes, each.address, named(each.operator), each.thread)
-        for each in _rows(library, "changes", _Change)
+        (nanoseconds / 1e9, num_bytes, address, named(operator), thread)
+        for nanoseconds, num_bytes, address, operator, thread in _rows(library, "changes", CHANGE)
     )
     log.spans = [
-        Span(named(each.name), each.began / 1e9, each.ended / 1e9, bool(each.asynchronous))
-        for each in _rows(library, "spans", _Span)
+        Span(named(operator), began / 1e9, ended / 1e9, bool(asynchronous))
+        for began, ended, operator, asynchronous in _rows(library, "spans", SPAN)
     ]
 
 
-def _rows(library: ctypes.CDLL, what: str, row: type[Any]) -> Any:
-    rows = (row * allocator_function(library, f"num_{what}", ctypes.c_int64)())()
-    allocator_function(library, f"take_{what}", ctypes.c_int64, [ctypes.c_void_p])(
-        ctypes.byref(rows)
-    )
-    return rows
+def _rows(library: ctypes.CDLL, what: str, row: Struct) -> Iterable[Any]:
+    num_rows = allocator_function(library, f"num_{what}", ctypes.c_int64)()
+    rows = ctypes.create_string_buffer(row.size * num_rows)
+    allocator_function(library, f"take_{what}", ctypes.c_int64, [ctypes.c_void_p])(rows)
+    return row.iter_unpack(rows.raw)
 
 
 @contextmanager

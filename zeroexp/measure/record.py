@@ -161,25 +161,17 @@ class RankSummary:
 
     rank: int
     memory_bytes: dict[str, int]  # kind -> the most of it at any named moment
-    total_bytes: int  # the most of all kinds together at one named moment: at most their sum
-    peak_bytes: int | None  # most bytes allocated at once in any step; None if unknown
-    sent_bytes_by_kind: dict[str, float]  # per step, mean over the measured steps
+    # One number for each Spread of MemorySummary, by its name there; None if unknown.
+    memory: dict[str, float | None]
+    # wire | link | bus -> bytes per step, mean over the measured ones; None if unknown
+    traffic: dict[str, float | None]
+    sent_bytes_by_kind: dict[str, float]  # likewise
     calls_by_kind: dict[str, float]  # collectives per step, mean over the measured steps
-    wire_bytes: float | None = None  # per step, mean over the measured ones; None if unknown
-    link_bytes: float | None = None  # likewise, of this rank's node
-    build_peak_bytes: int | None = None  # most bytes allocated at once before the first step
-    host_bytes: int | None = None  # the most of HOST at any named moment; None: nothing rests there
-    files_bytes: int | None = None  # likewise of FILES, and of RESIDENT
-    resident_bytes: int | None = None
-    host_peak_bytes: int | None = None
-    bus_bytes: float = 0.0  # per step, between the device and its host
     # moment -> kind -> bytes; a moment read in several steps shows the step that held most
-    memory_bytes_at: dict[str, dict[str, int]] = field(default_factory=dict[str, dict[str, int]])
-    times: RankTimes | None = None
-    peak: Peak | None = None  # of the traced step that held most
-    drift: dict[str, str] = field(
-        default_factory=dict[str, str]
-    )  # what rises with the steps, and how
+    memory_bytes_at: dict[str, dict[str, int]]
+    times: RankTimes
+    peak: Peak | None  # of the traced step that held most
+    drift: dict[str, str]  # what rises with the steps, and how
 
 
 @dataclass

@@ -5,16 +5,15 @@ Every rank calls `summarise_rank` on its own records; rank 0 gathers the results
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields
 from math import isfinite
-from statistics import fmean, median
+from statistics import fmean, median, quantiles
+from typing import Any
 
 from zeroexp.measure.drift import rising
 from zeroexp.measure.record import (
-    FILES,
-    HOST,
-    RESIDENT,
+    OFF_DEVICE,
     MemorySummary,
     RankSummary,
     RankTimes,
@@ -30,46 +29,41 @@ LOSS = "loss"  # the kind of message that the training loop sends, whatever the 
 
 
 def summarise_rank(
-    rank: int,
-    records: Sequence[StepRecord],
-    *,
-    build_peak_bytes: int | None = None,
+    rank: int, records: Sequence[StepRecord], *, build_peak_bytes: int | None = None
 ) -> RankSummary:
     """Summarise one rank. `records` are all its steps in order, warm-up included.
 
     Raises ValueError if no step is measured.
     """
     moments = [kinds for r in records for kinds in (r.memory_bytes or {}).values()]
-    peaks = [r.peak_bytes for r in records if r.peak_bytes is not None]
     steps = measured_records(records)
     return RankSummary(
         rank=rank,
-        memory_bytes={
-            kind: max((m.get(kind, 0) for m in moments), default=0) for kind in kinds_in(moments)
+        memory_bytes={kind: _most(m.get(kind) for m in moments) or 0 for kind in kinds_in(moments)},
+        memory={
+            # The most of all kinds together at one named moment: at most their sum.
+            "total": max((int(on_device(m)) for m in moments), default=0),
+            "peak": _most(r.peak_bytes for r in records),
+            "build_peak": build_peak_bytes,
+            "host_peak": _most(r.host_peak_bytes for r in records) or None,
+            **{kind: _most(m.get(kind) for m in moments) for kind in OFF_DEVICE},
         },
-        total_bytes=max((int(on_device(m)) for m in moments), default=0),
-        peak_bytes=max(peaks, default=None),
+        traffic={
+            "wire": _mean_if_known([r.wire_bytes for r in steps]),
+            "link": _mean_if_known([r.link_bytes for r in steps]),
+            "bus": fmean(sum(r.traffic.bus_bytes.values()) for r in steps),
+        },
         sent_bytes_by_kind=_mean_by_kind([r.traffic.bytes_by_kind for r in steps]),
         calls_by_kind=_mean_by_kind([r.traffic.calls_by_kind for r in steps]),
-        wire_bytes=_mean_if_known([r.wire_bytes for r in steps]),
-        link_bytes=_mean_if_known([r.link_bytes for r in steps]),
         memory_bytes_at=_fullest_at([r.memory_bytes for r in records if r.memory_bytes]),
         times=_times(rank, steps, records),
         peak=max((r.peak for r in records if r.peak), key=lambda p: p.num_bytes, default=None),
-        build_peak_bytes=build_peak_bytes,
-        host_bytes=_most(moments, HOST),
-        files_bytes=_most(moments, FILES),
-        resident_bytes=_most(moments, RESIDENT),
-        host_peak_bytes=max(
-            (r.host_peak_bytes for r in records if r.host_peak_bytes), default=None
-        ),
-        bus_bytes=fmean(sum(r.traffic.bus_bytes.values()) for r in steps),
         drift=rising(records),
     )
 
 
-def _most(moments: Sequence[Mapping[str, int]], kind: str) -> int | None:
-    return max((held[kind] for held in moments if kind in held), default=None)
+def _most(values: Iterable[int | None]) -> int | None:
+    return max((value for value in values if value is not None), default=None)
 
 
 def summarise(
@@ -94,7 +88,7 @@ def summarise(
         initial_loss=records[0].loss,
         final_loss=records[-1].loss,
         step_seconds_median=median(seconds),
-        step_seconds_p95=percentile(seconds, 0.95),
+        step_seconds_p95=_percentile_95(seconds),
         phase_seconds_median={
             phase: median(r.phase_seconds.get(phase, 0.0) for r in steps)
             for phase in steps[0].phase_seconds
@@ -102,9 +96,9 @@ def summarise(
         tokens_per_second=sum(r.num_tokens for r in steps) / (sum(seconds) + saving_seconds),
         memory=_memory(ranks),
         sent_bytes_per_step=_spread_if_known([_sent_bytes(r, len(ranks)) for r in ranks]),
-        wire_bytes_per_step=_spread_if_known([r.wire_bytes for r in ranks]),
-        link_bytes_per_step=_spread_if_known([r.link_bytes for r in ranks]),
-        bus_bytes_per_step=spread(bus) if any(bus := [r.bus_bytes for r in ranks]) else None,
+        wire_bytes_per_step=_spread_if_known([r.traffic["wire"] for r in ranks]),
+        link_bytes_per_step=_spread_if_known([r.traffic["link"] for r in ranks]),
+        bus_bytes_per_step=_spread_if_known([r.traffic["bus"] or None for r in ranks]),
         sent_bytes_by_kind=busiest.sent_bytes_by_kind,
         calls_by_kind=busiest.calls_by_kind,
         saving_seconds=saving_seconds,
@@ -114,7 +108,7 @@ def summarise(
         validation_accuracy=records[-1].validation_accuracy,
         num_parameters=num_parameters,
         plan=plan or {},
-        times=[r.times for r in ranks if r.times],
+        times=[r.times for r in ranks],
         drift={k: f"{v}, rank {r.rank}" for r in reversed(ranks) for k, v in r.drift.items()},
     )
 
@@ -147,16 +141,9 @@ def spread(per_rank: Sequence[float]) -> Spread:
     return Spread(fullest=max(per_rank), mean=fmean(per_rank), per_rank=list(per_rank))
 
 
-def percentile(values: Sequence[float], fraction: float) -> float:
-    """Interpolate linearly between the two closest values, as numpy does by default.
-
-    Fraction 0 is the least value and 1 the greatest.
-    """
-    ordered = sorted(values)
-    position = fraction * (len(ordered) - 1)
-    low = int(position)
-    high = min(low + 1, len(ordered) - 1)
-    return ordered[low] + (ordered[high] - ordered[low]) * (position - low)
+def _percentile_95(values: Sequence[float]) -> float:
+    """Interpolate linearly between the two closest values, as numpy does by default."""
+    return quantiles(values, n=20, method="inclusive")[-1] if len(values) > 1 else values[0]
 
 
 def _times(rank: int, steps: Sequence[StepRecord], records: Sequence[StepRecord]) -> RankTimes:
@@ -186,18 +173,15 @@ def _mean_verb(verbs: Sequence[VerbSeconds | None]) -> VerbSeconds:
 
 def _memory(ranks: Sequence[RankSummary]) -> MemorySummary:
     kinds = kinds_in([r.memory_bytes for r in ranks])
+    spreads: dict[str, Any] = {
+        name: _spread_if_known([r.memory[name] for r in ranks]) for name in ranks[0].memory
+    }
     return MemorySummary(
         by_kind={kind: spread([r.memory_bytes[kind] for r in ranks]) for kind in kinds},
-        total=spread([r.total_bytes for r in ranks]),
-        peak=_spread_if_known([r.peak_bytes for r in ranks]),
+        **spreads,
         fullest_at=_fullest_at([r.memory_bytes_at for r in ranks]),
         mean_at=_mean_at([r.memory_bytes_at for r in ranks]),
         peaks=[r.peak for r in ranks],
-        build_peak=_spread_if_known([r.build_peak_bytes for r in ranks]),
-        host=_spread_if_known([r.host_bytes for r in ranks]),
-        files=_spread_if_known([r.files_bytes for r in ranks]),
-        resident=_spread_if_known([r.resident_bytes for r in ranks]),
-        host_peak=_spread_if_known([r.host_peak_bytes for r in ranks]),
     )
 
 
@@ -232,10 +216,11 @@ def _sent_bytes(rank: RankSummary, world_size: int) -> float | None:
     An engine that shares memory with its neighbours sends little over the wire. An engine that sends from C++ counts
     nothing itself, and then only the loss of the training loop is counted.
     """
+    wire = rank.traffic["wire"]
     is_counted = world_size == 1 or rank.sent_bytes_by_kind.keys() - {LOSS}
-    if rank.wire_bytes is None and not is_counted:
+    if wire is None and not is_counted:
         return None
-    return max(sum(rank.sent_bytes_by_kind.values()), rank.wire_bytes or 0.0)
+    return max(sum(rank.sent_bytes_by_kind.values()), wire or 0.0)
 
 
 def _mean_by_kind(rows: Sequence[Mapping[str, float]]) -> dict[str, float]:

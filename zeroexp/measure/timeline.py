@@ -30,7 +30,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from zeroexp.measure.causes import Causes
 from zeroexp.measure.record import CAUSES
 from zeroexp.measure.trace import StepTrace, spans_of
 from zeroexp.measure.verb_seconds import TimedMove
@@ -38,96 +37,85 @@ from zeroexp.measure.verb_seconds import TimedMove
 ROWS = ("phase", "unit", "verb", "exposed", "flight", "backend")
 NUM_MEMORY_POINTS = 1000  # of one step; each shows the most that was held since the one before
 MICRO = 1e6
+Span = tuple[str, str, float, float, dict[str, Any]]  # row, name, from, to, args
 
 
 def events_of(trace: StepTrace, rank: int) -> list[dict[str, Any]]:
     """Return the trace events of one step, as this file's head describes them."""
-    maker = _EventMaker(rank, trace.began_at)
-    events = maker.names()
+
+    def micro(when: float) -> float:
+        return round(MICRO * (when - trace.began_at), 3)
+
+    names = [("process_name", 0, f"rank {rank}")]
+    names += [("thread_name", tid, row) for tid, row in enumerate(ROWS)]
+    spans = [
+        {
+            **{"ph": "X", "tid": ROWS.index(row), "cat": row, "name": name, "args": args},
+            **{"ts": micro(start), "dur": max(0.0, round(MICRO * (end - start), 3))},
+        }
+        for row, name, start, end, args in _spans(trace)
+    ]
+    arrows = [
+        # Ids are those of the whole trace, which viewers may join.
+        {**end, "tid": ROWS.index("verb"), "cat": "move", "name": name, "id": f"{rank}.{number}"}
+        for number, (name, issued, waited) in enumerate(_arrows(trace))
+        for end in ({"ph": "s", "ts": micro(issued)}, {"ph": "f", "bp": "e", "ts": micro(waited)})
+    ]
+    events = [
+        *({"ph": "M", "tid": t, "name": what, "args": {"name": name}} for what, t, name in names),
+        *spans,
+        *arrows,
+        *(
+            {"ph": "C", "tid": 0, "name": "memory", "ts": micro(when), "args": held}
+            for when, held in _memory(trace)
+        ),
+    ]
+    return [{"pid": rank, **event} for event in events]
+
+
+def _spans(trace: StepTrace) -> Iterator[Span]:
     for name, start, end in trace.phases:
-        events.append(maker.span("phase", name, start, end))
+        yield "phase", name, start, end, {}
     for unit in trace.unit_spans():
         words = {"unit": unit.unit, "pass": unit.turn}
-        events.append(
-            maker.span("unit", f"{unit.turn} {unit.unit}", unit.began_at, unit.ended_at, words)
-        )
-    for number, move in enumerate(trace.moves):
-        events += _events_of_move(maker, move, number, trace.began_at)
+        yield "unit", f"{unit.turn} {unit.unit}", unit.began_at, unit.ended_at, words
+    for move in trace.moves:
+        yield from _spans_of_move(move, trace.began_at)
     for span in trace.log.spans if trace.log is not None else ():
         words = {"async": span.asynchronous}
-        events.append(maker.span("backend", span.name, span.began_at, span.ended_at, words))
-    if trace.causes is not None:
-        events += [maker.memory(when, held) for when, held in _points(trace.causes, trace)]
-    return events
+        yield "backend", span.name, span.began_at, span.ended_at, words
 
 
-class _EventMaker:
-    """Makes events of one rank whose times count from the beginning of its step."""
-
-    def __init__(self, rank: int, began: float):
-        self._rank, self._began = rank, began
-
-    def names(self) -> list[dict[str, Any]]:
-        def named(what: str, tid: int, name: str) -> dict[str, Any]:
-            return {"ph": "M", "pid": self._rank, "tid": tid, "name": what, "args": {"name": name}}
-
-        rows = [named("thread_name", tid, row) for tid, row in enumerate(ROWS)]
-        return [named("process_name", 0, f"rank {self._rank}"), *rows]
-
-    def span(
-        self, row: str, name: str, start: float, end: float, args: dict[str, Any] | None = None
-    ) -> dict[str, Any]:
-        return {
-            **{"ph": "X", "pid": self._rank, "tid": ROWS.index(row), "cat": row, "name": name},
-            **{"ts": self._micro(start), "dur": max(0.0, round(MICRO * (end - start), 3))},
-            "args": args or {},
-        }
-
-    def flow(self, name: str, number: int, issued: float, waited: float) -> list[dict[str, Any]]:
-        """Return both ends of the arrow from the span that issues a move to the span that waits for it."""
-        shared = {"pid": self._rank, "tid": ROWS.index("verb"), "cat": "move", "name": name}
-        shared["id"] = (
-            f"{self._rank}.{number}"  # ids are those of the whole trace, which viewers may join
-        )
-        return [
-            {**shared, "ph": "s", "ts": self._micro(issued)},
-            {**shared, "ph": "f", "bp": "e", "ts": self._micro(waited)},
-        ]
-
-    def memory(self, when: float, held: dict[str, int]) -> dict[str, Any]:
-        point = {"ph": "C", "pid": self._rank, "tid": 0, "name": "memory"}
-        return {**point, "ts": self._micro(max(when, self._began)), "args": held}
-
-    def _micro(self, when: float) -> float:
-        return round(MICRO * (when - self._began), 3)
-
-
-def _events_of_move(
-    maker: _EventMaker, move: TimedMove, number: int, began: float
-) -> Iterator[dict[str, Any]]:
+def _spans_of_move(move: TimedMove, began: float) -> Iterator[Span]:
     words = {"verb": move.verb, "what": move.what}
     name = f"{move.verb} {move.what}"
-    spans = spans_of(move)
-    if len(spans) == 2 and spans["issue"][0] >= began:
-        yield from maker.flow(name, number, spans["issue"][0], spans["wait"][0])
-    for part, (start, end) in spans.items():
+    for part, (start, end) in spans_of(move).items():
         if end > began:  # a move of the step before may be waited for in this one
-            yield maker.span("verb", name, max(start, began), end, {**words, "part": part})
+            yield "verb", name, max(start, began), end, {**words, "part": part}
     for peer, start, seconds in move.blocked:
         if start >= began:
-            yield maker.span("exposed", name, start, start + seconds, {**words, "peer": peer})
+            yield "exposed", name, start, start + seconds, {**words, "peer": peer}
     if isinstance(move.issued, float) and isinstance(move.waited, float) and not move.moves_on_wait:
-        yield maker.span("flight", name, max(move.issued, began), max(move.waited, began), words)
+        yield "flight", name, max(move.issued, began), max(move.waited, began), words
 
 
-def _points(causes: Causes, trace: StepTrace) -> Iterator[tuple[float, dict[str, int]]]:
+def _arrows(trace: StepTrace) -> Iterator[tuple[str, float, float]]:
+    """Yield (name, when it was issued, when it was waited for) of each move that this step issued."""
+    for move in trace.moves:
+        spans = spans_of(move)
+        if len(spans) == 2 and spans["issue"][0] >= trace.began_at:
+            yield f"{move.verb} {move.what}", spans["issue"][0], spans["wait"][0]
+
+
+def _memory(trace: StepTrace) -> Iterator[tuple[float, dict[str, int]]]:
     """Yield (when, bytes by cause): in each slice of the step the moment that held most."""
     width = (trace.ended_at - trace.began_at) / NUM_MEMORY_POINTS
     fullest: dict[int, tuple[float, dict[str, int]]] = {}  # by slice
-    for when, _, held in causes.changes():
-        number = int((max(when, trace.began_at) - trace.began_at) / width)
+    for when, _, held in trace.changes:
+        when = max(when, trace.began_at)
+        number = int((when - trace.began_at) / width)
         if number not in fullest or sum(held.values()) > sum(fullest[number][1].values()):
-            fullest[number] = when, dict(held)
+            fullest[number] = when, held
     shown = [cause for cause in CAUSES if any(held.get(cause) for _, held in fullest.values())]
     for when, held in fullest.values():
         yield when, {cause: held.get(cause, 0) for cause in shown}

@@ -7,11 +7,12 @@ allocates what others do. It is slower, and no time counts it.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import pairwise
+from math import inf
 from typing import Any
 
 import torch
@@ -21,17 +22,10 @@ from torch.utils.hooks import RemovableHandle
 
 from zeroexp.interface.strategy import ModelStates
 from zeroexp.measure.allocations import Log, logging_allocations
-from zeroexp.measure.causes import (
-    Causes,
-    Reading,
-    Times,
-    in_causes_order,
-    largest_causes,
-    read_states,
-)
+from zeroexp.measure.causes import Change, Reading, changes_by_cause, read_states
 from zeroexp.measure.intervals import Interval, count_once, interval_at
 from zeroexp.measure.memory import local_tensor
-from zeroexp.measure.record import Peak, VerbSeconds
+from zeroexp.measure.record import CAUSES, Peak, VerbSeconds
 from zeroexp.measure.verb_seconds import TimedMove
 
 BACKEND = ("c10d::", "gloo:", "nccl:", "FSDP::")
@@ -63,7 +57,7 @@ class StepTrace:
     backward_reached_output_at: list[float] = field(default_factory=list[float])
     phases: list[Interval] = field(default_factory=list[Interval])
     moves: list[TimedMove] = field(default_factory=list[TimedMove])
-    causes: Causes | None = None
+    changes: list[Change] = field(default_factory=list[Change])  # none where nothing can log
 
     def note_model_states(self, states: ModelStates) -> None:
         """Note what the engine holds now."""
@@ -76,41 +70,37 @@ class StepTrace:
         self.moves = moves
         self.phases = [(phase, start, end) for (phase, start), (_, end) in pairwise(marks) if phase]
         if self.log is not None:
-            by_birth = [*self._moves(), *self._losses(), *self._recomputed()]
-            times = Times(self.phases, by_birth)
-            self.causes = Causes(self.log, times, self.readings, self.noted, shared_bytes)
+            births = [*self._moves(), *self._losses(), *self._recomputed()]
+            self.changes = changes_by_cause(
+                self.log, self.phases, births, self.readings, self.noted, shared_bytes
+            )
 
     @property
     def ended_at(self) -> float:
         return self.phases[-1][2]
 
-    def unit_spans(self) -> list[UnitSpan]:
-        """Return when each block ran; in backward a block ends where the next one begins, or with the phase."""
+    def unit_spans(self) -> Iterator[UnitSpan]:
+        """Yield when each block ran; in backward a block ends where the next one begins, or with the phase."""
         ends = [end for name, _, end in self.phases if name in ("forward", "backward")]
-        spans: list[UnitSpan] = []
-        for index, (began, turn, unit) in enumerate(self.block_turns):
+        turns = [*self.block_turns, (inf, "", "")]
+        for (began, turn, unit), (following, *_) in pairwise(turns):
             if turn:
                 over = min((end for end in ends if end > began), default=began)
-                following = (
-                    self.block_turns[index + 1][0] if index + 1 < len(self.block_turns) else over
-                )
-                spans.append(UnitSpan(unit, turn, began, min(over, following)))
-        return spans
+                yield UnitSpan(unit, turn, began, min(over, following))
 
     def peak(self, step: int) -> Peak | None:
         """Return the moment at which most was held, by cause; None where nothing logs allocations."""
-        if self.causes is None:
+        if not self.changes:
             return None
-        when, block, held = largest_causes(self.causes)
+        when, block, held = max(self.changes, key=lambda change: sum(change[2].values()))
         when = max(when, self.began_at)
         moves = [(f"{m.verb} {m.what}", *span) for m in self.moves for span in spans_of(m).values()]
         units = [(s.unit, s.began_at, s.ended_at) for s in self.unit_spans()]
-        verb, unit = (interval_at(each, when) for each in (moves, units))
-        phase = interval_at(self.phases, when)
+        verb, unit, phase = (interval_at(each, when) for each in (moves, units, self.phases))
         return Peak(
             step=step,
             num_bytes=sum(held.values()),
-            bytes_by_cause=in_causes_order(held),
+            bytes_by_cause={cause: held[cause] for cause in CAUSES if held.get(cause)},
             operator=block.operator if block is not None else "",
             verb=verb[0] if verb else None,
             phase=phase[0] if phase else "",
@@ -175,9 +165,8 @@ class StepTrace:
     def _backward_of_output(self, gradient: Tensor) -> None:
         self._note("logits", gradient)
         self.backward_reached_output_at.append(time.perf_counter())
-        if (
-            self.block_turns[-1][2] == LOSS
-        ):  # else a block's output is the model's, and its hook has run
+        # Else a block's output is the model's, and its hook has run.
+        if self.block_turns[-1][2] == LOSS:
             self._backward_reaches_block(OUTSIDE, gradient)
 
     def _note(self, cause: str, tensor: Tensor) -> None:
@@ -187,10 +176,9 @@ class StepTrace:
     def _moves(self) -> list[Interval]:
         """Return when this thread issued moves or waited for them; gathers count first."""
         moves = sorted(self.moves, key=lambda move: move.verb not in GATHERS)
-        causes = ["pools" if move.verb in GATHERS else "buckets" for move in moves]
         return [
-            (cause, *span)
-            for cause, move in zip(causes, moves, strict=True)
+            ("pools" if move.verb in GATHERS else "buckets", *span)
+            for move in moves
             for span in spans_of(move).values()
         ]
 
@@ -202,11 +190,10 @@ class StepTrace:
 
     def _recomputed(self) -> list[Interval]:
         backward = [each for each in self.phases if each[0] == "backward"]
-        forwards = [s for s in self.unit_spans() if s.turn == "forward"]
         return [
             ("activations", each.began_at, each.ended_at)
-            for each in forwards
-            if interval_at(backward, each.began_at)
+            for each in self.unit_spans()
+            if each.turn == "forward" and interval_at(backward, each.began_at)
         ]
 
 
