@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.descriptors import open_now
-from zeroexp.cluster.supervise import Rank, end_processes, supervise
+from zeroexp.cluster.supervise import end_processes, supervise
 from zeroexp.process.watchdog.hung import WatchedRank
 from zeroexp.tracking.json_files import read_json
 
@@ -27,14 +27,13 @@ CASES = [
 ]
 
 
-def dead(rank: int, ended_by: int) -> Rank:
+def dead(rank: int, ended_by: int) -> WatchedRank:
     """A process that has ended already, and that nobody has asked about yet."""
     how = f"os.kill(os.getpid(), {-ended_by})" if ended_by < 0 else f"os._exit({ended_by})"
     process = subprocess.Popen([sys.executable, "-S", "-c", f"import os; os.setpgid(0, 0); {how}"])
     os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
     process.returncode = 0  # who supervises reaps it
-    watched = WatchedRank(rank, "here", process.pid, memoryview(b""), Path())
-    return Rank(rank, process.pid, os.pidfd_open(process.pid), watched)
+    return WatchedRank(rank, process.pid, memoryview(b""), Path())
 
 
 @pytest.mark.parametrize(("ended_by", "guilty"), CASES)

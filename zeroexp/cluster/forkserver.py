@@ -22,7 +22,6 @@ import importlib
 import os
 import select
 import signal
-import socket
 import sys
 import traceback
 import warnings
@@ -40,7 +39,7 @@ from zeroexp.cluster import link
 from zeroexp.cluster.job import Ending
 from zeroexp.cluster.link import open_nodes
 from zeroexp.cluster.rank_process import run_and_leave
-from zeroexp.cluster.supervise import Rank, end_processes, supervise
+from zeroexp.cluster.supervise import end_processes, supervise
 from zeroexp.config import plugins
 from zeroexp.config.keys import Config, ConfigError, load
 from zeroexp.measure.traffic import LINK
@@ -186,7 +185,7 @@ def _run_ranks(
     gc.freeze()  # otherwise a child's first collection copies the pages of all imported objects
     device, size = _device(config, nodes), config.world_size
     per_node = size // config.cluster.num_nodes
-    ranks: list[Rank] = []
+    ranks: list[WatchedRank] = []
     # Its folder goes last, when the ranks have ended.
     with contextlib.ExitStack() as meeting:
         try:
@@ -223,7 +222,7 @@ def _fork_rank(
     device: str,
     control: Connection,
     main: Main,
-) -> Rank:
+) -> WatchedRank:
     """Fork a rank, into the namespace `node` if there is one.
 
     Raises OSError where the system gives no process or file for it.
@@ -247,9 +246,7 @@ def _fork_rank(
     pid = _fork(be_rank)
     os.setpgid(pid, pid)  # the child does it too; the first call counts
     os.close(descriptor)  # the next descriptor takes its number
-    log = failure.log_path(folder, place.rank)
-    watched = WatchedRank(place.rank, socket.gethostname(), pid, numbers, log)
-    return Rank(place.rank, pid, os.pidfd_open(pid), watched)
+    return WatchedRank(place.rank, pid, numbers, failure.log_path(folder, place.rank))
 
 
 def _die_with(server: int) -> None:

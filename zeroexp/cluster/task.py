@@ -18,20 +18,18 @@ from __future__ import annotations
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
 from collections.abc import Callable
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import NoReturn
 
 from zeroexp.process import ports, progress
-from zeroexp.process.watchdog.hung import HUNG, HangWatch, WatchedRank
+from zeroexp.process.watchdog.hung import HUNG, Sight, WatchedRank, find_hang, leave_stacks
 from zeroexp.process.watchdog.lost import BEATS_PER_PERIOD, Heartbeat, Hub
 from zeroexp.tracking import attempt, failure
 from zeroexp.tracking.live import sender
@@ -72,44 +70,31 @@ def run_task(folder: Path, duty: Duty) -> NoReturn:
         attempt.begin(folder, attempt.own_number() or 1)
         failure.remove_older_failure(folder)
     kills = kills_by_kernel()
-    child, numbers = _start_rank(folder, duty, rank)
-    log = failure.log_path(folder, rank)
-    watched = WatchedRank(rank, socket.gethostname(), child.pid, numbers, log)
-    watch = HangWatch(
-        duty.hang_s, duty.heartbeat_s / BEATS_PER_PERIOD, partial(failure.write_hung, folder)
-    )
+    child = _start_rank(folder, duty, rank)
+    watch = _HangWatch(folder, duty, child, world_size)
     beside = sender(folder) if duty.sends and rank == 0 else nullcontext()
-    report = partial(watch.report, watched)
-    with beside, _heartbeat(folder, duty, rank, world_size, report) as heartbeat:
+    with beside, _heartbeat(folder, duty, rank, world_size, watch.report) as heartbeat:
         lost = heartbeat.wait(
-            child.pid,
-            until=lambda: (
-                _exit_superseded(folder) or _hang(watch, heartbeat.reports, rank, world_size)
-            ),
+            child, until=lambda: _exit_superseded(folder) or watch.judge(heartbeat.reports)
         )
         if watch.hung:
             if rank == 0:
                 heartbeat.tell_now()
-            watch.leave_stacks()
-            child.kill()
+            leave_stacks([child], watch.sights)
         elif lost:
             # A task that is cut off misses rank 0's, which lives and hears the others: its word counts.
             over = not asked.to_end and (rank == 0 or not failure.failed_with(folder, "TaskLost"))
             failure.write(folder, "TaskLost", lost, over=over)
-            child.kill()
-        _, status, used = os.wait4(child.pid, 0)
-        status = os.waitstatus_to_exitcode(status)
+        if lost:
+            os.kill(child.pid, signal.SIGKILL)
+        status = child.reap()
         if status == -signal.SIGTERM:
             asked.wait()
         if rank == 0 and watch.hung:
             heartbeat.wait_for_goodbyes(duty.heartbeat_s)
         if status not in (0, SAVED) and not lost and not asked.to_end:
             failure.write_died(
-                folder,
-                rank,
-                status,
-                peak_bytes=used.ru_maxrss * 1024,
-                out_of_memory=kills_by_kernel() > kills,
+                folder, rank, status, peak_bytes=child.peak_bytes, kills_before=kills
             )
     if status == SAVED:
         status = _leave_to_slurm(folder, duty, rank, asked)
@@ -118,11 +103,8 @@ def run_task(folder: Path, duty: Duty) -> NoReturn:
     raise SystemExit(status if status >= 0 else SIGNALLED - status)
 
 
-def _start_rank(folder: Path, duty: Duty, rank: int) -> tuple[subprocess.Popen[bytes], memoryview]:
-    """Start the rank in its own interpreter, because this one imports nothing of it.
-
-    Returns it and the memory in which it says how far it is.
-    """
+def _start_rank(folder: Path, duty: Duty, rank: int) -> WatchedRank:
+    """Start the rank in its own interpreter, because this one imports nothing of it."""
     command = [sys.executable, "-u", "-m", "zeroexp.cluster.rank_process"]
     command += [duty.rank_main, str(folder), duty.device]
     log = failure.log_path(folder, rank)
@@ -141,7 +123,8 @@ def _start_rank(folder: Path, duty: Duty, rank: int) -> tuple[subprocess.Popen[b
         )
     os.close(descriptor)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, waiting)
-    return child, numbers
+    child.returncode = 0  # who watches the rank reaps it
+    return WatchedRank(rank, child.pid, numbers, log)
 
 
 def _heartbeat(
@@ -164,13 +147,37 @@ def _heartbeat(
     )
 
 
-def _hang(watch: HangWatch, reports: list[str], rank: int, world_size: int) -> str | None:
-    """Return a message once the ranks hang, which the task of rank 0 finds: it alone hears all others."""
-    if HUNG in reports:
-        watch.hung = True
-    elif rank == 0 and len(reports) == world_size - 1:
-        watch.judge(reports)
-    return HUNG if watch.hung else None
+class _HangWatch:
+    """What this task tells the others of its rank, and whether the ranks hang, which the task of rank 0 finds: it alone
+    hears all others.
+    """
+
+    def __init__(self, folder: Path, duty: Duty, child: WatchedRank, world_size: int) -> None:
+        self.hung, self.sights = False, list[Sight]()  # of the rank, when it was seen last
+        self._folder, self._child, self._world_size = folder, child, world_size
+        self._hang_seconds, self._pause = duty.hang_s, duty.heartbeat_s / BEATS_PER_PERIOD
+
+    def report(self) -> str:
+        """Return what a beat says of the rank: its Sight, or the verdict."""
+        if self.hung or self._hang_seconds is None:
+            return HUNG if self.hung else ""
+        self.sights = [self._child.look(self._pause)]
+        return self.sights[0].line()
+
+    def judge(self, reports: list[str]) -> str | None:
+        """Return a message once the ranks hang; these are the reports of the other tasks."""
+        if HUNG in reports:
+            self.hung = True
+        elif (
+            self._hang_seconds is not None
+            and self._child.rank == 0
+            and len(reports) == self._world_size - 1
+        ):
+            sights = [*self.sights, *map(Sight.read, reports)]
+            if hang := find_hang(sights, self._hang_seconds):
+                self.hung = True
+                failure.write_hung(self._folder, *hang)
+        return HUNG if self.hung else None
 
 
 def _name_of(rank: int, world_size: int) -> str:

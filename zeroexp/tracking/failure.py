@@ -20,7 +20,7 @@ from pathlib import Path
 from zeroexp.process.durable import write_durably
 from zeroexp.tracking import attempt
 from zeroexp.tracking.json_files import read_json, with_room
-from zeroexp.tracking.out_of_memory import Shortage, describe_shortage, gib
+from zeroexp.tracking.out_of_memory import Shortage, describe_shortage, gib, kills_by_kernel
 
 FAILURE = "failure.json"
 MOST_CHARACTERS = 300  # of a line of a log
@@ -65,16 +65,17 @@ def write_raised(
 def write_died(
     folder: Path,
     rank: int,
-    status: int,
+    status: int | None,
     *,
     peak_bytes: int | None = None,
-    out_of_memory: bool = False,
+    kills_before: int | None = None,
 ) -> None:
     """Record a rank's death; the launcher calls this.
 
     `status` is the exit code of the first rank that died, or minus the signal. peak_bytes: the rank's peak resident
-    memory. out_of_memory: the kernel reports that it killed a process for lack of memory meanwhile.
+    memory. kills_before: how many processes the kernel had killed for lack of memory when the rank began.
     """
+    assert status, "a rank that has failed"
     if status > 0:
         message = f"rank {rank} ended with exit code {status} without saying why"
         if line := last_line(log_path(folder, rank)):
@@ -85,7 +86,7 @@ def write_died(
     killed = name == "SIGKILL"
     held = f"; resident at most {gib(peak_bytes)}" if peak_bytes and killed else ""
     message, short = f"rank {rank} was killed by {name}{held}", None
-    if killed and out_of_memory:
+    if killed and kills_before is not None and kills_by_kernel() > kills_before:
         message = f"out of memory: the kernel killed rank {rank}{held}"
         short = Shortage(None, peak_bytes)
     # C++ aborts on an uncaught exception, even if a lost peer caused it, and a batch system that ends a job because of

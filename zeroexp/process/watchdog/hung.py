@@ -16,8 +16,9 @@ import contextlib
 import json
 import os
 import signal
+import socket
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -103,36 +104,56 @@ class Sight:
 
 
 class WatchedRank:
-    """One rank that this process started."""
+    """One rank that this process started, from its start until it has ended."""
 
-    def __init__(self, rank: int, host: str, pid: int, numbers: memoryview, log: Path) -> None:
-        self._rank, self._host, self._pid, self._log = rank, host, pid, log
-        self._numbers, self._asked_at, self._idle = numbers, 0, Idle(pid)
+    def __init__(self, rank: int, pid: int, numbers: memoryview, log: Path) -> None:
+        self.rank, self.pid, self._log = rank, pid, log
+        self.status: int | None = None  # exit code, or minus the signal; None while it lives
+        self.peak_bytes = 0  # peak resident memory, once it has ended
+        self._pidfd, self._numbers, self._asked_at = os.pidfd_open(pid), numbers, 0
+        self._idle, self._last_look = Idle(pid), time.monotonic()
         self._done, self._seconds = (0, 0, 0), 0.0
 
-    def look(self, seconds: float) -> Sight:
-        """Return what the rank looks like; `seconds` have passed since the last look."""
-        numbers, state = self._numbers.tolist(), _stat(self._pid)[STATE]
+    def fileno(self) -> int:
+        return self._pidfd
+
+    def reap(self) -> int:
+        _, status, used = os.wait4(self.pid, 0)
+        self.peak_bytes = used.ru_maxrss * 1024
+        self.status = os.waitstatus_to_exitcode(status)
+        os.close(self._pidfd)
+        return self.status
+
+    def look(self, pause: float) -> Sight:
+        """Return what the rank looks like; `pause` is the time between two looks.
+
+        Where this process was stopped itself, as by a suspended job, the rank is not to blame: a pause counts at most
+        twice.
+        """
+        now = time.monotonic()
+        passed, self._last_look = min(now - self._last_look, 2 * pause), now
+        numbers, state = self._numbers.tolist(), _stat(self.pid)[STATE]
         done = progress.done(numbers)
-        self._seconds = self._seconds + seconds if done == self._done else 0.0
+        self._seconds = self._seconds + passed if done == self._done else 0.0
         self._done = done
-        phase, kernel = progress.PHASES[numbers[progress.PHASE]], kernel_wait_of(self._pid)
+        phase, kernel = progress.PHASES[numbers[progress.PHASE]], kernel_wait_of(self.pid)
         if phase in (progress.BEFORE, progress.BUILDING):
-            self._seconds = min(self._seconds, self._idle.look(seconds))
-        sight = Sight(self._rank, self._host, self._pid, done, phase, self._seconds, state, kernel)
+            self._seconds = min(self._seconds, self._idle.look(passed))
+        host = socket.gethostname()
+        sight = Sight(self.rank, host, self.pid, done, phase, self._seconds, state, kernel)
         if not sight.must_advance:
             self._seconds = 0.0
         return sight
 
     def ask_for_stack(self, sight: Sight) -> None:
         """Have the rank write its stacks into its log. One that is stopped goes on for it: end it afterwards."""
-        self._write(f"{time.strftime('%H:%M:%S')} rank {self._rank}: {sight}")
+        self._write(f"{time.strftime('%H:%M:%S')} rank {self.rank}: {sight}")
         if not self._numbers[progress.LISTENS]:
             return
         with contextlib.suppress(ProcessLookupError):
-            os.kill(self._pid, progress.LEAVES_STACK)
+            os.kill(self.pid, progress.LEAVES_STACK)
             if sight.state == STOPPED:
-                os.kill(self._pid, signal.SIGCONT)
+                os.kill(self.pid, signal.SIGCONT)
 
     def await_stack(self, deadline: float) -> None:
         """Return when the stack is in the log, or at this time of the monotonic clock."""
@@ -151,53 +172,25 @@ class WatchedRank:
             self._asked_at = log.tell()
 
 
-class HangWatch:
-    """Looks at ranks that this process started, `pause` seconds apart, and tells whether the job hangs.
+def leave_stacks(ranks: Sequence[WatchedRank], sights: Sequence[Sight]) -> None:
+    """Have these ranks, last seen so, write the stacks of their threads into their logs within STACK_SECONDS."""
+    for rank, sight in zip(ranks, sights, strict=True):
+        rank.ask_for_stack(sight)
+    deadline = time.monotonic() + STACK_SECONDS
+    for rank in ranks:
+        rank.await_stack(deadline)
 
-    Where it was stopped itself, as by a suspended job, the ranks are not to blame: a pause counts at most twice.
-    blame: called with rank, host and message where this process finds it.
-    """
 
-    def __init__(
-        self, hang_seconds: float | None, pause: float, blame: Callable[[int, str, str], None]
-    ) -> None:
-        self.hung = False
-        self._pause, self._last_look = pause, time.monotonic()
-        self._hang_seconds, self._blame = hang_seconds, blame
-        self._seen: list[tuple[WatchedRank, Sight]] = []
-
-    @property
-    def is_due(self) -> bool:
-        return time.monotonic() - self._last_look >= self._pause
-
-    def look(self, ranks: Sequence[WatchedRank]) -> list[Sight]:
-        now = time.monotonic()
-        passed, self._last_look = min(now - self._last_look, 2 * self._pause), now
-        self._seen = [(rank, rank.look(passed)) for rank in ranks]
-        return [sight for _, sight in self._seen]
-
-    def report(self, rank: WatchedRank) -> str:
-        """Return what a beat says of this rank: its Sight, or the verdict."""
-        if self.hung or self._hang_seconds is None:
-            return HUNG if self.hung else ""
-        return self.look([rank])[0].line()
-
-    def judge(self, others: Sequence[str] = ()) -> bool:
-        """Tell whether the ranks hang: those seen and the others of the job, whose reports these are."""
-        if self._hang_seconds is not None and not self.hung:
-            sights = [*(sight for _, sight in self._seen), *map(Sight.read, others)]
-            if behind := ranks_behind(sights, self._hang_seconds):
-                self.hung = True
-                self._blame(behind[0].rank, behind[0].host, _describe(behind))
-        return self.hung
-
-    def leave_stacks(self) -> None:
-        """Have the ranks seen leave their stacks, within STACK_SECONDS."""
-        for rank, sight in self._seen:
-            rank.ask_for_stack(sight)
-        deadline = time.monotonic() + STACK_SECONDS
-        for rank, _ in self._seen:
-            rank.await_stack(deadline)
+def find_hang(sights: Sequence[Sight], hang_seconds: float) -> tuple[int, str, str] | None:
+    """Return rank and host of the one that the others wait for, and a message; None if they do not hang."""
+    behind = ranks_behind(sights, hang_seconds)
+    if not behind:
+        return None
+    message = str(behind[0])
+    if len(behind) > 1:
+        who = ", ".join(str(sight.rank) for sight in behind)
+        message = f"ranks {who} stand at the same place: {message}; see the stacks in all logs"
+    return behind[0].rank, behind[0].host, f"{message} (cluster.hang_s)"
 
 
 def ranks_behind(sights: Sequence[Sight], hang_seconds: float) -> list[Sight]:
@@ -220,14 +213,6 @@ def ranks_behind(sights: Sequence[Sight], hang_seconds: float) -> list[Sight]:
 def kernel_wait_of(pid: int) -> str:
     """Return the kernel's function in which this process sleeps."""
     return _read(f"/proc/{pid}/wchan").strip("0") or "no wait"
-
-
-def _describe(behind: Sequence[Sight]) -> str:
-    message = str(behind[0])
-    if len(behind) > 1:
-        who = ", ".join(str(sight.rank) for sight in behind)
-        message = f"ranks {who} stand at the same place: {message}; see the stacks in all logs"
-    return f"{message} (cluster.hang_s)"
 
 
 def _stat(pid: int) -> list[str]:
