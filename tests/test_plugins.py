@@ -20,7 +20,6 @@ from zeroexp.cluster.snapshot import take_snapshot
 from zeroexp.cluster.sweep import Sweep
 from zeroexp.config import plugins
 from zeroexp.config.engines import ENGINES, Engine
-from zeroexp.config.families import MODELS, ModelFamily
 from zeroexp.config.keys import Config, ConfigError, UndefinedCombination, save
 from zeroexp.config.optimizer import OPTIMIZERS, OptimizerKind
 from zeroexp.cut.layout import LAYOUTS, Layout, by_buffer
@@ -108,9 +107,6 @@ def test_a_word_can_be_typed(word):
         (OWNERS, lambda specs: {}, "can not be called with 2 arguments"),
         (LAYOUTS, Layout(lambda unit: ()), "gives cut=<lambda>.*with 2 arguments"),
         (OPTIMIZERS, OptimizerKind(print, num_moments=1), "num_moments=1: no function; give one"),  # pyright: ignore
-        (MODELS, ModelFamily(print, tasks="causal"), "tasks='causal': no tuple of words"),  # pyright: ignore
-        (MODELS, ModelFamily(print, tasks=()), "tasks=.*: empty; name one or more"),
-        (MODELS, ModelFamily(print, settings={"x": print}), "no dict of plain values"),
     ],
 )
 def test_a_value_of_another_kind_is_refused(one, value, needs):

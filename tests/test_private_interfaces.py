@@ -126,7 +126,7 @@ def our_names() -> set[str]:
     """Names that the sources define themselves: functions, fields of classes, attributes that they assign."""
     names: set[str] = set()
     for node in nodes():
-        if isinstance(node, ast.FunctionDef):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             names.add(node.name)
         elif isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
             names.add(node.target.id)

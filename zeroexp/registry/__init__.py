@@ -6,27 +6,24 @@ Others add in a module that `plugins=[module]` names, and edit no file of ours:
 
 A word has one meaning: whoever registers it a second time is refused, and both are named. Nothing here imports torch.
 
-A registered dataclass is compared with its own annotations (`misfit`): else a forgotten comma in `tasks=("causal")`, or
-a function that takes one argument too few, would be found by a rank, or by the report of a run that is over.
+The functions of what is registered are compared with how we call them: else one that takes an argument too few would be
+found by a rank, or by the report of a run that is over.
 """
 
 from __future__ import annotations
 
 import inspect
-import math
 import re
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import fields, is_dataclass
 from importlib import import_module
-from typing import Any, ClassVar, Generic, TypeVar, cast
+from typing import Any, ClassVar, Generic, TypeVar
 
 from zeroexp.registry.did_you_mean import suggest_word
 from zeroexp.registry.errors import ConfigError
 
 Value = TypeVar("Value")
 NAME = re.compile(r"[A-Za-z]\w*")
-PLAIN = (type(None), bool, int, float, str)
 # The modules of others that have registered a word or were asked to: what they raise is told in one line.
 MODULES_OF_OTHERS: set[str] = set()
 
@@ -115,11 +112,13 @@ class Registry(Mapping[str, Value], Generic[Value]):
             raise RegistryError(f"{self.key}={name}: {who} gives {problem}")
 
     def _misfit(self, value: Any) -> str | None:
-        arguments = self._arguments(value)
-        if is_dataclass(value):
-            return misfit(value, arguments)
-        problem = wrong_call(value, arguments[""]) if "" in arguments else None
-        return problem and f"{value.__name__}(): {problem}"
+        """Return which function of the value can not be called as we do, and why; None if all can."""
+        for name, num_arguments in self._arguments(value).items():
+            function = getattr(value, name) if name else value
+            if function is not None and (problem := _wrong_call(function, num_arguments)):
+                shown = getattr(function, "__name__", None) or repr(function)[:80]
+                return f"{name or 'the function'}={shown}: {problem}"
+        return None
 
 
 class Later:
@@ -132,25 +131,10 @@ class Later:
         return getattr(import_module(self._module), self._name)(*arguments, **words)
 
 
-def misfit(value: Any, arguments: Mapping[str, int]) -> str | None:
-    """Return what is wrong with a field of a dataclass and how to write it, or None.
-
-    arguments: how many each function is called with.
-    """
-    for field in fields(value):
-        given, kind = getattr(value, field.name), str(field.type)
-        if given is None and kind.endswith("| None"):
-            continue
-        problem = _wrong(given, kind, arguments.get(field.name))
-        if problem is None and given == () != field.default:
-            problem = "empty; name one or more"
-        if problem:
-            return f"{field.name}={_shown(given)}: {problem}"
-    return None
-
-
-def wrong_call(function: Callable[..., Any], num_arguments: int) -> str | None:
-    """Return why a function can not be called with so many arguments; None if it can, or if it does not tell."""
+def _wrong_call(function: Any, num_arguments: int) -> str | None:
+    """Return why this can not be called with so many arguments; None if it can, or if it does not tell."""
+    if not callable(function):
+        return "no function; give one"
     try:
         signature = inspect.signature(function)
     except (TypeError, ValueError):  # a function in C may have none
@@ -160,36 +144,3 @@ def wrong_call(function: Callable[..., Any], num_arguments: int) -> str | None:
     except TypeError as error:
         return f"can not be called with {num_arguments} arguments ({error}); docs/extending.md says which"
     return None
-
-
-def _wrong(given: Any, kind: str, num_arguments: int | None) -> str | None:
-    if kind.startswith("Callable"):
-        if not callable(given):
-            return "no function; give one"
-        return None if num_arguments is None else wrong_call(given, num_arguments)
-    if kind.startswith("tuple[str"):
-        is_words = isinstance(given, tuple | list) and all(isinstance(one, str) for one in given)
-        return None if is_words else "no tuple of words; write ('one',), with a comma"
-    if kind.startswith("Mapping[str, Any]"):
-        return None if is_plain(given, dict) else "no dict of plain values; use what YAML can hold"
-    for name, expected in (("bool", bool), ("int", int), ("str", str)):
-        if kind.removesuffix(" | None") == name and not isinstance(given, expected):
-            return f"no {name}; give one"
-    return None
-
-
-def is_plain(value: object, kind: type = object) -> bool:
-    """Tell whether a value of this kind consists of what a run's config.yaml can hold and give back."""
-    if not isinstance(value, kind):
-        return False
-    if isinstance(value, Mapping):
-        held = cast(Mapping[Any, Any], value)
-        return all(isinstance(key, str) and is_plain(each) for key, each in held.items())
-    if isinstance(value, list | tuple):
-        return all(is_plain(each) for each in cast(list[Any], value))
-    return type(value) in PLAIN and not (isinstance(value, float) and math.isnan(value))
-
-
-def _shown(value: object) -> str:
-    named = getattr(value, "__name__", None)
-    return f"{named}()" if named and callable(value) else repr(value)[:80]

@@ -23,13 +23,10 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from zeroexp.process import ports
 from zeroexp.process.watchdog.connection import Stranger, introduce
-
-if TYPE_CHECKING:
-    from _typeshed import FileDescriptorLike
 
 BEAT, BYE = ".", "!"  # how a line begins; a report may follow
 MAX_LINE_BYTES = 4096
@@ -37,6 +34,10 @@ BEATS_PER_PERIOD = 3
 START_SECONDS = 60.0  # from a job's first task to its last: Python may load from a slow shared disk
 SECONDS_BETWEEN_CALLS = 1.0  # to the task of rank 0, until it listens
 CALL_SECONDS = 5.0  # for a call, and for an introduction
+
+
+class HasDescriptor(Protocol):
+    def fileno(self) -> int: ...
 
 
 @dataclass
@@ -103,7 +104,7 @@ class Heartbeat:
             self._loop.run_until_complete(self._listen(world_size))
 
     def wait(
-        self, child: FileDescriptorLike, until: Callable[[], str | None] = lambda: None
+        self, child: HasDescriptor, until: Callable[[], str | None] = lambda: None
     ) -> str | None:
         """Wait until this child has ended (None), a peer is lost (a message), or `until` returns a message.
 
@@ -111,7 +112,7 @@ class Heartbeat:
         """
         return self._loop.run_until_complete(self._wait(child, until))
 
-    async def _wait(self, child: FileDescriptorLike, until: Callable[[], str | None]) -> str | None:
+    async def _wait(self, child: HasDescriptor, until: Callable[[], str | None]) -> str | None:
         ended = asyncio.Event()
         self._loop.add_reader(child, lambda: (ended.set(), self._news.set()))
         try:
