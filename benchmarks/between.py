@@ -48,7 +48,7 @@ def main() -> int:
         except RuntimeError as error:
             print(f"benchmarks.between: {error}", file=sys.stderr)
             return WRONG
-    print(f"B over A: {found.verdict_with_numbers} ({arguments.rounds} rounds)")
+    print(f"B over A: {found.text} ({arguments.rounds} rounds)")
     return SLOWER if found.verdict is Verdict.SLOWER else 0
 
 

@@ -11,7 +11,7 @@ from tests.test_train import Linear, Numbers, make_config
 from zeroexp.interface.strategy import ModelStates
 from zeroexp.measure.instruments import Instruments
 from zeroexp.process import world as worlds
-from zeroexp.report.results_table import NOT_AS_ASKED
+from zeroexp.report.meanings import NOT_AS_ASKED
 from zeroexp.training.loop import train
 
 FAULTS = {

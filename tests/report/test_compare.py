@@ -136,7 +136,7 @@ def sweeps(tmp_path: Path) -> Path:
 
 def test_who_got_faster_is_said_and_who_did_not(sweeps: Path) -> None:
     pairs, alone = points_that_moved(points(sweeps / "before"), points(sweeps / "after"))
-    assert {one.point.name: one.has_moved for one in pairs} == {"ddp": False, "zero3": True}
+    assert {one.name: one.has_moved for one in pairs} == {"ddp": False, "zero3": True}
     assert alone == ["  only after: zero2"]
     head, first, *_ = describe_moved(pairs, alone)
     assert head == "1 of 2 points moved (after over before):"
@@ -151,7 +151,7 @@ def test_what_the_machine_did_between_two_sweeps_moves_nothing(tmp_path: Path) -
         for run in (tmp_path / sweep).glob("ddp*"):
             edit(run / "config.yaml", "implementation: buffer", "implementation: torch")
     pairs, _ = points_that_moved(points(tmp_path / "before"), points(tmp_path / "after"))
-    ratios = {one.point.name: one.comparison and one.comparison.ratio for one in pairs}
+    ratios = {one.name: one.comparison and one.comparison.ratio for one in pairs}
     assert ratios == {"ddp": pytest.approx(1.364, abs=1e-3), "zero3": pytest.approx(1)}
 
 
@@ -159,7 +159,7 @@ def test_a_byte_and_a_bit_of_a_loss_move_a_point(sweeps: Path) -> None:
     change(sweeps / "after/ddp/summary.json", {"calls_by_kind.gather": 9.0})
     edit(sweeps / "after/ddp/records.jsonl", '"loss": 7.0,', '"loss": 7.000000000000001,')
     pairs, _ = points_that_moved(points(sweeps / "before"), points(sweeps / "after"))
-    (ddp,) = [one for one in pairs if one.point.name == "ddp"]
+    (ddp,) = [one for one in pairs if one.name == "ddp"]
     assert ddp.has_moved
     assert [*ddp.changes] == [
         "gather calls: 8.0 before, 9.0 after",

@@ -52,7 +52,7 @@ def test_the_four_verdicts_and_what_would_tell(
 ) -> None:
     found = against_one(*ratios, num_comparisons=num_comparisons)
     assert found.verdict is verdict
-    assert found.verdict_without_numbers == verdict.value + remedy
+    assert found.text.partition(": ")[2] == verdict + remedy
 
 
 def test_borders_belong_to_no_difference() -> None:
@@ -161,5 +161,3 @@ def test_missing_steps_and_numbers_that_are_none_never_agree(bad: list[float]) -
     for curves in ({"a": FALLING, "b": bad}, {"a": bad, "b": FALLING}):
         assert not judge_losses(curves, bound=1e9).agree
     assert not judge_losses({"a": [math.nan], "b": [math.nan]}, bound=1e9).agree
-    with pytest.raises(ValueError, match="no loss curve"):
-        judge_losses({}, bound=1e-6)

@@ -44,12 +44,11 @@ from zeroexp.config.keys import (
 )
 from zeroexp.measure.record import RunSummary
 from zeroexp.process.writable import require_writable
-from zeroexp.report.claims import losses_of
 from zeroexp.report.exports import runs_as_json
 from zeroexp.report.measured_points import Point as RunPoint
 from zeroexp.report.measured_points import points_of as runs_as_points
 from zeroexp.report.results_table import print_lines, print_table
-from zeroexp.report.statistics import AGAIN, in_doubt
+from zeroexp.report.statistics import AGAIN, in_doubt, losses_of
 from zeroexp.report.sweep_progress import Progress
 from zeroexp.tracking import owner
 from zeroexp.tracking.files import (

@@ -6,6 +6,7 @@ statistics.py         how well a step time is known, which of two is faster, whe
 compare.py            points -> verdicts, doubts, broken claims, and what else differs
 words.py              what ran, and the numbers that a reader wants first
 columns.py            points -> the numbers of every table and export, with keys and units
+  meanings.py         what they mean, below every table
   tables.py           a table as text, Markdown, LaTeX and HTML
   results_table.py, markdown.py, exports.py        for terminals, pages, programs
 page/, figure.py      charts in HTML, and the same on paper, in the colours of palette.py

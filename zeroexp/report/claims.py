@@ -15,12 +15,11 @@ from dataclasses import dataclass
 
 from zeroexp.measure.record import RunSummary
 from zeroexp.report.measured_points import Point
-from zeroexp.report.statistics import LossVerdict, judge_losses, loss_curves
+from zeroexp.report.statistics import losses_of
 
 MIB = 1 << 20
 PEAK_BYTES, PEAK_SHARE = MIB, 0.001  # of a rehearsed peak, whichever is more
-MUST_HOLD, MUST_FALL = "study.plan_must_hold", "study.loss_must_fall"
-AGREEMENT = "study.loss_agreement"
+MUST_HOLD = "study.plan_must_hold"
 
 
 @dataclass(frozen=True)
@@ -54,21 +53,6 @@ def claims_of(points: Sequence[Point]) -> list[Claim]:
         _of_all("operations", done, _calls_error, lambda error, _: error == 0, "to the call"),
         _of_all("peaks", done, _peak_error, _is_near, "within 1 MiB or 0.1 % of a rehearsal"),
     ]
-
-
-def losses_of(points: Sequence[Point]) -> LossVerdict | None:
-    """Judge the curves by the first point's study.loss_agreement and loss_must_fall; None where there is no curve.
-
-    Seldom synchronised replicas are no reference, and agree with nothing.
-    """
-    apart = loss_curves(points, apart=True)
-    curves = {**loss_curves(points), **apart}
-    if not curves:
-        return None
-    study = points[0].run.config
-    agreement, must_fall = study.get(AGREEMENT, "null"), study.get(MUST_FALL) == "true"
-    bound = None if agreement == "null" else float(agreement)
-    return judge_losses(curves, bound=bound, must_fall=must_fall, apart=apart)
 
 
 def _losses(points: Sequence[Point]) -> list[Claim]:

@@ -120,47 +120,26 @@ def _differ(one: float, two: float) -> bool:
     return one != two and not (math.isnan(one) and math.isnan(two))
 
 
-# ---- step times beside a reference, and beside the sweep before a change
+# ---- step times beside a reference
 
 
-@dataclass(frozen=True)
-class Judged:
-    """One point beside another: the reference, or itself before a change."""
-
-    point: Point
-    comparison: Comparison | None  # None for the reference, and where a round of both is missing
-    changes: tuple[str, ...] = ()  # exact numbers that changed, in words
-
-    @property
-    def has_moved(self) -> bool:
-        verdict = self.comparison and self.comparison.verdict
-        return bool(self.changes) or verdict in (Verdict.FASTER, Verdict.SLOWER)
-
-    @property
-    def verdict(self) -> str | None:
-        return self.comparison and self.comparison.verdict_with_numbers
-
-
-def judge_points(
+def compare_points(
     points: Sequence[Point], reference: str | None = None
-) -> tuple[Point | None, list[Judged]]:
-    """Return the reference, by default the first point with a time, and each point judged against it.
+) -> tuple[Point | None, dict[str, Comparison]]:
+    """Return the reference, by default the first point with a time, and every other one beside it, by name.
 
     Raises ConfigError if no point has the reference's name.
     """
     timed = [point for point in points if point.seconds_by_round]
     chosen = _named(timed, reference) if reference else next(iter(timed), None)
     if chosen is None:
-        return None, []
-    mine, number = chosen.seconds_by_round, max(1, len(timed) - 1)
-
-    def judge(point: Point) -> Judged:
-        if point is chosen:
-            return Judged(point, None)
-        times = compare_step_times(point.seconds_by_round, mine, num_comparisons=number)
-        return Judged(point, times)
-
-    return chosen, [judge(point) for point in timed]
+        return None, {}
+    mine, others = chosen.seconds_by_round, [point for point in timed if point is not chosen]
+    compared = {
+        point.name: compare_step_times(point.seconds_by_round, mine, num_comparisons=len(others))
+        for point in others
+    }
+    return chosen, {name: comparison for name, comparison in compared.items() if comparison}
 
 
 def _named(points: Sequence[Point], name: str) -> Point:
@@ -174,9 +153,23 @@ def _named(points: Sequence[Point], name: str) -> Point:
 # ---- two sweeps, before and after a change
 
 
+@dataclass(frozen=True)
+class Moved:
+    """One point beside itself before a change."""
+
+    name: str
+    comparison: Comparison | None  # None where a round of both is missing
+    changes: tuple[str, ...]  # exact numbers that changed, in words
+
+    @property
+    def has_moved(self) -> bool:
+        verdict = self.comparison and self.comparison.verdict
+        return bool(self.changes) or verdict in (Verdict.FASTER, Verdict.SLOWER)
+
+
 def points_that_moved(
     before: Sequence[Point], after: Sequence[Point]
-) -> tuple[list[Judged], list[str]]:
+) -> tuple[list[Moved], list[str]]:
     """Return each point that both sweeps have, by its configuration, and a line for each that only one has.
 
     Times are taken over those of a point that the change left alone, in the same round of the same sweep: what the
@@ -193,28 +186,30 @@ def points_that_moved(
     return pairs, alone
 
 
-def describe_moved(pairs: Sequence[Judged], alone: Sequence[str]) -> list[str]:
+def describe_moved(pairs: Sequence[Moved], alone: Sequence[str]) -> list[str]:
     """Return the moved points first, then how many did not move, then what has no partner."""
     movers = [one for one in pairs if one.has_moved]
     still = [one for one in pairs if not one.has_moved]
     lines = [f"{len(movers)} of {len(pairs)} points moved (after over before):"]
     for one in movers:
         shown, hidden = one.changes[:MOST_CHANGES], len(one.changes) - MOST_CHANGES
-        lines.append(f"  {one.point.name}: step {one.verdict or 'no time to compare'}")
+        time = one.comparison.text if one.comparison else "no time to compare"
+        lines.append(f"  {one.name}: step {time}")
         lines += [f"    {change}" for change in shown]
         lines += [f"    and {hidden} more"] if hidden > 0 else []
     if still:
         number = "1 point has" if len(still) == 1 else f"{len(still)} points have"
         lines.append(f"{number} equal bytes, counts and losses; of the step time:")
-    return [*lines, *_lines_of_verdicts(still), *alone]
+    texts = {one.name: one.comparison.text if one.comparison else "unknown" for one in still}
+    return [*lines, *_aligned(texts), *alone]
 
 
-def _lines_of_verdicts(judged: Sequence[Judged]) -> list[str]:
-    width = max((len(one.point.name) for one in judged), default=0)
-    return [f"  {one.point.name:<{width}}  {one.verdict or 'unknown'}" for one in judged]
+def _aligned(texts: Mapping[str, str]) -> list[str]:
+    width = max(map(len, texts), default=0)
+    return [f"  {name:<{width}}  {text}" for name, text in texts.items()]
 
 
-def _moved(old: Point, new: Point, unchanged: tuple[Point, Point] | None, number: int) -> Judged:
+def _moved(old: Point, new: Point, unchanged: tuple[Point, Point] | None, number: int) -> Moved:
     changes = [
         f"{name}: {one} before, {two} after"
         for name, one, two in _changed_numbers(old.run, new.run)
@@ -226,7 +221,7 @@ def _moved(old: Point, new: Point, unchanged: tuple[Point, Point] | None, number
     if unchanged and new is not unchanged[1]:
         before, after = _over(before, unchanged[0]), _over(after, unchanged[1])
     time = compare_step_times(after, before, num_comparisons=number)
-    return Judged(new, time, changes=(*changes, *parted))
+    return Moved(new.name, time, changes=(*changes, *parted))
 
 
 def _over(seconds: Mapping[Round, float], unchanged: Point) -> dict[Round, float]:
@@ -307,7 +302,7 @@ def _differing_facts(points: Sequence[Point]) -> dict[str, dict[str, list[str]]]
 @dataclass(frozen=True)
 class Conclusions:
     reference: Point | None
-    judged: list[Judged]
+    comparisons: dict[str, Comparison]  # of each other point beside it
     doubts: list[str]  # times that are in doubt
     broken: list[str]  # exact numbers that vary, and facts that a study wants equal and that differ
     qualities: list[Quality]  # of each point over seeds; empty where none has several
@@ -323,14 +318,14 @@ class Conclusions:
     @property
     def verdicts(self) -> list[str]:
         """One line for each point beside the reference; a single line where no point ran twice."""
-        compared = [one for one in self.judged if one.comparison]
+        compared = self.comparisons
         if self.reference is None or not compared:
             return self._quality_lines
-        if all(one.comparison and one.comparison.num_pairs == 1 for one in compared):
+        if all(comparison.num_pairs == 1 for comparison in compared.values()):
             return [ONCE, *self._quality_lines]
         return [
             f"Step time over that of {self.reference.name}, over runs, 95 % for all together:",
-            *_lines_of_verdicts(compared),
+            *_aligned({name: comparison.text for name, comparison in compared.items()}),
             *self._quality_lines,
         ]
 
@@ -339,21 +334,22 @@ class Conclusions:
         """One line for each point of several seeds: what it reached, and whether the reference did as well."""
         if not self.qualities:
             return []
-        width = max(len(one.name) for one in self.qualities)
-        head = f"{self.qualities[0].metric}: mean and deviation over seeds, beside the reference's by seed:"
-        return [head, *(f"  {one.name:<{width}}  {one.text}" for one in self.qualities)]
+        metric = self.qualities[0].metric
+        head = f"{metric}: mean and deviation over seeds, beside the reference's by seed:"
+        return [head, *_aligned({one.name: one.text for one in self.qualities})]
 
 
 def conclude(points: Sequence[Point], reference: str | None = None) -> Conclusions:
     """Raises ConfigError if no point has the reference's name."""
-    chosen, judged = judge_points(points, reference)
+    chosen, compared = compare_points(points, reference)
     broken = [line for point in points for line in lines_of_varied_numbers(point)]
     studies = [json.loads(point.run.config.get("study.must_equal", "[]")) for point in points]
     must_equal = dict.fromkeys(word for words in studies for word in words)
     broken += [f"study.must_equal: {x}" for x in lines_of_unequal_facts(points, must_equal)]
     claims = claims_of(points)
     broken += [claim.line for claim in claims if not claim.holds]
-    return Conclusions(chosen, judged, _doubts(points), broken, _qualities(points, chosen), claims)
+    qualities = _qualities(points, chosen)
+    return Conclusions(chosen, compared, _doubts(points), broken, qualities, claims)
 
 
 def _qualities(points: Sequence[Point], reference: Point | None) -> list[Quality]:

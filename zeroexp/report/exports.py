@@ -8,10 +8,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from zeroexp.report.claims import losses_of
 from zeroexp.report.columns import Column, exported_columns
 from zeroexp.report.compare import Conclusions, conclude, differences
 from zeroexp.report.measured_points import Point, points_of
+from zeroexp.report.statistics import losses_of
 from zeroexp.tracking.json_files import dumps
 from zeroexp.tracking.run import Run
 
@@ -27,40 +27,22 @@ def as_json(
     points: Sequence[Point], columns: Sequence[Column], conclusions: Conclusions, **more: Any
 ) -> str:
     """Return one object: `format`, `points`, what is concluded of them, and whatever else a report knows."""
+    losses = losses_of(points)
     content = {
         "format": FORMAT,
         "points": rows_of(points, columns),
         "reference": conclusions.reference and conclusions.reference.name,
         "comparisons": [
-            {"point": one.point.name, **asdict(c), "verdict": c.verdict.value}
-            for one in conclusions.judged
-            if (c := one.comparison)
+            {"point": name, **asdict(comparison)}
+            for name, comparison in conclusions.comparisons.items()
         ],
-        "losses": _losses(points),
+        "losses": losses and asdict(losses),  # how far each curve lies from the first
         "qualities": [asdict(quality) for quality in conclusions.qualities],
         "differences": differences(points),
         "doubts": conclusions.doubts,
         "broken": conclusions.broken,
     }
     return dumps({**content, **more}, indent=1)
-
-
-def _losses(points: Sequence[Point]) -> dict[str, Any] | None:
-    """Return how far each loss curve lies from the first one; None where no point has a curve."""
-    verdict = losses_of(points)
-    if verdict is None:
-        return None
-    curves = [
-        {
-            "point": curve.name,
-            "difference": curve.difference,
-            "step": curve.step,
-            "falls": curve.falls,
-            "agrees": verdict.agrees(curve),
-        }
-        for curve in verdict.curves
-    ]
-    return {"reference": verdict.reference, "bound": verdict.bound, "curves": curves}
 
 
 def runs_as_json(runs: Sequence[Run]) -> str:

@@ -9,19 +9,11 @@ from __future__ import annotations
 import shutil
 import sys
 from collections.abc import Callable, Sequence
-from itertools import accumulate
 from textwrap import wrap
 
-from zeroexp.config.engines import label_of
-from zeroexp.report.columns import (
-    Column,
-    columns_of,
-    describe_peak_flops,
-    describe_rehearsals,
-    shares_memory,
-)
+from zeroexp.report.columns import Column, columns_of
+from zeroexp.report.meanings import meanings_of
 from zeroexp.report.measured_points import Point
-from zeroexp.report.statistics import DOUBT, drift_lines, why_doubtful
 from zeroexp.report.tables import Table
 
 # What a narrow terminal shows, the most important first; rows keep the order of the wide table.
@@ -30,9 +22,7 @@ BRIEF = (
     *("predicted", "params"),
 )
 WIDTH = 110  # characters in the text below the table
-NOT_AS_ASKED = "dtypes_not_as_asked"  # of measure/dtypes_found.py
-# What engine.json holds beside the values of open settings.
-TOLD_APART = ("engine", "dtypes", NOT_AS_ASKED)
+LEFT_OUT = "More columns: a wider terminal, zeroexp report FOLDER --csv -, the page."
 
 
 def print_table(points: Sequence[Point]) -> None:
@@ -63,7 +53,7 @@ def render(points: Sequence[Point], width: int | None = None) -> str:
         # But for the reasons, which are last in their row.
         return width is None or len(Table.of(points, columns).lines()[2]) <= width
 
-    columns, caption, meanings = columns_of(points), "", _meanings(points)
+    columns, caption, left_out = columns_of(points), "", []
     if not fits(columns):
         tell_apart = [c for c in columns if c.part == "point" and c.differs(points)]
         shared = [c for c in columns if c.part == "point" and c not in tell_apart]
@@ -71,8 +61,9 @@ def render(points: Sequence[Point], width: int | None = None) -> str:
         caption = f"all points: {same}\n\n" if same else ""
         columns = [column for column in columns if column not in shared]
     if not fits(columns):
-        columns, meanings = _brief_columns(columns, fits), _brief_meanings(points)
-    below = wrap(" ".join(meanings), min(width or WIDTH, WIDTH))
+        columns, left_out = _brief_columns(columns, fits), [LEFT_OUT]
+    words = " ".join([*left_out, *meanings_of(points, columns)])
+    below = wrap(words, min(width or WIDTH, WIDTH))
     return caption + "\n".join([*Table.of(points, columns).lines(), *below])
 
 
@@ -89,99 +80,3 @@ def _brief_columns(
         if more and fits([*point, *chosen, more]):
             chosen.append(more)
     return [*point, *(column for column in columns if column in chosen)]
-
-
-# ---- what the numbers mean
-
-
-def _meanings(points: Sequence[Point]) -> list[str]:
-    summaries = [point.summary for point in points if point.summary]
-    steps = sorted({(s.num_steps, s.num_warmup_steps) for s in summaries})
-    counted = " or ".join(f"{n} steps after {warmup} of warm-up" for n, warmup in steps)
-    sentences = [
-        f"step, tokens/s: rank 0 over {counted}." if steps else "",
-        "params, grads, optimizer: the most held at any of the moments at rest, after forward, after backward, after "
-        "step, on the fullest rank (mean: over ranks, where they differ by more than 2 %).",
-        "total: the most of all kinds held at one moment, so it may be less than their sum.",
-        "peak: the most allocated at once during any step, activations included; – where it cannot be known.",
-        *describe_rehearsals(points),
-        "build: the most allocated at once before the first step."
-        if any(s.memory.build_peak for s in summaries)
-        else "",
-        "sent/step: what the rank that sends most handed to others in one step",
-        "(by TCP: what of it left through the network; ranks of one host may read each other's memory)."
-        if shares_memory(points)
-        else "through the network.",
-        "by link: what all ranks of a node sent over its link, read from the interface less its headers."
-        if any(s.link_bytes_per_step for s in summaries)
-        else "",
-        "host: states that rest there and in no other column; host peak: the most allocated there at once; over bus: "
-        "to the host and back in a step (strategy.offload)."
-        if any(s.memory.host for s in summaries)
-        else "",
-        "files: states in strategy.offload_folder; resident: what of these the kernel kept in memory, in no total."
-        if any(s.memory.files for s in summaries)
-        else "",
-        describe_peak_flops(points),
-        DOUBT if any(map(why_doubtful, points)) else "",
-        *drift_lines(points),
-        *_engine_meanings(points),
-        *_dtype_meanings(points),
-        *_stage_meanings(points),
-        *_outer_meanings(points),
-    ]
-    return [sentence for sentence in sentences if sentence]
-
-
-def _brief_meanings(points: Sequence[Point]) -> list[str]:
-    return [
-        "step: the median of rank 0. total, peak: the most that the fullest rank held at one moment, and had allocated "
-        "at once; planned: its peak in a rehearsal. More columns: a wider terminal, zeroexp report FOLDER --csv -, the "
-        "page.",
-        *drift_lines(points),
-        *_stage_meanings(points),
-        *_outer_meanings(points),
-    ]
-
-
-def _stage_meanings(points: Sequence[Point]) -> list[str]:
-    """Return where an engine does something else than the name of its stage promises."""
-    runs = {point.run.label: point.run for point in points}
-    notes = [(name, label_of(run.implementation, run.strategy)) for name, run in runs.items()]
-    return [f"{name} is {note}." for name, note in notes if note]
-
-
-def _outer_meanings(points: Sequence[Point]) -> list[str]:
-    """Return the loss of seldom synchronised replicas beside a synchronous run's at equal tokens."""
-    lines: list[str] = []
-    for point in (point for point in points if point.outer_every and point.records):
-        run, loss = point.run, point.losses[-1]
-        tokens = sum(record.num_tokens for record in point.records)
-        words = f"{point.name} is {label_of(run.implementation, run.strategy, point.outer_every)}"
-        words += f"; loss {loss:.4f} after {tokens:,} tokens"
-        for other in (other for other in points if other.outer_every is None):
-            seen = accumulate(record.num_tokens for record in other.records)
-            at = dict(zip(seen, other.losses, strict=True)).get(tokens)
-            if at is not None:
-                words += f", where {other.name} had {at:.4f} ({loss / at - 1:+.1%})"
-                break
-        lines.append(f"{words}.")
-    return lines
-
-
-def _dtype_meanings(points: Sequence[Point]) -> list[str]:
-    """Return what runs computed, kept or sent in another dtype than they were asked to."""
-    runs = {point.run.label: point.run for point in points}
-    others = {name: run.engine.get(NOT_AS_ASKED) for name, run in runs.items()}
-    return [f"dtypes of {name}: {text} asked." for name, text in others.items() if text]
-
-
-def _engine_meanings(points: Sequence[Point]) -> list[str]:
-    """Return the engines' values of open settings, once for all runs with the same values."""
-    labels: dict[str, list[str]] = {}
-    for run in (point.run for point in points):
-        settings = {k: v for k, v in run.engine.items() if v != "null" and k not in TOLD_APART}
-        if settings:
-            text = ", ".join(f"{key} {value}" for key, value in settings.items())
-            labels.setdefault(text, []).append(run.label)
-    return [f"{', '.join(dict.fromkeys(who))} ran with {text}." for text, who in labels.items()]

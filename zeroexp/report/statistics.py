@@ -15,9 +15,9 @@ rounding. Their measure is the largest relative difference |loss − reference| 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from enum import Enum
+from enum import StrEnum
 from statistics import fmean, stdev
 from typing import Any
 
@@ -36,9 +36,10 @@ SPOILT = (
 )
 AGAIN = "again"  # in the environment of a run whose first times were in doubt, in earlier/
 UNSTEADY = 1.25  # slowest over fastest run
+MUST_FALL, AGREEMENT = "study.loss_must_fall", "study.loss_agreement"
 
 
-class Verdict(Enum):
+class Verdict(StrEnum):
     FASTER = "faster"
     SLOWER = "slower"
     SAME = "no difference within ±2 %"
@@ -62,26 +63,21 @@ class Comparison:
         return None if self.low is None else f"[{self.low:.2f}, {self.high:.2f}]"
 
     @property
-    def verdict_with_numbers(self) -> str:
-        """The verdict with its numbers: `0.71 [0.69, 0.74]: faster`."""
+    def text(self) -> str:
+        """`0.71 [0.69, 0.74]: faster`, or `0.95: can't tell; repeats=9 would`."""
         numbers = " ".join(filter(None, (f"{self.ratio:.2f}", self.interval)))
-        return f"{numbers}: {self.verdict_without_numbers}"
-
-    @property
-    def verdict_without_numbers(self) -> str:
-        """The verdict without numbers: `can't tell; repeats=9 would`."""
-        return f"{self.verdict.value}{self._remedy}"
-
-    @property
-    def _remedy(self) -> str:
         if self.verdict is not Verdict.OPEN:
-            return ""
-        if self.num_pairs < FEWEST:
+            remedy = ""
+        elif self.num_pairs < FEWEST:
             runs = "one run" if self.num_pairs == 1 else f"{self.num_pairs} runs"
-            return f" from {runs} each; repeats={FEWEST} at least"
-        return (
-            f"; repeats={self.needed} would" if self.needed else f"; not even with repeats={MOST}"
-        )
+            remedy = f" from {runs} each; repeats={FEWEST} at least"
+        else:
+            remedy = (
+                f"; repeats={self.needed} would"
+                if self.needed
+                else f"; not even with repeats={MOST}"
+            )
+        return f"{numbers}: {self.verdict}{remedy}"
 
 
 @dataclass(frozen=True)
@@ -268,29 +264,26 @@ def _interval_of_median(ordered: Sequence[float]) -> Interval | None:
 class Curve:
     """One loss curve beside the reference."""
 
-    name: str
+    point: str
     difference: float  # the largest relative one; inf if a step is missing or not finite
     step: int  # at which it is largest
     falls: bool
+    agrees: (
+        bool | None
+    )  # whether it lies within the bound, which one that is apart never does; None without a bound
     is_apart: bool = False  # by design not equal to the reference: its distance is no verdict
 
 
 @dataclass(frozen=True)
 class LossVerdict:
     reference: str
-    curves: list[Curve]
     bound: float | None  # None: agreement is not required
     must_fall: bool
+    curves: list[Curve]
 
     @property
     def agree(self) -> bool:
-        return all(self.agrees(curve) is not False for curve in self._equal)
-
-    def agrees(self, curve: Curve) -> bool | None:
-        """Whether the curve lies within the bound, which one that is apart never does; None without a bound."""
-        if self.bound is None:
-            return None
-        return not curve.is_apart and curve.difference <= self.bound
+        return all(curve.agrees is not False for curve in self._equal)
 
     @property
     def _equal(self) -> list[Curve]:
@@ -302,65 +295,75 @@ class LossVerdict:
         return self.agree and (not self.must_fall or all(curve.falls for curve in self.curves))
 
     @property
-    def worst(self) -> Curve:
+    def _worst(self) -> Curve:
         return max(self._equal or self.curves, key=lambda curve: curve.difference)
+
+    @property
+    def distance(self) -> tuple[str, str] | None:
+        """Return in a word, and where, how far the curves lie from the first at most; None for one alone."""
+        worst, number = self._worst, len(self._equal)
+        if number < 2:
+            return None
+        if worst.difference == 0:
+            return "equal", f"all {number} curves, to the last bit"
+        if math.isinf(worst.difference):
+            return "not alike", f"{worst.point} from step {worst.step} on"
+        where = f"{worst.point} at step {worst.step}, relative, the most of {number} curves"
+        return f"{worst.difference:.1e} apart", where
 
     def lines(self) -> list[str]:
         """Return the verdict in words, then one line for each curve that breaks it."""
         lines: list[str] = []
-        number, worst = len(self.curves), self.worst
+        worst = self._worst
         if self.bound is not None:
             agree = "agree" if self.agree else "DISAGREE"
             lines.append(
                 f"{len(self._equal)} loss curves {agree}: largest relative difference to {self.reference} "
-                f"{worst.difference:.1e} ({worst.name}, step {worst.step}), allowed {self.bound:.1e}"
+                f"{worst.difference:.1e} ({worst.point}, step {worst.step}), allowed {self.bound:.1e}"
             )
         if self.must_fall:
-            lines.append(f"{sum(c.falls for c in self.curves)} of {number} losses fall")
+            lines.append(f"{sum(c.falls for c in self.curves)} of {len(self.curves)} losses fall")
         for curve in self.curves:
+            off = f"off by {curve.difference:.1e} at step {curve.step}"
             if curve.is_apart:
-                lines.append(
-                    f"  {curve.name}: in no verdict, by design not equal to one process; off by "
-                    f"{curve.difference:.1e} at step {curve.step}"
-                )
-            elif self.agrees(curve) is False:
-                lines.append(f"  {curve.name}: off by {curve.difference:.1e} at step {curve.step}")
+                apart = "in no verdict, by design not equal to one process"
+                lines.append(f"  {curve.point}: {apart}; {off}")
+            elif curve.agrees is False:
+                lines.append(f"  {curve.point}: {off}")
             if self.must_fall and not curve.falls:
-                lines.append(f"  {curve.name}: its loss does not fall")
+                lines.append(f"  {curve.point}: its loss does not fall")
         return lines
 
 
+def losses_of(points: Sequence[Point]) -> LossVerdict | None:
+    """Judge the curves by the first point's study.loss_agreement and loss_must_fall; None where there is no curve."""
+    equal, apart = loss_curves(points), loss_curves(points, apart=True)
+    if not (equal or apart):
+        return None
+    study = points[0].run.config
+    agreement, must_fall = study.get(AGREEMENT, "null"), study.get(MUST_FALL) == "true"
+    bound = None if agreement == "null" else float(agreement)
+    return judge_losses(equal, apart, bound=bound, must_fall=must_fall)
+
+
 def judge_losses(
-    losses: Mapping[str, Sequence[float]],
+    equal: Mapping[str, Sequence[float]],
+    apart: Mapping[str, Sequence[float]] | None = None,
     *,
     bound: float | None,
     must_fall: bool = False,
-    apart: Collection[str] = (),
 ) -> LossVerdict:
-    """Judge `losses`, which maps each curve's name to one loss per step; the first curve is the reference.
+    """Judge curves, one loss for each step by the name of its point, beside the first one.
 
-    apart: names of those that are by design not equal (strategy.outer), and no reference where there is another.
-    Raises ValueError if there is no curve.
+    apart: those that are by design not equal (strategy.outer), and no reference where there is another.
     """
-    if not losses:
-        raise ValueError("no loss curve to compare: no point of the sweep came to its end")
-    reference = min(losses, key=lambda name: name in apart)
-    curves = [
-        _judge_curve(name, curve, losses[reference], is_apart=name in apart)
-        for name, curve in losses.items()
+    curves = {**equal, **(apart or {})}
+    reference, first = next(iter(curves.items()))
+    judged = [
+        _judge_curve(name, curve, first, bound, is_apart=name not in equal)
+        for name, curve in curves.items()
     ]
-    return LossVerdict(reference, curves, bound, must_fall)
-
-
-def largest_distance(curves: Mapping[str, Sequence[float]]) -> tuple[str, str]:
-    """Return in a word, and where, how far the curves lie from the first at most."""
-    worst = judge_losses(curves, bound=math.inf).worst
-    if worst.difference == 0:
-        return "equal", f"all {len(curves)} curves, to the last bit"
-    if math.isinf(worst.difference):
-        return "not alike", f"{worst.name} from step {worst.step} on"
-    where = f"{worst.name} at step {worst.step}, relative, the most of {len(curves)} curves"
-    return f"{worst.difference:.1e} apart", where
+    return LossVerdict(reference, bound, must_fall, judged)
 
 
 def loss_curves(points: Sequence[Point], *, apart: bool = False) -> dict[str, Sequence[float]]:
@@ -389,11 +392,17 @@ def loss_falls(losses: Sequence[float]) -> bool:
 
 
 def _judge_curve(
-    name: str, curve: Sequence[float], reference: Sequence[float], *, is_apart: bool
+    name: str,
+    curve: Sequence[float],
+    reference: Sequence[float],
+    bound: float | None,
+    *,
+    is_apart: bool,
 ) -> Curve:
     distances = [relative_distance(a, b) for a, b in zip(curve, reference, strict=False)]
     worst = max(distances, default=math.inf)
     step = distances.index(worst) if distances else 0
     if len(curve) != len(reference):
         worst, step = math.inf, len(distances)
-    return Curve(name, worst, step, loss_falls(curve), is_apart)
+    agrees = None if bound is None else not is_apart and worst <= bound
+    return Curve(name, worst, step, loss_falls(curve), agrees, is_apart)

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from zeroexp.report.columns import MIB
 from zeroexp.report.measured_points import Point
-from zeroexp.report.statistics import drift_lines, largest_distance, loss_curves, why_doubtful
+from zeroexp.report.statistics import drift_lines, losses_of, why_doubtful
 
 
 class Card(NamedTuple):
@@ -45,9 +45,10 @@ def headline_cards(points: Sequence[Point]) -> list[Card]:
         _least("shortest step", times, 1e3, "ms"),
         _least("least sent", sent, 1 / MIB, "MiB a step"),
     ]
-    curves = loss_curves(points)
-    losses = [Card("losses", *largest_distance(curves))] if len(curves) > 1 else []
-    return [*filter(None, cards), *losses]
+    losses = losses_of(points)
+    if losses and losses.distance:
+        cards.append(Card("losses", *losses.distance))
+    return [card for card in cards if card]
 
 
 def _least(

@@ -12,11 +12,10 @@ from zeroexp.report.columns import (
     STATUS,
     Column,
     columns_of,
-    describe_peak_flops,
-    describe_rehearsals,
     of_parts,
 )
 from zeroexp.report.compare import describe_values, differences
+from zeroexp.report.meanings import meanings_of
 from zeroexp.report.measured_points import Point
 from zeroexp.report.statistics import step_time_interval
 from zeroexp.report.tables import Table
@@ -40,20 +39,16 @@ def results_table(points: Sequence[Point]) -> str:
     times, losses = (of_parts(columns, part) for part in ("times", "losses"))
     results = of_parts(columns, "memory", "plan", "traffic")
     status = [STATUS] if any(p.pooled.status != "done" or p.pooled.reason for p in points) else []
-    table = Table.of(points, [POINT, INTERVAL, *times, *losses, *results, *status])
+    shown = [POINT, INTERVAL, *times, *losses, *results, *status]
     meanings = {
         "runs": "over runs",
         "steps": "over the steps of one run, which do not know how much runs differ: repeats=5 would",
     }
     intervals = filter(None, map(step_time_interval, points))
     over = dict.fromkeys(meanings[each.over] for each in intervals)
-    notes = [
-        "Bytes are MiB of the fullest rank; mean: over ranks, where they differ.",
-        "Step times are medians of rank 0 over the measured steps.",
-        f"The interval of the step is {' or '.join(over)}." if over else "",
-        *map(escape, [describe_peak_flops(points), *describe_rehearsals(points)]),
-    ]
-    return f"{table.as_html()}<p>{' '.join(filter(None, notes))}</p>"
+    notes = [f"The interval of the step is {' or '.join(over)}."] if over else []
+    notes += meanings_of(points, shown)
+    return f"{Table.of(points, shown).as_html()}<p>{escape(' '.join(notes))}</p>"
 
 
 def differences_table(points: Sequence[Point]) -> str:

@@ -8,7 +8,7 @@ from typing import Any
 
 from zeroexp.report.measured_points import Point
 from zeroexp.report.page.chart import MANY, Chart, Trace, axis_of, line_chart, line_style, scatter
-from zeroexp.report.statistics import largest_distance, loss_curves, relative_distance
+from zeroexp.report.statistics import loss_curves, losses_of, relative_distance
 
 WIDEST, THIN, MOST_STRIPES = 10.0, 1.5, 12
 BELOW = "The lower half shows each step's distance; equal losses leave a gap."
@@ -16,7 +16,8 @@ BELOW = "The lower half shows each step's distance; equal losses leave a gap."
 
 def loss_chart(points: Sequence[Point]) -> Chart:
     curves, apart = loss_curves(points), loss_curves(points, apart=True)
-    if not curves and not apart:
+    verdict = losses_of(points)
+    if verdict is None:
         return Chart("losses", "Loss curves", "No point recorded a step.")
     reference = next(iter(curves.values()), ())
     # A logarithm has no zero.
@@ -32,10 +33,9 @@ def loss_chart(points: Sequence[Point]) -> Chart:
         for index, (name, curve) in enumerate({**curves, **apart}.items())
     ]
     layout: dict[str, Any] = {"xaxis": axis_of("step"), "yaxis": axis_of("loss")}
-    distance = "One curve has nothing to be compared with."
-    if len(curves) > 1:
-        distance = "Beside the first the curves are {}: {}.".format(*largest_distance(curves))
-    caption, height = distance, 380
+    caption, height = "One curve has nothing to be compared with.", 380
+    if verdict.distance:
+        caption = "Beside the first the curves are {}: {}.".format(*verdict.distance)
     if distances:
         caption, height = f"{caption} {BELOW}", 520
         data += [

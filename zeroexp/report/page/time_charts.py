@@ -146,7 +146,7 @@ TICKS = (0.7, 0.8, 0.9, 0.95, 1, 1.05, 1.1, 1.25, 1.4), (0.125, 0.25, 0.5, 0.75,
 def verdict_chart(conclusions: Conclusions) -> Chart:
     """Return the chart; without an interval there is nothing to draw, and the table says so."""
     title = "Which differences are real"
-    compared = {one.point.name: one.comparison for one in conclusions.judged if one.comparison}
+    compared = conclusions.comparisons
     if conclusions.reference is None or not compared:
         return Chart("forest", title, "One point has nothing to be compared with.")
     caption = f"Step time over that of {conclusions.reference.name}"
@@ -188,7 +188,7 @@ def _verdict_marks(compared: Mapping[str, Comparison], verdict: Verdict) -> Trac
     highs = [c.high or c.ratio for c in mine.values()]
     marker = {"symbol": symbol, "size": 11, "color": colour, "line": {"width": 1.5}}
     words = {
-        "text": [c.verdict_with_numbers for c in mine.values()],
+        "text": [c.text for c in mine.values()],
         "hovertemplate": "%{y}: %{text}<extra></extra>",
         "error_x": whiskers([*ratios.values()], lows, highs, colour, thickness=2),
     }
