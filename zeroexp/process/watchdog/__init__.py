@@ -1,9 +1,9 @@
-"""Whether the ranks of a job live, advance and do the same. Every rank writes, and one reader for each question tells.
+"""Whether the ranks of a job live, advance and do the same. Ranks write, and whoever reads tells.
 
     what a rank writes                    how it gets there                         the reader            verdict
     its task's beats                      one connection to the task of rank 0      that task (and back)  lost.py
     step, phase, number of moves          shared memory, then the task's beats      that task             hung.py
-    its last moves, and their checksum    the store of the process group            rank 0's thread       differs.py
+    rank 0: its last moves                the store of the process group            every other rank      differs.py
 
 Where one process starts all ranks, it needs no beats. The first two are told by processes beside the ranks, since one
 that is stopped, or in a long call of C++, tells nothing of itself. The third needs no launcher, and ends the waits

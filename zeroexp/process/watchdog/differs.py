@@ -3,17 +3,16 @@
 The backend pairs collectives by the order in which they are issued, and messages by the unit that they carry. A rank
 that does something else waits for peers that wait for something else, and the backend says so after minutes, and names
 neither peer nor move. So every rank remembers its last moves in words. While it does not advance (progress.py), a
-thread shows them once a second in the store of the process group, and rank 0 compares those of all ranks:
+thread looks once a second into the store of the process group: rank 0 shows its own there, and the others compare.
 
-    every rank ── its last moves, their number and checksum ──▶ store ──▶ rank 0
-               ◀──────────────── the verdict ─────────────────────────────
+    rank 0 ── its last moves, their number and checksum ──▶ store ──▶ every other rank
+                                    the first verdict  ◀──▶ store ──▶ every rank
 
 Two ranks that issued different moves under one number can never meet. That is never true of a rank that is merely slow.
 Gathers from memory that ranks share need no counterpart, and are not compared.
 
 [Note: few requests] One process serves the store, and all ranks may be idle at once (validation, a save, a debugger). A
-look costs every rank two short requests, and rank 0 one more that reads a line of each rank. It reads the words of one
-rank for each checksum.
+look costs every rank two short requests. The words are read by ranks whose checksum is another one, once.
 
 [Note: ending a wait] A thread in a wait for gloo can not be interrupted, and gloo's `abort` wakes nobody. But a
 receive that runs out of time closes all connections of its rank, upon which all waits there fail. A wait for a GPU
@@ -31,7 +30,7 @@ import time
 import weakref
 import zlib
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Sequence
 from contextlib import suppress
 from datetime import timedelta
 from functools import partial
@@ -45,7 +44,7 @@ from zeroexp.process.world import World
 
 PATIENCE_SECONDS = 3.0
 LOOK_SECONDS = 1.0
-# From a rank's last move until it knows the verdict: it is shown, read by rank 0, and told to the others.
+# From a rank's last move until it knows the verdict: rank 0 shows its own, another rank compares, all are told.
 LOOKS_TO_TELL = 6
 DIFFER = "the ranks do not do the same"
 REMEDY = (
@@ -131,12 +130,15 @@ class Comparison:
     """The work of the thread, which ends with the engine or with the process group."""
 
     def __init__(self, moves: Moves, name: str, group: dist.ProcessGroup) -> None:
-        self._world, self._name = moves.world, name
-        self._keys = [f"{name}/{rank}" for rank in range(self._world.size)]
-        self._group = weakref.ref(group)
-        self._shown = ""  # the words that this rank showed last
-        self._words: dict[str, Any] = {}  # checksum -> collectives that led to it
-        self._show(moves, group.get_group_store())
+        self._world, self._group = moves.world, weakref.ref(group)
+        self._did, self._words, self._verdict = (
+            f"{name}/{key}" for key in ("did", "words", "told")
+        )
+        self._seen: tuple[str, list[tuple[int, str]]] = ("", [])  # of rank 0: what it did, in words
+        if self._world.rank == 0:
+            self._show(moves, group.get_group_store())
+        else:
+            group.get_group_store().wait([self._did])  # it is there whenever this rank looks
 
     def run(self, its_moves: weakref.ref[Moves]) -> None:
         done, since = progress.done(), time.monotonic()
@@ -156,16 +158,17 @@ class Comparison:
                 time.sleep(LOOK_SECONDS)
 
     def look(self, moves: Moves, store: Any) -> str | None:
-        """Show what this rank did, and return how ranks differ, see [Note: few requests]."""
-        self._show(moves, store)
-        if self._world.rank:
-            return self._read_verdict(store)
-        if not store.check(self._keys):  # a rank has not begun
-            return None
-        verdict = self._compare([each.decode() for each in store.multi_get(self._keys)], store)
-        if verdict is not None:
-            store.set(f"{self._name}/verdict", verdict)
-        return verdict
+        """Show what this rank did, or compare it, and return how ranks differ, see [Note: few requests]."""
+        if self._world.rank == 0:
+            self._show(moves, store)
+        elif (did := store.get(self._did).decode()) != _did(moves):
+            if did != self._seen[0]:
+                self._seen = did, json.loads(store.get(self._words))
+            if text := describe_difference(
+                self._seen[1], list(moves.collectives), self._world.rank
+            ):
+                store.compare_set(self._verdict, "", text)  # the first rank's counts
+        return self._read_verdict(store)
 
     def read_verdict(self) -> str | None:
         group = self._group()
@@ -173,30 +176,14 @@ class Comparison:
             return self._read_verdict(group.get_group_store()) if group is not None else None
 
     def _read_verdict(self, store: Any) -> str | None:
-        key = f"{self._name}/verdict"
-        return store.get(key).decode() if store.check([key]) else None
+        return store.get(self._verdict).decode() if store.check([self._verdict]) else None
 
     def _show(self, moves: Moves, store: Any) -> None:
-        key = self._keys[self._world.rank]
-        did = f"{moves.num_collectives} {moves.checksum}"
-        words = json.dumps(
-            list(moves.collectives)
-        )  # a copy: another thread may issue more meanwhile
-        if words != self._shown:
-            self._shown = words
-            store.set(f"{key}/words", words)
-        store.set(key, did)
-
-    def _compare(self, did: list[str], store: Any) -> str | None:
-        """Describe how the ranks differ that did this, in rank order."""
-        one_of_each = {each: rank for rank, each in reversed([*enumerate(did)])}
-        if len(one_of_each) == 1:
-            return None
-        self._words = {
-            each: self._words.get(each) or json.loads(store.get(f"{self._keys[rank]}/words"))
-            for each, rank in one_of_each.items()
-        }
-        return describe_difference({rank: self._words[each] for each, rank in one_of_each.items()})
+        did = _did(moves)
+        if did != self._seen[0]:  # the words first, which are read after it
+            self._seen = did, list(moves.collectives)
+            store.set(self._words, json.dumps(self._seen[1]))
+            store.set(self._did, did)
 
     def _end_waits(self, moves: Moves, verdict: str, group: dist.ProcessGroup) -> None:
         """End the waits of this rank, see [Note: ending a wait]. Rank 0, which may serve the store, does so last."""
@@ -216,19 +203,19 @@ class Comparison:
                 group.recv([torch.empty(1)], peer, tag).wait(timedelta(milliseconds=1))
 
 
-def describe_difference(words: Mapping[int, list[tuple[int, str]]]) -> str | None:
-    """Describe the first number under which two of these ranks issued different collectives; None if there is none.
+def _did(moves: Moves) -> str:
+    return f"{moves.num_collectives} {moves.checksum}"
 
-    words: for each rank its last collectives, as (number, what).
+
+def describe_difference(
+    of_first: Sequence[tuple[int, str]], of_other: Sequence[tuple[int, str]], rank: int
+) -> str | None:
+    """Describe the first number under which `rank` issued another collective than rank 0; None if there is none.
+
+    Each gives its last collectives, as (number, what).
     """
-    first: dict[int, tuple[int, str]] = {}  # number -> the lowest rank that remembers it, and what
-    differ: list[tuple[int, int, str]] = []
-    for rank in sorted(words):
-        for number, what in words[rank]:
-            if first.setdefault(number, (rank, what))[1] != what:
-                differ.append((number, rank, what))
-    if not differ:
-        return None
-    number, rank, what = min(differ)
-    did = f"rank {first[number][0]} is in {first[number][1]}; rank {rank} is in {what}"
-    return f"{DIFFER}, {did}. {REMEDY}"
+    of_first = dict(of_first)
+    for number, what in of_other:
+        if (first := of_first.get(number, what)) != what:
+            return f"{DIFFER}, rank 0 is in {first}; rank {rank} is in {what}. {REMEDY}"
+    return None
