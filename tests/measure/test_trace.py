@@ -256,12 +256,13 @@ def test_no_rank_begins_a_step_while_another_writes_what_it_saw_of_the_last(loca
 
 
 def test_torch_shows_its_collectives_in_traced_steps(local, tmp_path):
-    job = make_job(tmp_path / "run", strategy__implementation="torch")
+    job = make_job(tmp_path / "run", strategy__implementation="torch", train__trace_steps=[2])
     assert run(local, job).status == "done", log_of(job, 0)
     summary = read_summary(job.folder)
     assert summary is not None and summary.memory.peak is not None
-    for rank in summary.times:
-        assert rank.backend["c10d::allreduce_"].count > 0
+    for rank in (0, 1):
+        events = read_trace(job.folder / f"trace.{rank}.2.json")
+        assert ("backend", "c10d::allreduce_") in {(e.get("cat"), e["name"]) for e in events}
     for peak, most in zip(summary.memory.peaks, summary.memory.peak.per_rank, strict=True):
         assert peak is not None and most >= peak.num_bytes == sum(peak.bytes_by_cause.values())
         assert peak.bytes_by_cause["parameters"] == summary.memory.by_kind["parameters"].fullest

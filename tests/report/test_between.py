@@ -51,7 +51,7 @@ def test_a_side_that_does_not_run_is_one_line(monkeypatch, capsys) -> None:
 def test_equal_settings_are_compared_in_turn(monkeypatch, capsys) -> None:
     words = ["train.seed=0", "train.seed=0", "model=tiny", "train.steps=3", "train.warmup_steps=1"]
     monkeypatch.setattr("sys.argv", ["between", *words, "--rounds", "1"])
-    monkeypatch.setattr(between, "ORDERS", ("ABBA",))
+    monkeypatch.setattr(between, "ORDERS", ("AB",))
     between.main()
     printed = capsys.readouterr()
-    assert printed.out.startswith("B over A: ") and printed.err.count(" ms\n") == 4
+    assert printed.out.startswith("B over A: ") and printed.err.count(" ms\n") == 2

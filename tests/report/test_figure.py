@@ -9,10 +9,13 @@ import pytest
 
 from tests.report.made import points, repeats
 from tests.run_folders import write_run
+from zeroexp.measure.record import CAUSES
 from zeroexp.report.compare import conclude
 from zeroexp.report.figure import draw_figure, save_figure
 from zeroexp.report.measured_points import Point
 from zeroexp.report.page import CHARTS, chart_of
+from zeroexp.report.page.chart import row_chart
+from zeroexp.report.palette import CAUSE_COLOURS
 
 STRATEGIES = ("ddp", "zero1", "zero2", "zero3")
 
@@ -45,6 +48,15 @@ def test_what_is_drawn_are_the_numbers_of_the_page(sweep: list[Point]) -> None:
     assert totals == [f"{end:,.0f}, peak {peak:,.0f}" for end, peak in both]
     labels = {text.get_text() for text in axes.get_legend().get_texts()}
     assert labels == {*bars, "peak of any step"}
+
+
+def test_no_two_parts_of_a_row_look_alike() -> None:
+    numbers = {"a": dict.fromkeys(CAUSES, 1.0)}
+    chart = row_chart("causes", "", "", axis="MiB", numbers=numbers, colours=CAUSE_COLOURS)
+    patterns = [tuple(trace["marker"]["pattern"].items()) for trace in chart.data]
+    (axes,) = draw_figure(chart).axes
+    hatches = [stack.patches[0].get_hatch() for stack in axes.containers]
+    assert len({*patterns}) == len({*hatches}) == len(CAUSES)
 
 
 def test_intervals_of_verdicts_are_drawn(tmp_path: Path) -> None:

@@ -24,13 +24,14 @@ class StepClock:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._marks: list[tuple[str | None, Mark]] = []
+        # The phases entered so far and when, None where the clock stands still.
+        self.marks: list[tuple[str | None, Mark]] = []
         self.enter("data")
 
     def enter(self, phase: str | None) -> str | None:
         """Enter one of PHASES and return the phase before. In None the clock stands still."""
-        before = self._marks[-1][0] if self._marks else None
-        self._marks.append((phase, mark_now(self._device)))
+        before = self.marks[-1][0] if self.marks else None
+        self.marks.append((phase, mark_now(self._device)))
         return before
 
     @contextmanager
@@ -50,18 +51,13 @@ class StepClock:
 
         return hook
 
-    @property
-    def marks(self) -> list[tuple[str | None, Mark]]:
-        """The phases entered so far and when, None where the clock stands still."""
-        return self._marks
-
     def stop(self) -> None:
         self.enter(None)
 
     def read(self) -> tuple[float, dict[str, float]]:
         """Return (seconds of the step, seconds of each of PHASES); the phases add up to the step."""
         phases: dict[str, float] = dict.fromkeys(PHASES, 0.0)
-        for (phase, start), (_, end) in zip(self._marks, self._marks[1:], strict=False):
+        for (phase, start), (_, end) in zip(self.marks, self.marks[1:], strict=False):
             if phase is not None:
                 phases[phase] += seconds_between(start, end)
         return sum(phases.values()), phases

@@ -128,8 +128,6 @@ class StepRecord:
     # rank (as text, or "all") -> seconds that this rank waited for it; part of the verbs' exposed seconds
     waited_seconds: dict[str, float] = field(default_factory=dict[str, float])
     peak: Peak | None = None  # in traced steps
-    # Traced steps: what torch names itself (c10d::, gloo:, FSDP::). `working` is time inside of it, waiting included.
-    backend: dict[str, VerbSeconds] = field(default_factory=dict[str, VerbSeconds])
     traced: bool = False  # instruments slowed this step down, so that no time counts it
     # Before every tenth step, see measure/drift.py; None in others.
     resting_bytes: int | None = None  # allocated by torch
@@ -146,8 +144,6 @@ class RankTimes:
     phase_seconds: dict[str, float]  # the phases add up to the step
     verbs: dict[str, VerbSeconds]  # parts of the phases, not beside them
     waited_seconds: dict[str, float]  # rank or "all" -> seconds that this rank waited for it
-    # Of the last traced step, see StepRecord: all that is seen of the collectives of torch's engines.
-    backend: dict[str, VerbSeconds] = field(default_factory=dict[str, VerbSeconds])
 
     @property
     def exposed_seconds(self) -> float:

@@ -56,7 +56,7 @@ def summarise_rank(
         sent_bytes_by_kind=_mean_by_kind([r.traffic.bytes_by_kind for r in steps]),
         calls_by_kind=_mean_by_kind([r.traffic.calls_by_kind for r in steps]),
         memory_bytes_at=_fullest_at([r.memory_bytes for r in records if r.memory_bytes]),
-        times=_times(rank, steps, records),
+        times=_times(rank, steps),
         peak=max((r.peak for r in records if r.peak), key=lambda p: p.num_bytes, default=None),
         drift=rising(records),
     )
@@ -146,13 +146,11 @@ def _percentile_95(values: Sequence[float]) -> float:
     return quantiles(values, n=20, method="inclusive")[-1] if len(values) > 1 else values[0]
 
 
-def _times(rank: int, steps: Sequence[StepRecord], records: Sequence[StepRecord]) -> RankTimes:
+def _times(rank: int, steps: Sequence[StepRecord]) -> RankTimes:
     """Return the means over the measured `steps`; a verb or phase that a step lacks counts as nothing there.
 
-    Of verbs they are over the steps that timed any: on a GPU not all do. records: all steps, of which traced ones show
-    what torch names itself.
+    Of verbs they are over the steps that timed any: on a GPU not all do.
     """
-    seen = [record.backend for record in records if record.backend]
     timed = [step for step in steps if step.verbs] or steps
     verbs = dict.fromkeys(verb for step in timed for verb in step.verbs)
     return RankTimes(
@@ -161,7 +159,6 @@ def _times(rank: int, steps: Sequence[StepRecord], records: Sequence[StepRecord]
         phase_seconds=_mean_by_kind([step.phase_seconds for step in steps]),
         verbs={verb: _mean_verb([step.verbs.get(verb) for step in timed]) for verb in verbs},
         waited_seconds=_mean_by_kind([step.waited_seconds for step in timed]),
-        backend=seen[-1] if seen else {},
     )
 
 

@@ -23,12 +23,11 @@ from torch.utils.hooks import RemovableHandle
 from zeroexp.interface.strategy import ModelStates
 from zeroexp.measure.allocations import Log, logging_allocations
 from zeroexp.measure.causes import Change, Reading, changes_by_cause, read_states
-from zeroexp.measure.intervals import Interval, count_once, interval_at
+from zeroexp.measure.intervals import Interval, interval_at
 from zeroexp.measure.memory import local_tensor
-from zeroexp.measure.record import CAUSES, Peak, VerbSeconds
+from zeroexp.measure.record import CAUSES, Peak
 from zeroexp.measure.verb_seconds import TimedMove
 
-BACKEND = ("c10d::", "gloo:", "nccl:", "FSDP::")
 GATHERS = ("gather", "secondary")  # verbs that fill pools
 OUTSIDE = "(outside of blocks)"
 LOSS = "(loss)"
@@ -108,27 +107,6 @@ class StepTrace:
             seconds=when - self.began_at,
             step_seconds=self.ended_at - self.began_at,
         )
-
-    def backend(self) -> dict[str, VerbSeconds]:
-        """Return the seconds of what torch names itself, by name without its object in brackets.
-
-        What another thread ended was in flight meanwhile; in all else the thread that called it was busy or waited.
-        What one name calls counts in its `working` seconds too.
-        """
-        seconds: dict[str, VerbSeconds] = {}
-        flights: list[Interval] = []
-        for span in self.log.spans if self.log is not None else ():
-            name = span.name.partition(" (")[0]
-            if name.startswith(BACKEND):
-                verb = seconds.setdefault(name, VerbSeconds())
-                verb.count += 1
-                if span.asynchronous:
-                    flights.append((name, span.began_at, span.ended_at))
-                else:
-                    verb.working += span.ended_at - span.began_at
-        for name, in_flight in count_once(flights).items():
-            seconds[name].overlapped = in_flight
-        return seconds
 
     @contextmanager
     def hooking(self, model: nn.Module, blocks: Mapping[str, nn.Module]) -> Generator[None]:

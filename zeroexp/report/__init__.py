@@ -9,6 +9,7 @@ columns.py            points -> the numbers of every table and export, with keys
   meanings.py         what they mean, below every table
   tables.py           a table as text, Markdown, LaTeX and HTML
   results_table.py, markdown.py, exports.py        for terminals, pages, programs
+writing.py            a file that can not be written costs one line
 page/, figure.py      charts in HTML, and the same on paper, in the colours of palette.py
 sweep_progress.py     while a sweep runs
 """

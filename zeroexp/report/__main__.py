@@ -33,6 +33,7 @@ from zeroexp.report.measured_points import Point, points_of
 from zeroexp.report.reading import read_runs
 from zeroexp.report.results_table import print_lines, print_table
 from zeroexp.report.tables import Table
+from zeroexp.report.writing import writing
 
 FINE, BROKEN, REFUSED = 0, 1, 2
 STANDARD_OUTPUT = "-"
@@ -141,11 +142,8 @@ def _put(option: str, where: str, text: str) -> None:
     if where == STANDARD_OUTPUT:
         print(text)
         return
-    try:
+    with writing(option, where, "use a file in a folder that you may write to, or -"):
         Path(where).write_text(f"{text}\n", encoding="utf-8")
-    except OSError as error:
-        remedy = "use a file in a folder that you may write to, or -"
-        raise ConfigError(f"--{option} {where}: {error.strerror}; {remedy}") from None
 
 
 def _newest(outputs: Path) -> list[Path]:

@@ -17,6 +17,8 @@ from matplotlib.figure import Figure
 
 from zeroexp.config.keys import ConfigError
 from zeroexp.report.page.chart import INK, Chart, Trace
+from zeroexp.report.palette import DENSE
+from zeroexp.report.writing import writing
 
 SUFFIXES = (".svg", ".pdf")
 STYLE: dict[Any, Any] = {
@@ -31,11 +33,8 @@ METADATA: dict[str, dict[str, None]] = {
     ".svg": {"Date": None, "Creator": None},
     ".pdf": {"CreationDate": None, "Creator": None, "Producer": None},
 }
-WIDTH, ROW, BESIDE = (
-    9.0,
-    0.26,
-    1.5,
-)  # inches: the figure, one row, and what is above and below all rows
+# Inches: the figure, one row, and what is above and below all rows.
+WIDTH, ROW, BESIDE = 9.0, 0.26, 1.5
 MARKERS = {
     **{"circle": "o", "square": "s", "diamond": "D", "triangle-up": "^", "triangle-left": "<"},
     **{"triangle-right": ">", "cross": "P", "star": "*", "x": "x", "hexagon": "h", "line-ns": "|"},
@@ -51,13 +50,8 @@ def save_figure(chart: Chart, path: Path) -> None:
         raise ConfigError(f"--figure {path}: use a name that ends in {' or '.join(SUFFIXES)}")
     if not chart.data:
         raise ConfigError(f"--figure {path}: nothing to draw; {chart.caption}")
-    with rc_context(STYLE):
-        try:
-            draw_figure(chart).savefig(path, metadata=METADATA[path.suffix])
-        except OSError as error:
-            raise ConfigError(
-                f"--figure {path}: {error.strerror}; use a file in a folder that you may write to"
-            ) from None
+    with rc_context(STYLE), writing("figure", path):
+        draw_figure(chart).savefig(path, metadata=METADATA[path.suffix])
 
 
 def draw_figure(chart: Chart) -> Figure:
@@ -108,7 +102,9 @@ def _draw_bar(axes: Axes, trace: Trace, rows: Sequence[str], ends: dict[str, flo
     """Draw one part of every row behind the parts before it, with its number where it fits."""
     marker, lefts = trace["marker"], [ends[row] for row in trace["y"]]
     places = [rows.index(row) for row in trace["y"]]
-    look = {"color": marker["color"], "hatch": marker["pattern"]["shape"], "edgecolor": "#333"}
+    pattern = marker["pattern"]
+    hatch = pattern["shape"] * (2 if pattern["size"] == DENSE else 1)
+    look = {"color": marker["color"], "hatch": hatch, "edgecolor": "#333"}
     drawn = axes.barh(places, trace["x"], 0.8, lefts, linewidth=0.4, label=trace["name"], **look)
     ends |= {row: ends[row] + length for row, length in zip(trace["y"], trace["x"], strict=True)}
     longest = max(ends.values())

@@ -12,6 +12,7 @@ from zeroexp.report.columns import STATUS, Column, beside_names, point_columns
 from zeroexp.report.measured_points import Point
 from zeroexp.report.statistics import DOUBT, why_doubtful
 from zeroexp.report.tables import Table
+from zeroexp.report.writing import writing
 
 MEASURED = "measured"
 BEGIN, END = (f"<!-- {MEASURED}: {word} -->" for word in ("begin", "end"))
@@ -36,7 +37,7 @@ def render(points: Sequence[Point], columns: Sequence[Column]) -> str:
 def replace_in(page: Path, text: str, name: str = MEASURED) -> None:
     """Put `text` between the markers of this name. Raises ConfigError if the page has none or cannot be written."""
     begin, end = (f"<!-- {name}: {word} -->" for word in ("begin", "end"))
-    try:
+    with writing("write", page, "use a page that is there"):
         before, _, rest = page.read_text(encoding="utf-8").partition(begin)
         _, marker, after = rest.partition(end)
         if not marker:
@@ -44,8 +45,6 @@ def replace_in(page: Path, text: str, name: str = MEASURED) -> None:
                 f"--write {page}: has no place for it; add the lines {begin} and {end}"
             )
         page.write_text(f"{before}{begin}\n{text}\n{end}{after}", encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"--write {page}: {error.strerror}; use a page that is there") from None
 
 
 def wrapped(sentence: str) -> str:

@@ -68,7 +68,13 @@ SPAN_COLOURS = {
 }
 SPARE = ("#1f1f7a", "#7a1f5c", "#5c7a1f")  # of spans that are not named above
 SERIES = (NAVY, ORANGE, GREEN, RED, PINK, BLUE, "#8a8a8a", "#b8a800")
-PATTERNS = ("", "/", ".", "x", "-", "\\", "|", "+")
+# Plotly has eight patterns, and a stack has up to thirteen parts: from the ninth part on the lines are closer.
+SHAPES = ("", "/", ".", "x", "-", "\\", "|", "+")
+SPARSE, DENSE = 6, 3  # pixels between lines
+PATTERNS = [
+    *({"shape": shape, "size": SPARSE} for shape in SHAPES),
+    *({"shape": shape, "size": DENSE} for shape in SHAPES[1:]),
+]
 SYMBOLS = ("circle", "square", "diamond", "triangle-up", "cross", "star", "x", "hexagon")
 DASHES = ("solid", "dash", "dot", "dashdot", "longdash", "longdashdot")
 

@@ -284,7 +284,6 @@ class _Step:
         if self._trace is not None:
             self._trace.finish(self.clock.marks, moves, held_shared_bytes())
             record.peak = self._trace.peak(record.step)
-            record.backend = self._trace.backend()
 
     def read(self) -> StepRecord:
         """Return the step's record; this waits for the device to finish the step."""

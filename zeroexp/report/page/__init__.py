@@ -12,7 +12,7 @@ import os
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
-from functools import cache
+from functools import cache, partial
 from html import escape
 from importlib.resources import files
 from math import isfinite
@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from zeroexp.config.keys import ConfigError
+from zeroexp.process.locks import temporary_folder
 from zeroexp.report.compare import Conclusions, conclude
 from zeroexp.report.measured_points import Point
 from zeroexp.report.page.byte_charts import causes_chart, memory_chart, traffic_chart
@@ -38,6 +39,7 @@ from zeroexp.report.page.time_charts import (
     verdict_chart,
 )
 from zeroexp.report.words import headline_cards, headline_sentences
+from zeroexp.report.writing import writing
 
 NAME = "report.html"
 TEMPLATES = ("hovertemplate", "texttemplate")  # these are ours, and have plotly's tags
@@ -72,14 +74,9 @@ def save(
 ) -> None:
     """Write the page. Raises ConfigError if the file cannot be written."""
     text = render(points, problems, conclusions)
-    beside = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        beside.write_text(text, encoding="utf-8")
-        beside.replace(path)
-    except OSError as error:
-        beside.unlink(missing_ok=True)
-        remedy = "use a file in a folder that you may write to"
-        raise ConfigError(f"--html {path}: {error.strerror}; {remedy}") from None
+    with writing("html", path), temporary_folder(path.parent) as beside:
+        (beside / NAME).write_text(text, encoding="utf-8")
+        (beside / NAME).replace(path)  # it appears whole
 
 
 def render(
@@ -92,25 +89,27 @@ def render(
     conclusions = conclusions or conclude(points)
     verdicts = verdict_chart(conclusions)
     charts = [*(make(points) for make in CHARTS), *timeline_charts(points)]
-    claims = _each("<pre>{}</pre>", [["\n".join(conclusions.claim_lines)]])
+    claims, lines = (
+        _each("<pre>{}</pre>", "\n".join(each)) if each else ""
+        for each in (conclusions.claim_lines, conclusions.verdicts)
+    )
     sections = [
-        *([("claims", "What the study claims", claims)] if conclusions.claims else []),
+        *([("claims", "What the study claims", claims)] if claims else []),
         ("results", "Results", results_table(points)),
-        ("verdicts", verdicts.title, _figure(verdicts) + _verdict_lines(conclusions)),
+        ("verdicts", verdicts.title, _figure(verdicts) + lines),
         *((f"s-{chart.name}", chart.title, _figure(chart)) for chart in charts),
         ("differences", "What else differs", differences_table(points)),
         ("provenance", "What was run, and how to repeat it", provenance_table(points)),
     ]
+    template = files(__name__).joinpath("template.html").read_text(encoding="utf-8")
     sweeps = dict.fromkeys(run.sweep for point in points for run in point.runs)
     drawn = [_drawn(chart) for chart in [verdicts, *charts] if chart.data]
     values = {
         "title": escape(" and ".join(sweeps)),
-        "cards": _each(CARD, headline_cards(points)),
-        "headline": _each("<li>{}</li>", [(line,) for line in headline_sentences(points)]),
-        "doubts": _each('<p class="doubt">{}</p>', [(line,) for line in conclusions.doubts]),
-        "problems": _each(
-            '<p class="problem">{}</p>', [(x,) for x in [*conclusions.broken, *problems]]
-        ),
+        "cards": _each(CARD, *headline_cards(points)),
+        "headline": _each("<li>{}</li>", *headline_sentences(points)),
+        "doubts": _each('<p class="doubt">{}</p>', *conclusions.doubts),
+        "problems": _each('<p class="problem">{}</p>', *conclusions.broken, *problems),
         "links": " ".join(f'<a href="#{name}">{escape(title)}</a>' for name, title, _ in sections),
         "sections": "\n".join(
             f'<section id="{name}"><h2>{escape(title)}</h2>\n{body}</section>'
@@ -121,19 +120,16 @@ def render(
         "defaults": json.dumps(DEFAULTS),
         "plotly": _plotly(),
     }
-    return re.sub(r"\{\{(\w+)\}\}", lambda match: values[match[1]], _template())
+    return re.sub(r"\{\{(\w+)\}\}", lambda match: values[match[1]], template)
 
 
 def chart_of(name: str, points: Sequence[Point], conclusions: Conclusions) -> Chart:
     """Return one chart by its name. Raises ConfigError for a name that none has."""
-    makers = {make.__name__.removesuffix("_chart"): make for make in CHARTS}
-    if name == "verdict":
-        return verdict_chart(conclusions)
+    makers = {make.__name__.removesuffix("_chart"): partial(make, points) for make in CHARTS}
+    makers["verdict"] = partial(verdict_chart, conclusions)
     if name not in makers:
-        raise ConfigError(
-            f"--chart {name}: no such chart; use one of {', '.join([*makers, 'verdict'])}"
-        )
-    return makers[name](points)
+        raise ConfigError(f"--chart {name}: no such chart; use one of {', '.join(makers)}")
+    return makers[name]()
 
 
 def _drawn(chart: Chart) -> dict[str, Any]:
@@ -162,19 +158,10 @@ def _figure(chart: Chart) -> str:
     return f"<figure>{figcaption}{box}</div></figure>"
 
 
-def _verdict_lines(conclusions: Conclusions) -> str:
-    return _each(
-        "<pre>{}</pre>", [["\n".join(conclusions.verdicts)]] if conclusions.verdicts else []
-    )
-
-
-def _each(form: str, rows: Sequence[Sequence[str]]) -> str:
-    """Return the form for each row of texts, escaped."""
-    return "".join(form.format(*map(escape, row)) for row in rows)
-
-
-def _template() -> str:
-    return files(__name__).joinpath("template.html").read_text(encoding="utf-8")
+def _each(form: str, *rows: str | Sequence[str]) -> str:
+    """Return the form for each text, or row of texts, escaped."""
+    texts = ([row] if isinstance(row, str) else row for row in rows)
+    return "".join(form.format(*map(escape, each)) for each in texts)
 
 
 @cache

@@ -34,7 +34,6 @@ DEFAULTS: dict[str, list[Trace]] = {
                 "pattern": {
                     "fgcolor": "rgba(0,0,0,0.35)",
                     "fillmode": "overlay",
-                    "size": 6,
                     "solidity": 0.15,
                 },
             },
@@ -76,7 +75,7 @@ def row_chart(
     bars: list[Trace] = []
     for index, (part, colour) in enumerate((colours or {}).items()):
         lengths = [each.get(part, 0) for each in numbers.values()]
-        pattern = {"shape": PATTERNS[index % len(PATTERNS)]}
+        pattern = PATTERNS[index % len(PATTERNS)]
         bar = {
             **{"type": "bar", "orientation": "h", "name": part, "y": rows, "x": lengths},
             "text": [_number(length) if len(rows) <= MANY else "" for length in lengths],
