@@ -214,8 +214,8 @@ def describe_difference(
 
     Each gives its last collectives, as (number, what).
     """
-    of_first = dict(of_first)
+    by_number = dict(of_first)
     for number, what in of_other:
-        if (first := of_first.get(number, what)) != what:
+        if (first := by_number.get(number, what)) != what:
             return f"{DIFFER}, rank 0 is in {first}; rank {rank} is in {what}. {REMEDY}"
     return None
