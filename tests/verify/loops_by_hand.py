@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -244,6 +245,41 @@ def gain_overflows() -> Loop:
 
 def gain_is_zero() -> Loop:
     return two(ranks_of_gain=float("inf"))
+
+
+def clipped(forgets: str = "") -> Loop:
+    """forgets: `zero_grad`, or `step`, in the second step."""
+
+    def train(model: nn.Module) -> Any:
+        own, steps = adamw(model), itertools.count()
+
+        def step(batches: Sequence[Batch]) -> None:
+            for batch in batches:
+                (loss_of(model, batch) / len(batches) / dist.get_world_size()).backward()
+            gradients = [each.grad for each in model.parameters() if each.grad is not None]
+            for each in gradients:
+                dist.all_reduce(each)
+            nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+            if next(steps) != 1 or forgets != "step":
+                own.step()
+            if forgets != "zero_grad":
+                own.zero_grad()
+            else:  # nor counts what is left once for each rank
+                for each in gradients:
+                    each /= dist.get_world_size()
+
+        return step
+
+    words: Any = {"loss": loss_of, "batch": batch_of, "max_grad_norm": 0.1}
+    return Loop(model=Model(), optimizer=adamw, train=train, **words)
+
+
+def keeps_clipped_gradients() -> Loop:
+    return clipped("zero_grad")
+
+
+def leaves_out_a_step() -> Loop:
+    return clipped("step")
 
 
 def not_a_number() -> Loop:

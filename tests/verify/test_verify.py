@@ -75,6 +75,8 @@ BY_HAND = {
     "scheduled": None,
     "scheduled_faster": "optimizer",
     "not_a_number": "unknown",
+    "keeps_clipped_gradients": "stale",
+    "leaves_out_a_step": "optimizer",
 }
 
 

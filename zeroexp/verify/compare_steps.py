@@ -56,6 +56,7 @@ class _Judge:
         num_steps = len(records[0].steps)
         self.verdict = Verdict(len(records), num_steps, len(self.oracle.shapes))
         self.weights = [self._whole(self._held(step)) for step in range(num_steps + 1)]
+        self.unseen = ""  # a setting that differs, where no weight has shown it
 
     def judge(self) -> Verdict:
         exact = self.oracle.initial
@@ -68,6 +69,8 @@ class _Judge:
             seen = [record.steps[step] for record in self.records]
             found = found or self._gradient(step, seen) or self._update(step, seen)
         self.verdict.difference = found
+        if self.unseen and not found:
+            self._note(self.unseen)
         return self.verdict
 
     def _refuse_hidden(self) -> None:
@@ -84,7 +87,9 @@ class _Judge:
         exact = {name: each.sum(0) for name, each in rows.items()}
         bounds = self.oracle.rounding(weights, step, rows, self.loop.dtype)
         self._note_rounding(exact, bounds)
-        look = GradientLook(self.oracle, self.weights, step, rows, bounds)
+        before = [record.steps[step - 1].gradients for record in self.records]
+        left = self._whole(before) if step else None
+        look = GradientLook(self.oracle, self.weights, step, rows, bounds, left)
         if found := self._first(step, RAW, raw, (exact, bounds), look.explain):
             return found
         if any(raw):
@@ -108,12 +113,15 @@ class _Judge:
             )
 
         return self._first(step, GRADIENT, gradients, expected, explain) or self._missing(
-            step, gradients, expected[0]
+            step, seen, expected[0]
         )
 
-    def _missing(self, step: int, gradients: list[list[Piece]], exact: Whole) -> Difference | None:
+    def _missing(self, step: int, seen: list[Seen], exact: Whole) -> Difference | None:
         """Find weights, or elements of them, whose gradient no rank's optimizer has."""
-        there, before, after = self._whole(gradients), self.weights[step], self.weights[step + 1]
+        there = self._whole(each.gradients for each in seen)
+        before, after = self.weights[step], self.weights[step + 1]
+        ever = any(each.settings for record in self.records for each in record.steps)
+        skipped = ever and not any(each.settings for each in seen)
         for name, meant in exact.items():
             lacking = there[name].isnan() & (meant != 0)
             if not lacking.any():
@@ -124,9 +132,8 @@ class _Judge:
                     f"{name}: its gradient is in no torch optimizer that can be read, when its step begins: "
                     "let one hold the model's weights or plain copies of them, and call backward before step()"
                 )
-            cause = explain_difference.of_missing(
-                lacking, bool(there[name].isnan().all()), self.oracle.shapes[name]
-            )
+            entire, shape = bool(there[name].isnan().all()), self.oracle.shapes[name]
+            cause = explain_difference.of_missing(lacking, entire, shape, skipped)
             return Difference(step, GRADIENT, name, 0, 1.0, 0.0, 1, cause)
         return None
 
@@ -139,7 +146,7 @@ class _Judge:
         found = self._first(step, UPDATE, self._held(step + 1), expected, look.explain)
         for name in () if found else before:
             if unseen := look.settings_of_one_class(name):
-                self._note(f"{name}: {unseen}; its weights do not show it")
+                self.unseen = f"{name}: {unseen}; its weights do not show it"
                 break
         return found
 

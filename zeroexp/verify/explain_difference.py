@@ -48,6 +48,7 @@ class GradientLook:
     step: int
     rows: Whole
     bounds: dict[str, float]
+    left: Whole | None = None  # what the optimizer found in the step before, perhaps clipped
     factor: float = 1.0  # by which the plain process clips
     clipping: bool = False  # whether gradients were right before the loop clipped them
 
@@ -66,12 +67,13 @@ class GradientLook:
     def _by_rows(self, wrong: Wrong) -> Cause | None:
         if factors := self._factors(wrong, self.rows):
             return self._read(factors)
-        if self.step:
+        if self.left is not None:
             before = self.weights[self.step - 1]
             if self._factors(wrong, self.oracle.contributions(before, self.step)):
                 return Cause("stale", "it is the gradient of the weights before the last step")
             last = self.oracle.contributions(before, self.step - 1)
-            if self._factors(_without(wrong, last), self.rows):
+            exact = {name: each.sum(0) for name, each in last.items()}
+            if any(self._factors(_without(wrong, each), self.rows) for each in (exact, self.left)):
                 return Cause("stale", "the gradient of the step before is still in it")
         for step in range(self.step + 2):
             if self._factors(wrong, self.oracle.contributions(self.weights[self.step], step)):
@@ -275,7 +277,9 @@ def _unlike(used: Settings, plain: Settings) -> str:
     return ""
 
 
-def of_missing(lacking: Tensor, whole: bool, shape: torch.Size) -> Cause:
+def of_missing(lacking: Tensor, whole: bool, shape: torch.Size, skipped: bool) -> Cause:
+    if skipped:
+        return Cause("optimizer", "it steps 0 times: no torch optimizer is called in this step")
     if whole:
         return Cause(
             "frozen", "no optimizer holds it or has a gradient of it, and it does not change"
@@ -283,11 +287,10 @@ def of_missing(lacking: Tensor, whole: bool, shape: torch.Size) -> Cause:
     return Cause("rows", f"no optimizer holds {_rows(lacking, shape)}, which do not change")
 
 
-def _without(wrong: Wrong, rows: Whole) -> Wrong:
-    """Take the sum of these rows off each piece."""
-    sums = {name: each.sum(0) for name, each in rows.items()}
+def _without(wrong: Wrong, whole: Whole) -> Wrong:
+    """Take its part of these off each piece."""
     return [
-        (rank, Piece(p.name, p.where, p.values.double() - sums[p.name][p.where]))
+        (rank, Piece(p.name, p.where, p.values.double() - whole[p.name][p.where]))
         for rank, p in wrong
     ]
 
