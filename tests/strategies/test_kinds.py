@@ -259,6 +259,40 @@ def test_a_plan_counts_the_master_of_each_row(stage, precision, master) -> None:
     assert of_rows.held_bytes("at_rest", 0) != plain.held_bytes("at_rest", 0)
 
 
+OVER_ALL, OVER_OTHERS = "+optimizer.kinds.vectors.over=all", "strategy.optimizer.over=all"
+OF_MATRICES = "name: muon, momentum: 0.9"
+
+
+@pytest.mark.parametrize(
+    ("layout", "rows"),
+    [
+        ("buffer", (OVER_ALL, "+optimizer.kinds.embeddings.over=all")),
+        ("tensor", (f"+optimizer.kinds.matrices={{{OF_MATRICES}, over: all}}",)),
+        ("buffer", (f"+optimizer.kinds.matrices={{{OF_MATRICES}, over: group}}", OVER_OTHERS)),
+        ("parameter", (f"+optimizer.kinds.matrices={{{OF_MATRICES}}}", OVER_ALL)),
+    ],
+)
+@pytest.mark.parametrize("stage", ["zero1", "zero2", "zero3"])
+def test_a_plan_counts_the_ranks_of_each_row(stage, layout, rows) -> None:
+    engine = (f"strategy={stage}", f"strategy.implementation={layout}")
+    groups = ("world_size=6", "data.global_batch_size=6", "strategy.replicas=3")
+    assert_as_planned(composed("model=tiny", *engine, *groups, *rows))
+
+
+def test_moments_of_a_row_over_all_ranks_are_as_many_times_fewer_as_there_are_replicas() -> None:
+    words = ("model=tiny", "world_size=8", "data.global_batch_size=8", "strategy=zero2")
+    configs = [composed(*words, "strategy.replicas=4", *more) for more in ((), (OVER_ALL,))]
+    of_all, of_row = (
+        form_of(each, build_on_meta(each), "native").held_bytes("after_step", 0)["optimizer"]
+        for each in configs
+    )
+    model = build_on_meta(configs[0])
+    vectors = sum(p.numel() for p in model.module.parameters() if p.ndim < 2)
+    num_moments, num_bytes = 2, 4
+    fewer = num_moments * num_bytes * vectors * (1 / 2 - 1 / 8)
+    assert of_all - of_row == pytest.approx(fewer, rel=0.05)
+
+
 def test_matrices_with_owners_send_nothing_beside_a_buffer_of_the_rest() -> None:
     """Of `+optimizer.kinds.matrices.layout` alone: Muon's exchange goes, and a chunk of each unit has whole members."""
     words = (
@@ -285,7 +319,8 @@ def kind_of(chunk: Chunk) -> str:
 
 
 def test_a_run_says_what_went_where() -> None:
-    config = composed("model=tiny", *KINDS_OF_TINY, "model.hf_config.tie_word_embeddings=false")
+    untied = "model.hf_config.tie_word_embeddings=false"
+    config = composed("model=tiny", *KINDS_OF_TINY, untied, "+optimizer.kinds.heads.over=all")
     model = build_on_meta(config)
     groups = parameter_groups(model.module, config.optimizer, model.blocks)
     numel = sum(p.numel() for group in groups for p in group["params"])
@@ -295,6 +330,6 @@ def test_a_run_says_what_went_where() -> None:
         "moments bfloat16 layout parameter"
     )
     heads = model.module.get_parameter("lm_head.weight").numel()
-    assert lines[-1] == f"heads: {heads:,} by adamw lr 0.001 decay 0.1 moments bfloat16"
+    assert lines[-1] == f"heads: {heads:,} by adamw lr 0.001 decay 0.1 moments bfloat16 over all"
     counts = [int(line.split(": ")[1].split()[0].replace(",", "")) for line in lines]
     assert sum(counts) == numel

@@ -1,4 +1,6 @@
-"""The optimizer over all ranks, parameters and gradients inside of groups: as one process, in the bytes of arithmetic.
+"""The optimizer over all ranks, of all parameters or of one kind, and parameters and gradients inside of groups.
+
+It is compared with one process, and in the bytes of arithmetic.
 
 The oracle is that of replicas: each group adds up its ranks, then these sums are added. What a rank updates is a share
 of its piece, so that every cut of a piece is tried: none, through a parameter, at its border, and shares of padding.
@@ -6,6 +8,7 @@ of its piece, so that every cut of a piece is tried: none, through a parameter, 
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from typing import Any
 
@@ -96,6 +99,42 @@ def test_what_rests_where(stage, parameters):
     assert held["at_rest"]["parameters"] == num_bytes // parameters
     assert held["after_backward"]["gradients"] == num_bytes // 2
     assert held["after_step"]["optimizer"] == pytest.approx(2 * num_bytes / 8, rel=0.02)
+
+
+# Each row's ranks, beside those of all others: of rows that one kernel steps, and of matrices that are stepped whole.
+OF_ROWS = {
+    json.dumps(kinds): over
+    for over, kinds in [
+        ("group", {"embeddings": {"over": "all"}, "vectors": {"over": "all", "layout": "tensor"}}),
+        ("all", {"vectors": {"over": "group"}, "*.down.weight": {"over": "group", "lr": 0.01}}),
+        ("group", {"matrices": {"name": "muon", "momentum": 0.9, "over": "all"}}),
+        ("all", {"matrices": {"name": "muon", "momentum": 0.9, "over": "group"}}),
+    ]
+}
+VARIED_BY_KINDS = ("stage", "layout", "transport", "unit", "bucket_mb", "owners", "accumulation")
+
+
+def rows_of_kinds(ranks: int, groups: int) -> list[Row]:
+    """Muon shows the order in which a ring of three adds in its third digit."""
+    varied = {name: each if name in VARIED_BY_KINDS else each[:1] for name, each in AXES.items()}
+    shape = {"world_size": [ranks], "replicas": [groups], "stage": STAGES_IN_GROUPS}
+    more = {"kinds": list(OF_ROWS), "matrix_step": ["alltoall", "gather"], "max_grad_norm": [1e6]}
+    in_a_ring = ranks // groups > 2
+    rows = pairwise(
+        {**more, **varied, **shape, **more},
+        every=("stage", "layout", "kinds"),
+        legal=lambda row: (
+            not (in_a_ring and row.get("transport") == "native" and "muon" in row.get("kinds", ""))
+        ),
+    )
+    return [{**row, "optimizer_over": OF_ROWS[row["kinds"]]} for row in rows]
+
+
+@pytest.mark.parametrize("stage", STAGES_IN_GROUPS)
+def test_kinds_over_ranks_of_their_own_equal_one_process(ranks, stage):
+    for shape in [(4, 2), (6, 3 if stage == "zero3" else 2)]:
+        rows = rows_of_kinds(*shape)
+        check(ranks, [row for row in rows if row["stage"] == stage][:: 1 if shape[0] == 4 else 4])
 
 
 def train_without_a_gather_between(world: World) -> str:

@@ -5,6 +5,7 @@ Command lines are in tests/wrong_lines.txt; here are the settings of strategies,
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
@@ -26,6 +27,7 @@ MUON, BY_PARAMETER = "optimizer=muon world_size=2", "strategy.implementation=par
 OF_VECTORS = "precision=bf16_master strategy=zero3 +optimizer.kinds.vectors.master=bfloat16"
 ON_HOST = "world_size=2 strategy=zero2 strategy.offload=optimizer"
 FP16 = "model=tiny precision=fp16_master world_size=2"
+GROUPS = "world_size=4 data.global_batch_size=8 strategy=zero2 strategy.replicas=2"
 CODES = "world_size=2 strategy.parameters.dtype=float8"
 
 LINES = {
@@ -84,6 +86,11 @@ LINES = {
     "world_size=2 strategy.implementation=torch +optimizer.kinds.vectors.layout=tensor": (
         "torch cuts all parameters alike; leave it out"
     ),
+    "world_size=4 strategy=zero1 strategy.implementation=torch"
+    " +optimizer.kinds.vectors.over=all": "shards the states of all parameters over the same ranks",
+    f"{GROUPS} +optimizer.kinds.vectors.over=all strategy.outer.every=2": "use one of them",
+    f"{GROUPS} +optimizer.kinds.vectors.over=group": "no effect, strategy.optimizer.over=group is",
+    f"{GROUPS} +optimizer.kinds.vectors.over=all strategy.optimizer.over=all": "=all is for all",
     "strategy=zero3 strategy.implementation=torch +optimizer.kinds.matrices.name=muon"
     " +optimizer.kinds.matrices.momentum=0.9": "torch cuts the matrices",
 }
@@ -107,6 +114,8 @@ ROWS = {
     "vectors={master: bf16}": "use float32 or bfloat16",
     "vectors={master: float32}": "master weights are float32 anyway",
     "vectors={master: bfloat16}": "parameters are float32; use precision=bf16_master",
+    "vectors={over: every}": "use group or all",
+    "vectors={over: all}": "optimizer.kinds.vectors.over=all: one group is all ranks; set",
     "experts={lr: 1e-4}": "no trainable parameter of the model is left for this row",
     "*.nothing={lr: 1e-4}": "no trainable parameter of the model is left for this row",
 }
@@ -208,6 +217,19 @@ def test_the_library_refuses_options_in_a_line(stage, size, options, line) -> No
     with fake_world(0, size) as world, pytest.raises(ValueError) as error:
         build_on_rank(world, Recipe(), Ours(stage, Options(**options)))
     assert line in str(error.value) and "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("over", "replicas", "line"),
+    [
+        ("every", 2, "param_groups: over=every: use group, all"),
+        ("all", 1, "one group is all ranks"),
+    ],
+)
+def test_the_library_refuses_ranks_of_a_kind(over, replicas, line) -> None:
+    recipe = Recipe(kinds=json.dumps({"vectors": {"over": over}}))
+    with fake_world(0, 4) as world, pytest.raises(ValueError, match=line):
+        build_on_rank(world, recipe, Ours("zero2", Options(replicas=replicas)))
 
 
 @pytest.mark.parametrize("bound", [-1.0, NAN, "1.0"])

@@ -55,13 +55,14 @@ def rules_of(row: Row) -> Rules:
 def check(ranks: Any, rows: list[Row]) -> None:
     makes = [ours(row) for row in rows]
     groups = [
-        {name: row[name] for name in ("replicas", "optimizer_over") if name in row} for row in rows
+        {name: row[name] for name in ("replicas", "optimizer_over", "matrix_step") if name in row}
+        for row in rows
     ]
     makes = [
         replace(make, options=replace(make.options, **words))
         for make, words in zip(makes, groups, strict=True)
     ]
-    recipes = [recipe_of(row) for row in rows]
+    recipes = [replace(recipe_of(row), kinds=row.get("kinds", "{}")) for row in rows]
     answers = ranks(
         train_rows, list(zip(recipes, makes, strict=True)), world_size=rows[0]["world_size"]
     )

@@ -12,11 +12,12 @@ from dataclasses import asdict, fields, replace
 from typing import Any
 
 from zeroexp.check.refusal import Refusal, as_typed, value_of
-from zeroexp.config.keys import KEYS, Config
+from zeroexp.config.keys import KEYS, Config, StrategyConfig
 from zeroexp.config.optimizer import OF_ENGINE, OPTIMIZERS, ROW_KEYS, OptimizerKind, rows_of
 from zeroexp.config.parameter_kinds import KINDS, is_pattern
 from zeroexp.config.plugins import REGISTRIES
 from zeroexp.cut.layout import LAYOUTS
+from zeroexp.cut.stage import why_not_over_all
 from zeroexp.process.ports import parse_port_range
 from zeroexp.registry.did_you_mean import suggest_nearest, suggest_word
 
@@ -33,6 +34,7 @@ MOST_OF_ANY = (1 << 31) - 1
 MOST_MODULES = 10_000  # experts of all layers
 
 MASTERS = ("float32", "bfloat16")  # of a row of optimizer.kinds
+OVERS = ("group", "all")
 
 # The name of a folder contains no path separator, and file systems accept it.
 NAME = re.compile(r"[\w][\w .+-]{0,99}")
@@ -202,14 +204,41 @@ def _check_row(config: Config, row: str, own: dict[str, Any]) -> Iterator[Refusa
 
 
 def _wrong_for_engine(config: Config, key: str, value: Any) -> Iterator[tuple[str, str]]:
-    """Yield what is wrong with what a row tells the engine: its layout, and the dtype of its master weights."""
-    precision, strategy = config.precision, config.strategy
+    """Yield what is wrong with what a row tells the engine of its layout, master weights and ranks."""
+    strategy = config.strategy
     if strategy.implementation not in LAYOUTS:
-        does = {"layout": "cuts all parameters alike", "master": "updates all in one dtype"}[key]
+        does = {
+            "layout": "cuts all parameters alike",
+            "master": "updates all in one dtype",
+            "over": "shards the states of all parameters over the same ranks",
+        }[key]
         remedy = "leave it out, or use strategy.implementation=buffer"
         yield f"{strategy.implementation} {does}", remedy
-    if key != "master":
-        return
+    elif key == "over":
+        yield from _wrong_over(strategy, value)
+    elif key == "master":
+        yield from _wrong_master(config, value)
+
+
+def _wrong_over(strategy: StrategyConfig, value: Any) -> Iterator[tuple[str, str]]:
+    if value not in OVERS:
+        yield "unknown word", f"use {' or '.join(OVERS)}"
+    elif value == strategy.optimizer.over:
+        yield f"no effect, strategy.optimizer.over={value} is for all parameters", "leave it out"
+    elif value == "all" and (problem := why_no_optimizer_over_all(strategy)):
+        yield problem
+
+
+def why_no_optimizer_over_all(strategy: StrategyConfig) -> tuple[str, str] | None:
+    """Return why there are not several groups that take each step together, and what to do."""
+    differ, codes = strategy.outer.every is not None, strategy.codes is not None
+    return why_not_over_all(
+        strategy.replicas or 1, differ=differ, offload=strategy.offload, codes_rest=codes
+    )
+
+
+def _wrong_master(config: Config, value: Any) -> Iterator[tuple[str, str]]:
+    precision, strategy = config.precision, config.strategy
     if value not in MASTERS:
         yield "unknown word", f"use {' or '.join(MASTERS)}"
     elif value == precision.master:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from zeroexp.check.refusal import Refusal
+from zeroexp.check.rules_of_one_key import why_no_optimizer_over_all
 from zeroexp.config.engines import ENGINES
 from zeroexp.config.families import MODELS
 from zeroexp.config.job_shape import shape_of
@@ -16,7 +17,6 @@ from zeroexp.cut.stage import (
     Stage,
     why_no_replicas,
     why_no_secondary_copy,
-    why_not_over_all,
 )
 
 # What a moment of this dtype may be multiplied by in a step at most, and get smaller.
@@ -181,11 +181,7 @@ def check_replicas(config: Config) -> Iterator[Refusal]:
 
 def check_optimizer_over(config: Config) -> Iterator[Refusal]:
     """Require several groups that take each step together, where the optimizer rests over all of them."""
-    strategy, differ = config.strategy, config.strategy.outer.every is not None
-    codes, offload = strategy.codes is not None, strategy.offload
-    problem = why_not_over_all(
-        strategy.replicas or 1, differ=differ, offload=offload, codes_rest=codes
-    )
+    strategy, problem = config.strategy, why_no_optimizer_over_all(config.strategy)
     if strategy.implementation not in ENGINES and strategy.optimizer.over == "all" and problem:
         yield "strategy.optimizer.over", *problem
 

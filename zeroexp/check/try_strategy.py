@@ -54,14 +54,14 @@ def check_strategy(config: Config) -> None:
 
 
 def _try_layout(config: Config, model: BuiltModel) -> None:
-    options, size = options_of(config.strategy), config.world_size
     groups = parameter_groups(model.module, config.optimizer, model.blocks)
+    options = options_of(config.strategy).with_kinds_of(groups)
     units = [
         specs_of(group)
         for group in group_parameters(model.module, model.blocks, options.unit, groups)
     ]
     try:
-        layout = options.lay_out(units, size)
+        layout = options.lay_out(units, config.world_size)
     except ValueError as error:
         raise ConfigError(str(error)) from error
     moved = [chunk.on_host for chunks in layout for chunk in chunks if chunk.kind != FROZEN]

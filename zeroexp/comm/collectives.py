@@ -9,8 +9,9 @@ from __future__ import annotations
 import uuid
 import zlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
+from itertools import zip_longest
 from typing import Any
 from weakref import WeakSet
 
@@ -98,12 +99,22 @@ def held_shared_bytes() -> int:
     return sum(each.held_shared_bytes for each in _of_this_process)
 
 
+@dataclass(frozen=True)
+class Updating:
+    """The ranks by which chunks are cut for their update."""
+
+    world: World  # these, whose messages carry what they exchange
+    ranks: tuple[int, ...]  # of `world`, in the order of the cuts
+    number: int  # of this rank among them
+    twins: World  # those that update the same as this rank
+
+
 class Collectives:
     """The three moves inside of a group and the sum of a tiny tensor over ranks, counted by kind of message.
 
     world: all ranks. group: those that shard among themselves. holders: those that hold the same pieces, one of each
     of the `replicas` groups. With one replica the group is the world, and this rank the only holder.
-    optimizer_over: `all`: holders update a share of these pieces each (replicas.py); `group`: they update the same.
+    shares_updates: holders update a share each of some of these pieces (replicas.py), see `Chunk.over_all`.
     sums_each_step: reductions are of all ranks; False: of the group, and `sum_between` alone leaves it.
     reductions_apart: see `Transport.reduce_apart`. gather_codec, reduce_codec: of gathers and of reduce-scatters in the
     group; None: they are exact. codes_rest: what gathers send rests, and masters are the pieces that it is made of.
@@ -119,7 +130,7 @@ class Collectives:
         *,
         transport: str = "auto",
         replicas: int = 1,
-        optimizer_over: str = "group",
+        shares_updates: bool = False,
         sums_each_step: bool = True,
         reductions_apart: bool = False,
         gather_codec: str | None = None,
@@ -135,14 +146,12 @@ class Collectives:
         self.group, self.holders = world.split(replicas)
         # The ranks that take a step together.
         self.stepping = world if sums_each_step else self.group
-        self.shares_updates = optimizer_over == "all" and replicas > 1
-        # The ranks that update the same weights, and those by whom weights are cut for their update, in that order.
-        self.twins, self.updating = self.holders, list(range(self.group.size))
-        self.number = self.group.rank  # of this rank in `updating`
-        if self.shares_updates:
-            size, self.twins = self.group.size, replace(world, rank=0, size=1)
-            self.updating = [r for place in range(size) for r in range(place, world.size, size)]
-            self.number = self.updating.index(world.rank)
+        self.shares_updates = shares_updates
+        size, alone = self.group.size, replace(world, rank=0, size=1)
+        in_order, own = tuple(range(size)), self.group.rank
+        self._in_group = Updating(self.group, in_order, own, self.holders)
+        by_place = tuple(r for place in in_order for r in range(place, world.size, size))
+        self._over_all = Updating(world, by_place, by_place.index(world.rank), alone)
         sends = self.group.size > 1  # else nothing travels, and nothing is rounded
         self._gather_codec = gather_codec if sends else None
         self._reduce_codec = reduce_codec if sends else None
@@ -166,7 +175,7 @@ class Collectives:
             node, _ = world.split(world.size // secondary_partition)
             self._node = Node(node, TRANSPORTS[transport](node, self._moves))
         self._common_facts: Facts | None = None
-        self._messages = self._transport  # that carries exchanges
+        self._exchanges: dict[Updating, Transport] = {}  # those that this transport does not carry
         self.traffic = Traffic()
         _of_this_process.add(self)
 
@@ -325,12 +334,12 @@ class Collectives:
         *,
         last: bool = True,
         residuals: Residuals | None = None,
-        shares: Sequence[Chunk] = (),
+        shares: Sequence[Chunk | None] = (),
     ) -> Pending:
         """Start partial -> sharded. With replicas the sums are those of the group. residuals: see `residuals_of`.
 
-        `last`: nothing more is added to them; they are those of all ranks once `finish_sums` has returned, or of
-        `shares`, by which holders cut the sums of each part, this rank's is.
+        `last`: nothing more is added to them; they are those of all ranks once `finish_sums` has returned. Of a part
+        with a chunk in `shares`, by which holders cut its sums, this rank's share alone is.
         """
         name, codec = f"the {kind} of {what}", self._reduce_codec
         with meter.issuing(kind, what) as move:
@@ -344,8 +353,17 @@ class Collectives:
         if not self._sums_between_each_step or not last:
             return reduced
         nothing = parts[0].gradients[0].new_empty(0)
-        sums = [out for part in parts for out in part.out or [nothing]]
-        return Pending([reduced], lambda: self.sum_between(sums, what, shares))
+        alike, apart = list[Tensor](), list[Tensor]()
+        for part, share in zip_longest(parts, shares):
+            (alike if share is None else apart).extend(part.out or [nothing])
+
+        def sum_between() -> None:
+            if alike:
+                self.sum_between(alike, what)
+            if apart:
+                self.sum_between(apart, what, [share for share in shares if share is not None])
+
+        return Pending([reduced], sum_between)
 
     @property
     def _sums_between_each_step(self) -> bool:
@@ -392,27 +410,34 @@ class Collectives:
             sent = self._between.sum(sums, f"the sum between replicas of {what}", shares)
             return self._count("replicas", sent, move)
 
-    def open_exchanges(self) -> None:
-        """Let the ranks that update exchange bytes, by messages: shared memory has slots for reductions alone."""
-        needs_own = self.facts.shares_memory or self.shares_updates
-        if needs_own and self._messages is self._transport:
-            ranks = self.world if self.shares_updates else self.group
-            self._messages = TRANSPORTS["messages"](ranks, self._moves)
+    def updating(self, *, over_all: bool) -> Updating:
+        """Return the ranks that update chunks of which replicas have shares, or the others."""
+        return self._over_all if over_all else self._in_group
+
+    def open_exchanges(self, updating: Updating) -> None:
+        """Let ranks that update exchange bytes, by messages: shared memory has slots for reductions alone."""
+        needs_own = self.facts.shares_memory or updating.world is not self.group
+        if needs_own and updating not in self._exchanges:
+            messages = TRANSPORTS["messages"](updating.world, self._moves)
+            self._exchanges[updating] = messages
             if not self.world.is_fake:
-                self._messages.connect()
+                messages.connect()
 
     def exchange(
-        self, sent: Mapping[int, Tensor], num_bytes: Mapping[int, int], kind: str, what: str
+        self,
+        sent: Mapping[int, Tensor],
+        num_bytes: Mapping[int, int],
+        kind: str,
+        what: str,
+        updating: Updating,
     ) -> tuple[Pending, dict[int, Tensor]]:
-        """Start to send bytes to each peer that updates, and to receive so many, see `Transport.exchange`.
-
-        Ranks are numbered as in `updating`.
-        """
-        of_ranks = {self.updating[number]: each for number, each in sent.items()}
-        sizes = {self.updating[number]: size for number, size in num_bytes.items()}
+        """Start to send bytes to each peer by its number among those that update, and to receive so many."""
+        ranks, messages = updating.ranks, self._exchanges.get(updating, self._transport)
+        of_ranks = {ranks[number]: each for number, each in sent.items()}
+        sizes = {ranks[number]: size for number, size in num_bytes.items()}
         with meter.issuing(kind, what) as move:
-            pending, received = self._messages.exchange(of_ranks, sizes, f"the {kind} of {what}")
-            arrived = {number: received[self.updating[number]] for number in sent}
+            pending, received = messages.exchange(of_ranks, sizes, f"the {kind} of {what}")
+            arrived = {number: received[ranks[number]] for number in sent}
             return self._count(kind, (pending, sum(map(len, sent.values()))), move), arrived
 
     def sum_scalar_later(self, value: Tensor, kind: str, over: World | None = None) -> Pending:

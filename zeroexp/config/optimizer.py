@@ -25,11 +25,9 @@ if TYPE_CHECKING:
     from torch import nn
 
 SCHEDULES = ("constant", "cosine", "linear")
-ROW_KEYS = ("name", "lr", "weight_decay", "moments", "layout", "master", "settings")  # of every row
-OF_ENGINE = (
-    "layout",
-    "master",
-)  # of these: what our engine does with the parameters, and no optimizer reads
+# What our engine does with the parameters of a row, and no optimizer reads.
+OF_ENGINE = ("layout", "master", "over")
+ROW_KEYS = ("name", "lr", "weight_decay", "moments", "settings", *OF_ENGINE)  # of every row
 OF_BLOCKS = {"matrices", "experts", "routers"}  # kinds of parameters that may be matrices of blocks
 
 
@@ -76,6 +74,12 @@ def layouts_of(config: Config) -> list[Layout]:
 def master_of_kind(config: OptimizerConfig, kind: str) -> str | None:
     """Return the dtype of a kind's weights that the optimizer updates, where its row has one of its own."""
     return config.kinds.get(row_of_kind(kind), {}).get("master")
+
+
+def overs_of(config: Config) -> list[str]:
+    """Return over which ranks what the optimizer updates rests: that of all parameters, and those of rows."""
+    rows = config.optimizer.kinds.values()
+    return [config.strategy.optimizer.over, *(row["over"] for row in rows if "over" in row)]
 
 
 def optimizers_of(config: OptimizerConfig) -> dict[str, OptimizerConfig]:

@@ -89,4 +89,5 @@ def _slice(index: int, chunk: Chunk, picked: Sequence[Span]) -> Slice:
     for each in ranges:
         for rank, start, stop in chunk.shares(each.offset, each.offset + each.numel):
             owned[rank] += stop - start
-    return Slice(index, ranges, Chunk(members, (0, *accumulate(owned)), chunk.kind))
+    cuts = (0, *accumulate(owned))
+    return Slice(index, ranges, Chunk(members, cuts, chunk.kind, over_all=chunk.over_all))

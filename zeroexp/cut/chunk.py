@@ -63,6 +63,8 @@ class Chunk:
     kind: str = ""
     # What the optimizer updates of it rests on the host, and its parameters where these do.
     on_host: bool = False
+    # Of what a rank holds of it, replicas update a share each (comm/replicas.py); else they all update the same.
+    over_all: bool = False
 
     def __hash__(self) -> int:
         return self._checksum

@@ -12,7 +12,7 @@ piece may have the whole: they know whether the matrix has a gradient.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from zeroexp.cut.chunk import Chunk
 
@@ -30,6 +30,7 @@ class CutMatrix:
     shape: Shape
     pieces: Mapping[int, slice]  # by rank, of the flattened matrix
     whole_on: tuple[int, ...]
+    over_all: bool = False  # of its chunk: what the ranks are numbered among
 
     @property
     def is_cut(self) -> bool:
@@ -94,7 +95,7 @@ def _held_by_all(chunk: Chunk, index: int, shapes: Mapping[str, Shape]) -> CutMa
         rank: slice(start - member.start, stop - member.start)
         for rank, start, stop in chunk.shares(member.start, member.stop)
     }
-    return CutMatrix(member.name, shapes[member.name], pieces, tuple(pieces))
+    return CutMatrix(member.name, shapes[member.name], pieces, tuple(pieces), chunk.over_all)
 
 
 def _give_to_one(matrices: Sequence[CutMatrix]) -> list[CutMatrix]:
@@ -108,4 +109,4 @@ def _give_to_one(matrices: Sequence[CutMatrix]) -> list[CutMatrix]:
         owner = min(matrix.pieces, key=lambda r: (loads.get(r, 0), -matrix.piece_bytes(r)))
         owners[matrix.name] = owner
         loads[owner] = loads.get(owner, 0) + orthogonalizing_cost(matrix.shape)
-    return [CutMatrix(m.name, m.shape, m.pieces, (owners[m.name],)) for m in matrices]
+    return [replace(m, whole_on=(owners[m.name],)) for m in matrices]

@@ -42,6 +42,7 @@ OURS = (
     "kind",
     "layout",
     "master",
+    "over",
     "lr_scale",
 )  # keys of parameter groups that no other trainer has
 

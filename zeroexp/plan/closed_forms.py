@@ -17,7 +17,7 @@ step before gathered for it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cache, cached_property
 from typing import ClassVar, NamedTuple
@@ -59,7 +59,7 @@ class ClosedForm:
 
     world_size: int
     replicas = 1  # groups of ranks that hold all states each
-    shares_updates = False  # whether the optimizer's state alone is cut over all of them
+    shares_updates = False  # whether the optimizer's state of some chunks is cut over all of them
     copies_weights = False
     precision: PrecisionForm
     optimizer: OptimizerForm
@@ -140,10 +140,10 @@ class ShardedForm(ClosedForm):
 
     units: the root first, then the others as the model lists them. stage: the row as `world_size` ranks carry it out.
     gathers: of each unit in one microbatch; None: one for each forward and backward of a unit that is freed between
-    them, else one for both. replicas: groups of neighbours that are sharded inside; shares_updates: what a rank holds
-    there is cut again for the replicas, which update a share each, and units are given so. secondary_partition: ranks
-    of a node that keep a secondary copy; then one gather of a unit in a step goes over all ranks, and the others stay
-    there.
+    them, else one for both. replicas: groups of neighbours that are sharded inside; shares_updates: of some chunks what
+    a rank holds there is cut again for the replicas, which update a share each; they are given so, and marked.
+    secondary_partition: ranks of a node that keep a secondary copy; then one gather of a unit in a step goes over all
+    ranks, and the others stay there.
 
     `place` is the number of a rank in its group, by which chunks are cut.
     """
@@ -180,22 +180,24 @@ class ShardedForm(ClosedForm):
                 _add(traffic, "secondary", num_units * num_in_node, kept)
             if not trainable(chunks):
                 continue
-            if self.shares_updates:
-                own = self._share_bytes(trainable(fine), rank, self._compute)[1]
+            if shared := [chunk for chunk in trainable(fine) if chunk.over_all]:
+                own = self._share_bytes(shared, rank, self._compute)[1]
                 _add(traffic, "replicas", num_units, (self.replicas - 1) * own)
             for bucket, fine_bucket in buckets:
                 chunks_of_bucket = [part.chunk for part in bucket.slices]
                 num_bytes = self._reduction_bytes(chunks_of_bucket, place)
                 _add(traffic, "reduce", num_units * self._num_reductions, num_bytes)
-                if self.replicas > 1:
-                    num_sums = num_units * self._num_sums_between
-                    _add(traffic, "replicas", num_sums, self._sum_bytes(bucket, fine_bucket, rank))
+                for between in self._sum_bytes(bucket, fine_bucket, rank):
+                    _add(traffic, "replicas", num_units * self._num_sums_between, between)
             if self.stage.publish is Move.ALL_GATHER:
                 published = self._gather_bytes(trainable(chunks), place)
                 _add(traffic, "publish", num_units, published)
         if num_exchanges := sum(map(exchanges_of, self.matrices)):
             traffic.calls_by_kind["matrices"] = num_exchanges
-            traffic.bytes_by_kind["matrices"] = self._matrix_bytes[self._number(rank)]
+            traffic.bytes_by_kind["matrices"] = sum(
+                num_bytes[self._number(rank, over_all=over_all)]
+                for over_all, num_bytes in self._matrix_bytes.items()
+            )
         if self.outer is not None:
             _times(traffic, "replicas", *self.outer.share)
         size = self.world_size if self.outer is None else self.group_size  # that step together
@@ -208,7 +210,7 @@ class ShardedForm(ClosedForm):
             num_bytes = TALLY_BYTES * (1 + num_parameters + num_checks)
             _add(traffic, "norm", 1, 2 * num_bytes * (size - 1) // size)
         if self.offload:
-            owned = self._held_by(place, self._number(rank), on_host=True).owned
+            owned = self._held_by(place, self._number(rank, over_all=True), on_host=True).owned
             elements = self._gathered_pieces(place) if self.offload == ALL else owned
             codes = self._section_bytes(rank, self.group_size)
             to_device = codes if self.codes_rest else self._compute * elements
@@ -262,11 +264,20 @@ class ShardedForm(ClosedForm):
         sums_between = self.replicas > 1 and self.outer is None
         return -(-numel // size) * size if sums_between else numel
 
-    def _sum_bytes(self, bucket: Bucket, fine: Bucket, rank: int) -> int:
-        """Return the bytes a rank sends to sum between replicas what it has summed, or owns, of this bucket."""
-        if self.shares_updates and self.reduction is Move.REDUCE_SCATTER:
-            total, own = self._share_bytes([p.chunk for p in fine.slices], rank, self._reduce)
-            return total - own
+    def _sum_bytes(self, bucket: Bucket, fine: Bucket, rank: int) -> Iterator[int]:
+        """Yield the bytes a rank sends to sum between replicas what it has summed of this bucket, and what it owns."""
+        shared = [p.chunk for p in fine.slices if p.chunk.over_all]
+        if self.replicas == 1:
+            return
+        if self.reduction is not Move.REDUCE_SCATTER or not shared:
+            yield self._bytes_of_sums(bucket, rank)
+            return
+        if others := tuple(each for each in bucket.slices if not each.chunk.over_all):
+            yield self._bytes_of_sums(Bucket(others), rank)
+        total, own = self._share_bytes(shared, rank, self._reduce)
+        yield total - own
+
+    def _bytes_of_sums(self, bucket: Bucket, rank: int) -> int:
         replica, place = divmod(rank, self.group_size)
         chunk = sums_of(bucket, place, self.replicas)
         peers = self.replicas - 1
@@ -285,10 +296,10 @@ class ShardedForm(ClosedForm):
         total, own = self._moved_numel(shares, replica, itemsize)
         return total * itemsize, own * itemsize
 
-    def _number(self, rank: int) -> int:
+    def _number(self, rank: int, *, over_all: bool) -> int:
         """Return the number of a rank in the cut by what is updated, see `Collectives.updating`."""
         replica, place = divmod(rank, self.group_size)
-        return place * self.replicas + replica if self.shares_updates else place
+        return place * self.replicas + replica if over_all and self.shares_updates else place
 
     @property
     def _summed(self) -> int:
@@ -296,16 +307,20 @@ class ShardedForm(ClosedForm):
         return self._reduce if self.outer is None else ITEMSIZE[self.precision.master]
 
     @cached_property
-    def _matrix_bytes(self) -> list[int]:
-        """Return the bytes that each rank sends of matrices, by its number, to where they are whole and back."""
-        sent = [0] * (self.world_size if self.shares_updates else self.group_size)
+    def _matrix_bytes(self) -> dict[bool, list[int]]:
+        """The bytes that each rank sends of matrices, by its number, to where they are whole and back.
+
+        Key: whether they are cut over all ranks.
+        """
+        sent_by = {True: [0] * self.world_size, False: [0] * self.group_size}
         for matrix in (matrix for batch in self.matrices for matrix in batch if matrix.is_cut):
+            sent = sent_by[matrix.over_all]
             owner, returns = matrix.whole_on[0], len(matrix.whole_on) < len(matrix.pieces)
             for place in matrix.pieces:
                 own = matrix.piece_bytes(place)
                 sent[place] += own * (len(matrix.whole_on) - (place in matrix.whole_on))
                 sent[owner] += own if returns and place != owner else 0
-        return sent
+        return sent_by
 
     def _moved_numel(self, chunks: Sequence[Chunk], place: int, itemsize: int) -> tuple[int, int]:
         """Return the elements of a move of these chunks, and of a rank's part; only the backend sends padding."""
@@ -382,7 +397,7 @@ class ShardedForm(ClosedForm):
         return self.schedule.accumulation
 
     def held_elements(self, rank: int) -> HeldElements:
-        return self._held_by(rank % self.group_size, self._number(rank))
+        return self._held_by(rank % self.group_size, self._number(rank, over_all=True))
 
     @cached_property
     def _held_by(self) -> Callable[..., HeldElements]:
@@ -390,9 +405,10 @@ class ShardedForm(ClosedForm):
 
         def held_by(place: int, number: int, *, on_host: bool = False) -> HeldElements:
             parts = [
-                (self._held_of_chunk(chunk, place, fine.spans(number)), each.num_units)
+                (self._held_of_chunk(chunk, place, fine.spans(at)), each.num_units)
                 for each in self.units_by_shape
                 for chunk, fine in zip(each.chunks, each.fine, strict=True)
+                for at in [number if fine.over_all else place]
                 if chunk.on_host or not on_host
             ]
             owned = (own.times(num) for held, num in parts for own in held.by_kind)
@@ -418,7 +434,8 @@ class ShardedForm(ClosedForm):
             held["master"] = ITEMSIZE[self.precision.master] * numel
         if self.offload is None:
             return held
-        there = self._held_by(rank % self.group_size, self._number(rank), on_host=True)
+        number = self._number(rank, over_all=True)
+        there = self._held_by(rank % self.group_size, number, on_host=True)
         if self.codes_rest:  # pieces are on the host, and masters are the pieces
             on_host = held["parameters"] - codes + held["master"] + self._reduce * there.owned
             on_host += held["optimizer"]
@@ -459,12 +476,14 @@ class ShardedForm(ClosedForm):
         has_uneven_sums = self.replicas > 1 and not facts.is_collective
         if facts.shares_memory or has_uneven_sums or any(map(exchanges_of, self.matrices)):
             return rank  # what peers read of it differs, or which matrices it has whole
-        number = self._number(rank)
-        return self._secondary_bytes(rank), *(
-            (cut.section_numel(at), cut.real_numel(at), len(cut.spans(at)))
+        cuts = [(chunk, place) for each in self.units_by_shape for chunk in each.chunks]
+        cuts += [
+            (fine, self._number(rank, over_all=fine.over_all))
             for each in self.units_by_shape
-            for chunks, at in ((each.chunks, place), (each.fine, number))
-            for cut in chunks
+            for fine in each.fine
+        ]
+        return self._secondary_bytes(rank), *(
+            (cut.section_numel(at), cut.real_numel(at), len(cut.spans(at))) for cut, at in cuts
         )
 
     def _held_of_chunk(self, chunk: Chunk, place: int, spans: Sequence[Span]) -> HeldElements:

@@ -51,21 +51,19 @@ def form_of(
 
 def _sharded_form(config: Config, model: BuiltModel, transport: str, between: str) -> ShardedForm:
     strategy, world_size = config.strategy, config.world_size
-    options = options_of(strategy)
+    of_optimizer = parameter_groups(model.module, config.optimizer, model.blocks)
+    options = options_of(strategy).with_kinds_of(of_optimizer)
     group_size = world_size // options.replicas
     stage = stage_for_world(stage_of(strategy), group_size, options.offload)
     sends = options.gather_codec, options.reduce_codec, options.secondary_partition
     if (any(sends) or options.offload == ALL) and not TRANSPORTS[transport].is_collective:
         transport = between = "gloo"
-    shares_updates = options.optimizer_over == "all"
-    if shares_updates and not TRANSPORTS[between].is_collective:
+    if options.shares_updates and not TRANSPORTS[between].is_collective:
         between = "gloo"
     settled = settle_options(options, stage, TRANSPORTS[transport], world_size)
-    of_optimizer = parameter_groups(model.module, config.optimizer, model.blocks)
     groups = group_parameters(model.module, model.blocks, options.unit, of_optimizer)
     specs = [specs_of(group) for group in groups]
-    num_updating = world_size if shares_updates else group_size
-    layout = options.lay_out(specs, num_updating)
+    layout = options.lay_out(specs, world_size)
     schedule = ScheduleForm(
         accumulation=_accumulation(config),
         keep=options.keep,
@@ -88,8 +86,8 @@ def _sharded_form(config: Config, model: BuiltModel, transport: str, between: st
         PrecisionForm(*row_dtypes(config)),
         _optimizer(config),
         replicas=options.replicas,
-        shares_updates=shares_updates,
-        matrices=_matrices(layout, model, options, stage, num_updating, whole),
+        shares_updates=options.shares_updates,
+        matrices=_matrices(layout, model, options, stage, world_size, whole),
         offload=options.offload,
         codes_rest=options.codes_rest,
         in_files=options.offload_folder is not None,
@@ -107,10 +105,11 @@ def _matrices(
     model: BuiltModel,
     options: Options,
     stage: Stage,
-    num_updating: int,
+    world_size: int,
     whole: Collection[str],
 ) -> list[list[CutMatrix]]:
-    if stage.optimizer is not Placement.SHARD or num_updating == 1:
+    is_alone = options.replicas == world_size and not options.shares_updates
+    if stage.optimizer is not Placement.SHARD or is_alone:
         return []
     shapes = {name: tuple(p.shape) for name, p in model.module.named_parameters()}
     kinds = {chunk.kind for unit in layout for chunk in unit if chunk.kind in whole}

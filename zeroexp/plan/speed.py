@@ -21,6 +21,7 @@ import torch
 from zeroexp.config.gpus import GPUS, LINK_SHARE, NETWORKS, USUAL_GPU, USUAL_NETWORK, Gpu, Network
 from zeroexp.config.job_shape import JobShape
 from zeroexp.config.keys import Config, ConfigError
+from zeroexp.config.optimizer import overs_of
 from zeroexp.measure.traffic import payload_rate
 from zeroexp.plan.machines import Machines, processor_name
 
@@ -178,7 +179,7 @@ def _behind_link(speed: Speed, config: Config, machines: Machines) -> Speed:
         return 1 / ((1 - inside) / own + inside / speed.link_bytes_per_second)
 
     inside_group, shares = machines.shares_inside(
-        config.strategy.replicas or 1, shares_updates=config.strategy.optimizer.over == "all"
+        config.strategy.replicas or 1, shares_updates="all" in overs_of(config)
     )
     return replace(
         speed,

@@ -133,7 +133,7 @@ def _agreed_layout(options: Options, specs: Units, wire: Collectives) -> list[tu
     """Cut as all ranks do. Raises ValueError on all ranks where a rule of others cuts differently on one of them."""
     name, layout, refusal = options.layout, [], None
     try:
-        layout = options.lay_out(specs, len(wire.updating))
+        layout = options.lay_out(specs, wire.world.size)
     except ValueError as error:
         refusal = error
     if not wire.same_everywhere(zlib.crc32(f"{layout} {refusal}".encode())):

@@ -73,8 +73,8 @@ class Engine:
 
         values: what the parameters of a module on meta are to hold. scales_loss: see interface/loss_scale.py.
         """
-        options = options or Options()
         param_groups = groups_of_lists(param_groups, optimizer_factory)
+        options = (options or Options()).with_kinds_of(param_groups)
         self._observer = self.observed_by()
         trained_by = param_groups, optimizer_factory
         carried_out_by = stage, options, max_grad_norm, values, world
@@ -205,13 +205,7 @@ class Engine:
         self.drain()
         self._outer.require_joined("state_dict()")
         state = canonical_state(
-            self.units,
-            self._stage,
-            self.optimizer,
-            self.wire,
-            self._python,
-            self._buffers,
-            self._outer,
+            self.units, self.optimizer, self._python, self._buffers, self._outer
         )
         for name, parameter in self.model.named_parameters():
             if not parameter.numel():  # no unit holds an empty parameter

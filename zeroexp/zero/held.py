@@ -25,6 +25,7 @@ from zeroexp.cut.bucket import Slice
 from zeroexp.cut.chunk import FROZEN, Chunk, Span
 from zeroexp.cut.stage import Placement, Stage
 from zeroexp.interface.values import Read
+from zeroexp.process.world import World
 from zeroexp.zero.options import Dtypes
 
 # The engine's own code reads parameters under this context: an observer may have given them a class that raises.
@@ -59,6 +60,7 @@ class Held:
     owned: tuple[Span, ...]  # the elements of which this rank keeps the weight: its own, or all
     summed: tuple[Span, ...]  # those whose gradients it sums in its group: these, or more
     fine: Chunk  # the chunk as it is cut for all ranks that update it
+    alike: World  # the ranks that hold the same weights of it
     report: Callable[..., None]  # the observer's `shown`
     device: torch.device  # of full parameters
     dtype: torch.dtype  # of full parameters
@@ -186,15 +188,17 @@ def allocate(
         full = wire.empty(chunk.padded_numel, dtypes.compute).zero_()
         piece = full[chunk.section(rank)]
     kept = stage.parameters if chunk.kind == FROZEN else stage.optimizer
+    updating = wire.updating(over_all=fine.over_all)
+    alike = updating.twins if kept is Placement.SHARD else wire.world
     memory, owned, summed = full, chunk.whole(), chunk.whole()
     if kept is Placement.SHARD or memory is None:
-        cut, number = (chunk, rank) if chunk.kind == FROZEN else (fine, wire.number)
-        start, own = chunk.section(rank).start, cut.section(number)
+        number = updating.number
+        start, own = chunk.section(rank).start, fine.section(number)
         memory = piece[own.start - start : own.stop - start]
-        owned, summed = cut.spans(number), chunk.spans(rank)
+        owned, summed = fine.spans(number), chunk.spans(rank)
     of_full = wire.world.device, dtypes.compute
     of_piece = piece, memory, owned, summed
-    held = Held(chunk, parameters, shapes, *of_piece, fine, report, *of_full, full=full)
+    held = Held(chunk, parameters, shapes, *of_piece, fine, alike, report, *of_full, full=full)
     if held.is_trainable:
         _make_masters(held, dtypes, wire)
     if is_master:

@@ -25,7 +25,7 @@ def bring_matrices_together(
     optimizer: Optimizer, units: Sequence[Unit], stage: Stage, wire: Collectives, step: str
 ) -> None:
     """Let an optimizer of whole matrices have those of which this rank's masters are pieces."""
-    is_cut = stage.optimizer is Placement.SHARD and len(wire.updating) > 1
+    is_cut = stage.optimizer is Placement.SHARD and (wire.group.size > 1 or wire.shares_updates)
     if is_cut and hasattr(optimizer, "matrices"):
         if wire.bus.is_used:
             raise ValueError(
@@ -36,13 +36,14 @@ def bring_matrices_together(
 
 
 class MatricesOfUnits(WholeMatrices):
-    """The matrices of which the ranks that update hold pieces; ranks are numbered as in `Collectives.updating`."""
+    """The matrices of which the ranks that update hold pieces; ranks are numbered as in `Updating`."""
 
     def __init__(self, units: Sequence[Unit], wire: Collectives, step: str, kind: str = MATRIX):
         self._of_engine = units, wire, step
-        self._wire, self._rank = wire, wire.number
-        self._peers = [rank for rank in range(len(wire.updating)) if rank != self._rank]
         held = [held for unit in units for held in unit.trainable if held.chunk.kind == kind]
+        updating = wire.updating(over_all=any(each.fine.over_all for each in held))
+        self._wire, self._updating, self._rank = wire, updating, updating.number
+        self._peers = [rank for rank in range(len(updating.ranks)) if rank != self._rank]
         self._shapes = {
             member.name: tuple(shape)
             for each in held
@@ -56,7 +57,7 @@ class MatricesOfUnits(WholeMatrices):
         chunks = [[each.fine for each in unit.trainable] for unit in units]
         self._batches = cut_matrices(chunks, self._shapes, step, kind)
         if any(map(exchanges_of, self._batches)):
-            wire.open_exchanges()
+            wire.open_exchanges(updating)
 
     def of_kind(self, kind: str) -> MatricesOfUnits:
         return MatricesOfUnits(*self._of_engine, kind)
@@ -119,7 +120,9 @@ class MatricesOfUnits(WholeMatrices):
         }
         sizes = {peer: [num_bytes(m, peer, rank) for m in matrices] for peer in self._peers}
         expected = {peer: sum(each) for peer, each in sizes.items()}
-        arriving, received = self._wire.exchange(sent, expected, "matrices", "the optimizer")
+        arriving, received = self._wire.exchange(
+            sent, expected, "matrices", "the optimizer", self._updating
+        )
         arriving.wait()
         return {
             peer: [piece.view(torch.bfloat16) for piece in received[peer].split(sizes[peer])]

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from zeroexp.comm.collectives import Collectives, checksum_terms, checksums_were_equal
-from zeroexp.cut.stage import Move, Placement, Stage
+from zeroexp.cut.stage import Move, Stage
 from zeroexp.zero.unit import MasterGradient
 
 
@@ -55,9 +55,10 @@ class StepSums:
         terms = torch.tensor(self._contributed, dtype=torch.float64, pin_memory=self._is_on_gpu)
         self._sums = terms.to(wire.world.device, non_blocking=True)
         # Of the ranks that update by the same gradients, all or the replicas, only the first contributes their squares.
-        twins = wire.twins if stage.optimizer is Placement.SHARD else wire.world
-        if twins.rank == 0 or wire.stepping is not wire.world:
-            self._sums[0] = sum_squares([each.gradient for each in handed], wire)
+        is_alone = wire.stepping is not wire.world
+        counted = [each.gradient for each in handed if is_alone or each.alike.rank == 0]
+        if counted:
+            self._sums[0] = sum_squares(counted, wire)
         self._summed = wire.sum_scalar_later(self._sums, "norm", wire.stepping)
         self._counts: list[float] = []
         self._on_host: Tensor | None = None

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from zeroexp.comm.facts import ALL, Facts
-from zeroexp.cut.chunk import Chunk
+from zeroexp.cut.chunk import FROZEN, Chunk
 from zeroexp.cut.layout import Units, lay_out, place_on_host
 from zeroexp.cut.stage import Placement, Stage, default_reduce_each
 
@@ -88,6 +88,7 @@ class Options:
     replicas: int = 1  # groups of ranks that each hold all states, sharded inside of the group
     # Ranks over which replicas shard masters and what the optimizer keeps: `group`, each its own; `all` of them.
     optimizer_over: str = "group"
+    over_of_kinds: tuple[tuple[str, str], ...] = ()  # that of parameters of a kind with its own
     outer: Outer | None = None  # replicas differ between outer steps; None: each step sums over all
     # How an optimizer of whole matrices steps cut ones: a word of MATRIX_STEPS (cut/matrix_step.py).
     matrix_step: str = "alltoall"
@@ -110,20 +111,43 @@ class Options:
     # The folder of a file for each rank, mapped into its memory, in which lies what rests on the host; None: no file.
     offload_folder: str | None = None
 
-    def lay_out(self, units: Units, group_size: int) -> list[tuple[Chunk, ...]]:
-        """Return the chunks of every unit, cut for a group of ranks, those marked that rest on the host."""
-        layout = lay_out(self.layout, units, group_size, owners=self.owners)
+    def with_kinds_of(self, param_groups: Sequence[dict[str, Any]]) -> Options:
+        """Return these with the ranks that groups name."""
+        named = {g.get("kind", ""): g["over"] for g in param_groups if "over" in g}
+        return replace(self, over_of_kinds=tuple(named.items()))
+
+    @property
+    def shares_updates(self) -> bool:
+        """Whether replicas update shares of anything."""
+        overs = (self.optimizer_over, *dict(self.over_of_kinds).values())
+        return self.replicas > 1 and "all" in overs
+
+    def lay_out(self, units: Units, world_size: int) -> list[tuple[Chunk, ...]]:
+        """Return the chunks of every unit, each cut for the ranks that update it, and marked by where it rests."""
+        group_size = world_size // self.replicas
+        num_updating = world_size if self.shares_updates else group_size
+        layout = [
+            tuple(self._for_those_that_update(chunk, group_size) for chunk in chunks)
+            for chunks in lay_out(self.layout, units, num_updating, owners=self.owners)
+        ]
         if self.offload is None:
             return layout
         return place_on_host(
             layout, self.offload_fraction, frozen=self.offload == ALL or self.codes_rest
         )
 
+    def _for_those_that_update(self, chunk: Chunk, group_size: int) -> Chunk:
+        """Return a chunk that is cut for all ranks cut for the group, unless replicas update shares of it."""
+        over = dict(self.over_of_kinds).get(chunk.kind, self.optimizer_over)
+        if self.shares_updates and over == "all" and chunk.kind != FROZEN:
+            return replace(chunk, over_all=True)
+        return chunk.for_ranks(group_size)
+
     @property
     def of_moves(self) -> dict[str, Any]:
         """Those that the moves between ranks, and to the host, are made with."""
         names = ("transport", "replicas", "reductions_apart", "gather_codec", "reduce_codec")
-        names = (*names, "codes_rest", "error_feedback", "secondary_partition", "optimizer_over")
+        names = (*names, "codes_rest", "error_feedback", "secondary_partition", "shares_updates")
         names = (*names, "offload", "offload_fraction", "offload_folder")
         of_names = {name: getattr(self, name) for name in names}
         return {**of_names, "sums_each_step": self.outer is None}

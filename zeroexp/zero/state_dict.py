@@ -13,10 +13,8 @@ from dataclasses import replace
 from torch import Tensor
 from torch.optim import Optimizer
 
-from zeroexp.comm.collectives import Collectives
 from zeroexp.cut.chunk import Span
 from zeroexp.cut.moment_blocks import bytes_of_elements
-from zeroexp.cut.stage import Placement, Stage
 from zeroexp.interface.buffers import Buffers
 from zeroexp.interface.canonical import WEIGHT, moments_of
 from zeroexp.interface.load_state import LoadTarget
@@ -31,9 +29,7 @@ from zeroexp.zero.unit import Unit
 
 def canonical_state(
     units: Sequence[Unit],
-    stage: Stage,
     optimizer: Optimizer,
-    wire: Collectives,
     python: PythonValues,
     buffers: Buffers,
     outer: NoOuterStep,
@@ -41,7 +37,7 @@ def canonical_state(
     """Return the canonical state; its pieces are views of live memory, so copy those kept past the next step."""
     state = buffers.canonical()
     for held in _chunks(units):
-        holders = _holders_of(held, stage, wire)
+        holders = held.alike
         for span, weight in held.weights():
             shape = tuple(held.shapes[span.member])
             name = held.chunk.members[span.member].name
@@ -81,13 +77,6 @@ def load_targets(units: Sequence[Unit]) -> list[LoadTarget]:
 
 def _chunks(units: Sequence[Unit]) -> Iterator[Held]:
     return (held for unit in units for held in unit.held)
-
-
-def _holders_of(held: Held, stage: Stage, wire: Collectives) -> World:
-    """Return the ranks that hold the same weights of a chunk as this one."""
-    rests = stage.optimizer if held.is_trainable else stage.parameters
-    sharing = wire.twins if held.is_trainable else wire.holders
-    return sharing if rests is Placement.SHARD else wire.world
 
 
 def _piece_of(

@@ -19,6 +19,7 @@ from zeroexp.cut.bucket import Bucket, cut_in_buckets
 from zeroexp.cut.chunk import FROZEN, Chunk
 from zeroexp.cut.stage import Move, Stage
 from zeroexp.measure.verb_seconds import meter, timed_as_verb
+from zeroexp.process.world import World
 from zeroexp.zero.full_storage import FullStorage
 from zeroexp.zero.gradients import Gradients
 from zeroexp.zero.held import MAY_BECOME, Held, Residence, unguarded
@@ -32,6 +33,7 @@ class MasterGradient:
     parameter: nn.Parameter
     master: nn.Parameter  # the elements that this rank updates
     gradient: Tensor  # the sum over ranks, of the master's shape, and its dtype where no bus is between them
+    alike: World  # the ranks that update it by the same gradient
 
 
 class Unit:
@@ -73,16 +75,20 @@ class Unit:
         self.buckets = cut_in_buckets(
             [held.chunk for held in self.trainable], itemsize, bucket_bytes
         )
-        # By bucket, what holders of this rank's sums update of them, and those parts of pieces; none: each updates all.
-        self._shares: list[list[Chunk]] = [[] for _ in self.buckets]
+        # By bucket, what holders of this rank's sums update of each part, and those parts of pieces; None: all of it.
+        self._shares: list[list[Chunk | None]] = [[] for _ in self.buckets]
         self._parts_between: list[GatherPart] = []
         if wire.shares_updates:
             fine = cut_in_buckets([held.fine for held in self.trainable], itemsize, bucket_bytes)
             place = wire.group.rank
-            self._shares = [[p.chunk.within(place, size) for p in b.slices] for b in fine]
+            self._shares = [
+                [p.chunk.within(place, size) if p.chunk.over_all else None for p in b.slices]
+                for b in fine
+            ]
             self._parts_between = [
                 GatherPart(h.fine.within(place, size), h.piece, h.owned_memory)
                 for h in self.trainable
+                if h.fine.over_all
             ]
         # By bucket, what rounding left out of gradients that this rank has sent, in float32.
         self._residuals = [self._residuals_of(bucket) for bucket in self.buckets]
@@ -193,7 +199,7 @@ class Unit:
                     gradient = gradient.to(master.dtype)
                 if gradient.shape != master.shape:
                     gradient = gradient.view(master.shape)
-                handed.append(MasterGradient(parameter, master, gradient))
+                handed.append(MasterGradient(parameter, master, gradient, held.alike))
         return handed
 
     # -- publish: O -> P, after the optimizer's step ---------------------------------------------

@@ -120,6 +120,11 @@ def _refuse_groups(
     for group in param_groups:
         if (layout := group.get("layout", options.layout)) not in LAYOUTS:
             raise ValueError(f"param_groups: layout={layout}: use {', '.join(LAYOUTS)}")
+        over, words = group.get("over", options.optimizer_over), WORDS["optimizer_over"]
+        if over not in words or ("over" in group and "kind" not in group):
+            raise ValueError(
+                f"param_groups: over={over}: use {', '.join(words)}, in a group that has a kind of its own"
+            )
         _refuse_master(group, options)
         for parameter in group["params"]:
             if parameter not in own:
@@ -291,7 +296,7 @@ def _refuse_groups_of_ranks(options: Options, stage: Stage, world_size: int) -> 
     if replicas > 1:
         why = why_no_replicas(replicas, stage, world_size, differ=differ)
         problems[f"options.replicas={replicas}"] = why
-    if options.optimizer_over == "all":
+    if "all" in (options.optimizer_over, *dict(options.over_of_kinds).values()):
         words = {"differ": differ, "offload": options.offload, "codes_rest": options.codes_rest}
         problems["options.optimizer_over=all"] = why_not_over_all(replicas, **words)
     if num_ranks is not None:
