@@ -46,6 +46,13 @@ def test_an_engine_is_equal_and_faults_are_named(tmp_path: Path):
     assert rounded[0] == "dtype"
 
 
+def test_numbers_of_ranks_that_a_run_would_refuse_are_left_out():
+    source = source_of([*TINY.split(), "strategy=zero2", "strategy.replicas=2", "world_size=4"])
+    left_out = {size: source.why_not_on(size) for size in (1, 2, 3, 4, 6)}
+    assert [size for size, why in left_out.items() if why is None] == [4, 6]
+    assert "1 ranks form no 2 equal groups" in str(left_out[1])
+
+
 @pytest.mark.slow
 def test_engines_of_ours_and_of_torch_are_equal():
     found = answers(HERE / "loops.py", [(f"{TINY} {words}", size) for words, size in ENGINES])

@@ -134,7 +134,7 @@ def why_no_replicas(
     if stage.optimizer is not Placement.SHARD:
         return "every rank is a replica already, nothing is sharded", "use zero1, zero2 or zero3"
     if world_size % replicas:
-        sizes = [str(k) for k in range(1, world_size) if world_size % k == 0]
+        sizes = [str(k) for k in range(1, max(2, world_size)) if world_size % k == 0]
         return f"{world_size} ranks form no {replicas} equal groups", f"use {', '.join(sizes)}"
     if world_size == replicas and not differ:
         return "a group of one rank shards nothing: this is ddp", "use fewer replicas, or ddp"

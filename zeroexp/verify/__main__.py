@@ -15,13 +15,16 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from dataclasses import asdict
+from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 
 import torch
 
+from zeroexp.check import check
 from zeroexp.check.try_model import check_model
 from zeroexp.commandline.mistakes import MISTAKES, explain
+from zeroexp.config.keys import Config
 from zeroexp.plan.__main__ import composed_points
 from zeroexp.process import safe_output
 from zeroexp.process.json_output import json_alone, wants_json
@@ -33,6 +36,7 @@ from zeroexp.verify.oracle import MARGIN
 from zeroexp.verify.ranks import verify_world
 
 DIFFERS, REFUSED = 1, 2
+WORLDS = "1,2,3,4"
 
 
 def main() -> int:
@@ -59,16 +63,24 @@ def main() -> int:
 def _verify(arguments: argparse.Namespace, verdicts: list[Verdict]) -> None:
     """Append a verdict for each number of ranks. Raises NoLoop at the first that can not be run."""
     source = source_of(arguments.loop)
-    if not all(each.isdecimal() and int(each) for each in arguments.worlds.split(",")):
+    worlds = (arguments.worlds or WORLDS).split(",")
+    if not all(each.isdecimal() and int(each) for each in worlds):
         raise NoLoop(f"--worlds {arguments.worlds}: no numbers of ranks; give some, as 1,2,4")
     if arguments.steps < 1:
         raise NoLoop(f"--steps {arguments.steps}: none; give at least 1")
     if not arguments.seconds > 0:
         raise NoLoop(f"--seconds {arguments.seconds:g}: no time; give more than 0")
     print(f"{source.name} beside one process of plain PyTorch {torch.__version__}")
-    for size in map(int, arguments.worlds.split(",")):
-        verdicts.append(verify_world(source, size, arguments.steps, arguments.seconds))
-        print(f"  {size} rank{'s' if size > 1 else ' '}  {_line(verdicts[-1])}", flush=True)
+    for size in map(int, worlds):
+        why_not = source.why_not_on(size)
+        if why_not and arguments.worlds:
+            raise NoLoop(f"--worlds {arguments.worlds}: {why_not}")
+        if not why_not:
+            verdicts.append(verify_world(source, size, arguments.steps, arguments.seconds))
+        answer = f"left out: {why_not}" if why_not else _line(verdicts[-1])
+        print(f"  {size} rank{'s' if size > 1 else ' '}  {answer}", flush=True)
+    if not verdicts:
+        raise NoLoop(f"none of {WORLDS} ranks can run it; give --worlds others")
 
 
 def source_of(words: list[str]) -> Source:
@@ -99,7 +111,20 @@ def _config_source(words: list[str]) -> Source:
         import_for(config)  # here, and not in each rank, which is a fork
     except MISTAKES as error:
         raise NoLoop(explain(error)) from error
-    return Source(" ".join(words), lambda: loop_of_config(config))
+    why_not_on = partial(_why_not_on, config)
+    return Source(" ".join(words), lambda: loop_of_config(config), why_not_on=why_not_on)
+
+
+def _why_not_on(config: Config, size: int) -> str | None:
+    """Return what refuses a run on so many ranks, each with as many samples."""
+    samples = config.data.global_batch_size // config.world_size * size
+    try:
+        check(
+            replace(config, world_size=size, data=replace(config.data, global_batch_size=samples))
+        )
+    except MISTAKES as error:
+        return explain(error)
+    return None
 
 
 def _line(verdict: Verdict) -> str:
@@ -140,7 +165,7 @@ def _arguments() -> argparse.Namespace:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("loop", nargs="+", metavar="FILE:FUNCTION | KEY=VALUE ...")
-    parser.add_argument("--worlds", default="1,2,3,4", help="numbers of ranks (%(default)s)")
+    parser.add_argument("--worlds", help=f"numbers of ranks ({WORLDS}, where they can run it)")
     parser.add_argument("--steps", type=int, default=3, help="of the optimizer (%(default)s)")
     parser.add_argument(
         "--seconds", type=float, default=120, help="for each number of ranks (%(default)s)"

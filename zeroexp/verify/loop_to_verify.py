@@ -50,6 +50,7 @@ class Source:
     name: str  # as on the command line
     make: Callable[[], Any]
     file: Path | None = None  # the user's, whose lines an error names
+    why_not_on: Callable[[int], str | None] = lambda size: None  # what refuses it on so many ranks
 
 
 def source_in(file: Path, function: str) -> Source:
