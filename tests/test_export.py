@@ -161,7 +161,7 @@ def train(local: LocalCluster, folder: Path, *words: str) -> list[float]:
     """The loss of every step, before it."""
     folder.mkdir()
     configs.save(config_of("model=tiny", "cluster.device=cpu", *words), folder / "config.yaml")
-    ended = local.run(Job(folder), on_record=lambda record: None, on_event=lambda line: None)
+    ended = local.run(Job(folder))
     assert ended.status == "done", ended.cause
     return [record.loss for record in read_records(folder)]
 

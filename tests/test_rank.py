@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import re
@@ -12,10 +13,12 @@ from typing import Any
 
 import pytest
 
+from zeroexp.cluster.follow import ShownRun
 from zeroexp.cluster.job import Job, Outcome
 from zeroexp.cluster.local import LocalCluster
 from zeroexp.config import keys as configs
 from zeroexp.config.keys import Config
+from zeroexp.report.sweep_progress import Progress
 from zeroexp.tracking.files import read_records, read_summary
 from zeroexp.tracking.run import read_run
 
@@ -48,10 +51,6 @@ def make_config(world_size: int) -> Config:
     return config
 
 
-def run(local: LocalCluster, job: Job, on_record=lambda record: None) -> Outcome:
-    return local.run(job, on_record=on_record, on_event=lambda line: None)
-
-
 def log_of(job: Job, rank: int) -> str:
     return (job.folder / "logs" / f"rank{rank}.log").read_text()
 
@@ -64,11 +63,14 @@ def process_of(job: Job, rank: int) -> int:
 
 def test_what_a_run_leaves_in_its_folder(local, tmp_path):
     job = make_job(tmp_path / "run")
-    live: list[dict[str, Any]] = []
-    outcome = run(local, job, live.append)
+    told, stepped = io.StringIO(), list[Job]()
+    shown = ShownRun(1, job, Progress(1, told), stepped.append, skip=True)
+    shown.start()
+    outcome = local.run(job, shown.show_steps)
     assert outcome == Outcome("done"), outcome.cause
+    assert stepped == [job] * 4 and "[1/1] run | step 4/4 | loss " in told.getvalue()
     records, summary = read_records(job.folder), read_summary(job.folder)
-    assert [record.step for record in records] == [0, 1, 2, 3] == [row["step"] for row in live]
+    assert [record.step for record in records] == [0, 1, 2, 3]
     assert summary is not None
     assert (summary.world_size, summary.num_warmup_steps, summary.num_steps) == (2, 1, 3)
     assert (summary.initial_loss, summary.final_loss) == (records[0].loss, records[-1].loss)
@@ -102,7 +104,7 @@ def replicated(local, tmp_path_factory) -> Job:
         strategy__implementation="torch",
         optimizer__kinds={"vectors": {"weight_decay": 0.0}},
     )
-    assert run(local, job).status == "done"
+    assert local.run(job).status == "done"
     return job
 
 
@@ -132,7 +134,7 @@ def test_peaks_and_wire_are_known_on_the_cpu(replicated):
 
 def test_what_a_rank_raises_is_in_failure_and_log(local, tmp_path):
     job = make_job(tmp_path / "run", optimizer__name="adagrad")
-    outcome = run(local, job)
+    outcome = local.run(job)
     assert outcome.status == "failed" and outcome.cause is not None
     assert outcome.cause["exception"] == "UnknownWord"
     assert "optimizer.name=adagrad" in outcome.cause["message"]
@@ -156,7 +158,7 @@ def test_the_server_has_imported_what_a_rank_needs(tmp_path):
         data__task="causal",
     )
     with LocalCluster(Config().cluster, rank_main="tests.imports_main:main") as local:
-        assert run(local, job).status == "done"
+        assert local.run(job).status == "done"
         # Forking would lose a thread. The kernel's list of them also shows those of C++.
         assert len(os.listdir(f"/proc/{local.server}/task")) == 1
     imported = json.loads((job.folder / "imported.json").read_text())

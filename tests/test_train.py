@@ -192,7 +192,7 @@ def test_it_asks_for_a_pause_between_any_two_steps(world):
 def test_every_rank_hands_on_the_global_loss(world, local, tmp_path):
     _, alone = run(make_config(), world)
     job = make_job(tmp_path / "run", main="tests.train_main:main")
-    outcome = local.run(job, on_record=print, on_event=print)
+    outcome = local.run(job)
     assert outcome.status == "done", outcome.cause
     for rank in (0, 1):
         losses = [float(line) for line in (job.folder / f"losses{rank}").read_text().split()]
@@ -202,7 +202,7 @@ def test_every_rank_hands_on_the_global_loss(world, local, tmp_path):
 def test_a_wish_of_one_rank_stops_all_after_the_same_step(local, tmp_path):
     """Rank 1 is asked by a signal within step 1; rank 0 hears of it in the sum of the loss."""
     job = make_job(tmp_path / "run", main="tests.train_main:main_until_asked")
-    outcome = local.run(job, on_record=print, on_event=print)
+    outcome = local.run(job)
     assert outcome.status == "done", outcome.cause
     ended = [(job.folder / f"stopped{rank}").read_text() for rank in (0, 1)]
     assert ended == ["[0, 1] agreed", "[0, 1] agreed"]

@@ -14,7 +14,7 @@ from torch.nn import functional
 from tests.engines import ENGINES
 from tests.models_for_tests import MODELS, SEQ_LEN, VOCABULARY
 from tests.oracle import Make, Recipe, build_on_rank
-from tests.test_rank import make_job, run
+from tests.test_rank import make_job
 from zeroexp.comm.collectives import Collectives
 from zeroexp.config import keys as configs
 from zeroexp.config.keys import Config, ConfigError, DataConfig
@@ -198,7 +198,7 @@ def test_a_resumed_run_validates_as_one_that_never_stopped(local, tmp_path):
     newest = str(half.folder / "checkpoint" / "step-000002")
     configs.save(replace(rest.config, resume=newest), rest.folder / "config.yaml")
     for job in (whole, half, rest):
-        outcome = run(local, job)
+        outcome = local.run(job)
         assert outcome.status == "done", outcome.cause
     expected = [r.validation_loss for r in read_records(whole.folder)]
     assert [loss is not None for loss in expected] == [False, True, False, True, True]

@@ -20,7 +20,7 @@ from typing import Any
 import pytest
 
 from tests.composing import compose_once
-from tests.test_rank import log_of, make_job, run
+from tests.test_rank import log_of, make_job
 from zeroexp import __main__ as zeroexp
 from zeroexp.checkpoint import folders
 from zeroexp.checkpoint.folders import LOG
@@ -29,7 +29,8 @@ from zeroexp.checkpoint.verify import check_pieces
 from zeroexp.cluster.job import Job
 from zeroexp.cluster.local import LocalCluster
 from zeroexp.cluster.sweep import Sweep
-from zeroexp.tracking.files import read_records, read_summary
+from zeroexp.tracking.files import RECORDS, read_records, read_summary
+from zeroexp.tracking.follow_file import Complaints, Tail
 
 MODEL = {"width": 256, "depth": 4}  # a step takes a few milliseconds, writing its state some dozens
 STEPS = 30  # and one of warm-up
@@ -58,7 +59,7 @@ def undisturbed(local, tmp_path_factory) -> Job:
     """A run that is saved at three steps and at its end. It is to be read, and copied before it is changed."""
     folder = tmp_path_factory.mktemp("undisturbed") / "run"
     job = job_at(folder, checkpoint__every=10, checkpoint__keep=3)
-    assert run(local, job).status == "done"
+    assert local.run(job).status == "done"
     return job
 
 
@@ -69,13 +70,13 @@ def copied(undisturbed, tmp_path) -> Job:
 
 
 def run_again(local: LocalCluster, job: Job) -> list[str]:
-    """Run it again as one that has failed; returns the events that its user is shown."""
-    events: list[str] = []
+    """Run it again as one that has failed; returns the complaints that its user is shown."""
     job.enter("failed", "its launcher died before it could write that it was done")
     job.set_aside()
-    outcome = local.run(job, on_record=lambda record: None, on_event=events.append)
+    complaints = Complaints(job.folder / LOG)
+    outcome = local.run(job)
     assert outcome.status == "done", outcome.cause
-    return events
+    return complaints.new_complaints()
 
 
 def test_saving_is_in_no_step_but_in_the_record(undisturbed):
@@ -175,11 +176,12 @@ class Killer:
 
     def __init__(self, job: Job, chance: random.Random, *, writing: bool) -> None:
         self._job, self._chance, self._writing = job, chance, writing
-        self._num_records = 0
+        self._records, self._num_records = Tail(job.folder / RECORDS, skip=True), 0
 
-    def __call__(self, record: dict[str, Any]) -> None:
-        self._num_records += 1
-        if self._num_records == 2:
+    def __call__(self) -> None:
+        before = self._num_records
+        self._num_records += len(self._records.new_lines())
+        if before < 2 <= self._num_records:
             threading.Thread(target=self._kill).start()
 
     def _kill(self) -> None:
@@ -201,13 +203,13 @@ def kill_again_and_again(local: LocalCluster, reference: Job, job: Job, num_kill
     """Every attempt goes on from the last whole checkpoint; together they are one run, bit for bit."""
     chance, num_unfinished = random.Random(num_kills), 0
     for number in range(num_kills):
-        outcome = run(local, job, Killer(job, chance, writing=number % 2 == 0))
+        outcome = local.run(job, Killer(job, chance, writing=number % 2 == 0))
         assert outcome.status == "failed" and outcome.cause is not None
         assert outcome.cause["exception"] == "SIGKILL", outcome.cause["message"]
         num_unfinished += len(unfinished(job))
         steps_of(job)
     assert num_unfinished, "no kill came while a checkpoint was being written"
-    assert run(local, job).status == "done"
+    assert local.run(job).status == "done"
     assert numbers(job) == numbers(reference)
     num_steps = len(numbers(reference))
     assert (job.folder / "records.jsonl").read_text().count("\n") == num_steps, "none twice"
@@ -227,7 +229,7 @@ def test_killed_twice(local, undisturbed, tmp_path):
 def test_killed_fifty_times(local, tmp_path):
     steps = 15 * 50  # an attempt comes to some few
     reference = job_at(tmp_path / "reference", steps, checkpoint__every=None)
-    assert run(local, reference).status == "done"
+    assert local.run(reference).status == "done"
     kill_again_and_again(local, reference, job_at(tmp_path / "killed", steps), 50)
 
 
@@ -256,7 +258,7 @@ def test_a_full_disk_costs_no_training_and_no_older_checkpoint(local, undisturbe
     newest = folders.complete_checkpoints(undisturbed.folder)[-1]
     size = sum(read_manifest(newest).file_bytes().values()) * 3 // 2
     with mounted(job.folder, f"size={size}"):
-        outcome = run(local, job)
+        outcome = local.run(job)
         assert outcome.status == "failed" and outcome.cause is not None
         line = outcome.cause["message"]
         assert re.match(r"checkpoint of step 5 failed: rank \d: OSError: .*No space left", line)
@@ -270,7 +272,7 @@ def test_a_full_disk_costs_no_training_and_no_older_checkpoint(local, undisturbe
 def test_a_folder_that_can_not_be_written_is_told_before_the_first_step(local, tmp_path):
     job = job_at(tmp_path / "run", 4)
     with mounted(job.folder, "size=1m,ro"):
-        outcome = run(local, job)
+        outcome = local.run(job)
     assert outcome.status == "failed" and outcome.cause is not None
     assert outcome.cause["exception"] == "CheckpointError"
     assert outcome.cause["message"].startswith(

@@ -17,21 +17,21 @@ from zeroexp.cluster.local import LocalCluster
 from zeroexp.config.keys import save
 from zeroexp.process import progress
 from zeroexp.process.watchdog.hung import Idle, Sight, ranks_behind
+from zeroexp.tracking.files import read_records
 
 HANG_SECONDS = 5  # ranks of a busy machine must advance meanwhile
 
 
 def test_a_stopped_rank_is_named_and_leaves_its_stack(local: LocalCluster, tmp_path: Path) -> None:
     job = make_job(tmp_path / "run", train__steps=1_000_000, cluster__hang_s=HANG_SECONDS)
-    seen = 0
+    stopped: list[int] = []
 
-    def stop_rank_1(record: object) -> None:
-        nonlocal seen
-        seen += 1
-        if seen == 3:
-            os.kill(process_of(job, 1), signal.SIGSTOP)
+    def stop_rank_1() -> None:
+        if not stopped and len(read_records(job.folder)) >= 3:
+            stopped.append(process_of(job, 1))
+            os.kill(stopped[0], signal.SIGSTOP)
 
-    outcome = local.run(job, on_record=stop_rank_1, on_event=lambda line: None)
+    outcome = local.run(job, meanwhile=stop_rank_1)
     cause = outcome.cause
     assert outcome.status == "failed" and cause is not None
     assert (cause["rank"], cause["exception"]) == (1, "Hang")
@@ -59,7 +59,7 @@ def test_of_sleeping_ranks_the_one_that_did_least_is_named(
         config.train.steps = 10
         save(config, job.folder / "config.yaml")
     rank_code.choose(job.folder, "tests.cluster.hanging_ranks:sleep_in_forward")
-    outcome = local.run(job, on_record=lambda record: None, on_event=lambda line: None)
+    outcome = local.run(job)
     cause = outcome.cause
     assert cause is not None and (cause["rank"], cause["exception"]) == (1, "Hang"), cause
     assert " in forward of step 1; " in cause["message"]
@@ -79,7 +79,7 @@ def test_a_rank_that_never_comes_to_the_first_step_is_named(
     """Rank 0 waits for it in the meeting or in a collective: it was blamed, ten minutes later."""
     job = make_job(tmp_path / "run", cluster__hang_s=2)
     rank_code.choose(job.folder, f"tests.cluster.hanging_ranks:{how}")
-    outcome = local.run(job, on_record=lambda record: None, on_event=lambda line: None)
+    outcome = local.run(job)
     cause = outcome.cause
     assert cause is not None and (cause["rank"], cause["exception"]) == (1, "Hang"), cause
     assert f" in {where}; " in cause["message"]

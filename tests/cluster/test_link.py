@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.cluster.test_local import run, wait_until
+from tests.cluster.test_local import wait_until
 from tests.composing import composed
 from tests.warm import Warm, start_servers_with
 from zeroexp.check import check
@@ -78,7 +78,7 @@ def test_bytes_over_a_link_are_those_of_the_plan_and_of_arithmetic(local, tmp_pa
     check(config)
     (tmp_path / "run").mkdir()
     configs.save(config, tmp_path / "run" / "config.yaml")
-    assert run(local, Job(tmp_path / "run")).status == "done"
+    assert local.run(Job(tmp_path / "run")).status == "done"
     summary = read_summary(tmp_path / "run")
     assert summary is not None and summary.link_bytes_per_step is not None
     assert summary.num_parameters is not None
@@ -105,7 +105,7 @@ def test_no_node_outlives_its_ranks(tmp_path, monkeypatch, ending):
     job.folder.mkdir()
     configs.save(Config(world_size=4, cluster=LINKED), job.folder / "config.yaml")
     with LocalCluster(LINKED, rank_main="tests.cluster.rank_mains:main") as local:
-        assert run(local, job).status == ("done" if ending == "end" else "failed")
+        assert local.run(job).status == ("done" if ending == "end" else "failed")
     nodes = [(job.folder / f"node{rank}").read_text() for rank in range(4)]
     assert nodes[0] == nodes[1] != nodes[2] == nodes[3]
     wait_until(lambda: not namespaces() & {*nodes})

@@ -24,6 +24,7 @@ from zeroexp.cluster.job import Job, Outcome
 from zeroexp.cluster.local import LocalCluster
 from zeroexp.config import keys as configs
 from zeroexp.config.keys import Config, ConfigError
+from zeroexp.tracking.follow_file import Tail
 
 RANK_MAIN = "tests.cluster.rank_mains:main"
 
@@ -44,10 +45,6 @@ def make_job(
     configs.save(config, folder / "config.yaml")
     rank_code.choose(folder, main)
     return Job(folder)
-
-
-def run(local: LocalCluster, job: Job) -> Outcome:
-    return local.run(job, on_record=lambda record: None, on_event=lambda line: None)
 
 
 def cause_of(outcome: Outcome) -> dict[str, Any]:
@@ -74,7 +71,7 @@ def wait_until(condition: Callable[[], bool]) -> None:
 
 def test_ranks_are_fresh_forks_of_one_server(local, tmp_path):
     jobs = [make_job(tmp_path / f"say_who-{n}", world_size=n) for n in (1, 3)]
-    assert [run(local, job).status for job in jobs] == ["done", "done"]
+    assert [local.run(job).status for job in jobs] == ["done", "done"]
     facts = [json.loads(file.read_text()) for file in sorted(tmp_path.glob("*/rank*.json"))]
     assert [(fact["rank"], fact["size"]) for fact in facts] == [(0, 1), (0, 3), (1, 3), (2, 3)]
     assert len({fact["pid"] for fact in facts}) == 4
@@ -89,12 +86,12 @@ def test_points_are_tried_in_a_fork_and_their_errors_raised_here(local, tmp_path
     with pytest.raises(ConfigError, match=r"^model\.mlp\.width=wide: .*above 0"):
         local.try_points([fine, wrong])
     assert len(os.listdir(f"/proc/{local.server}/task")) == 1
-    assert run(local, make_job(tmp_path / "say_who")).status == "done"
+    assert local.run(make_job(tmp_path / "say_who")).status == "done"
 
 
 def test_a_rehearsal_that_takes_too_long_is_ended_and_the_server_goes_on(local, tmp_path):
     assert not local.rehearse(make_job(tmp_path / "run"), 0.01)  # tests/rank_code.py
-    assert run(local, make_job(tmp_path / "say_who")).status == "done"
+    assert local.run(make_job(tmp_path / "say_who")).status == "done"
 
 
 def test_a_server_that_is_lost_while_points_are_tried_is_told_and_replaced(tmp_path, monkeypatch):
@@ -110,7 +107,7 @@ def test_a_server_that_is_lost_while_points_are_tried_is_told_and_replaced(tmp_p
 
 def test_ranks_meet_without_a_port(local, tmp_path):
     job = make_job(tmp_path / "meet")
-    assert run(local, job).status == "done"
+    assert local.run(job).status == "done"
     met = [json.loads((job.folder / f"met{rank}.json").read_text()) for rank in (0, 1)]
     assert met[0] == met[1] and len(set(met[0])) == 2
 
@@ -118,29 +115,30 @@ def test_ranks_meet_without_a_port(local, tmp_path):
 def test_records_arrive_while_the_job_runs(local, tmp_path):
     job = make_job(tmp_path / "write_lines", world_size=1)
     (job.folder / "records.jsonl").write_text('{"step": "of an earlier attempt"}\n')
-    seen: list[int] = []
+    records, seen = Tail(job.folder / "records.jsonl", skip=True), list[int]()
 
-    def on_record(record: dict[str, Any]) -> None:
-        seen.append(record["step"])
-        (job.folder / f"seen{record['step']}").touch()  # the rank goes on once this line was read
+    def read() -> None:
+        for line in records.new_lines():
+            seen.append(json.loads(line)["step"])
+            (job.folder / f"seen{seen[-1]}").touch()  # the rank goes on once this line was read
 
-    assert local.run(job, on_record=on_record, on_event=lambda line: None).status == "done"
+    assert local.run(job, meanwhile=read).status == "done"
     assert seen == [0, 1, 2, 3, 4]
 
 
 def test_a_rank_that_raises_ends_the_others_and_names_the_cause(local, tmp_path):
     job, next_job = make_job(tmp_path / "raise_on_rank_1"), make_job(tmp_path / "say_who")
-    cause = cause_of(run(local, job))  # the other one ignores SIGTERM, and would sleep for 1000 s
+    cause = cause_of(local.run(job))  # the other one ignores SIGTERM, and would sleep for 1000 s
     assert (cause["rank"], cause["exception"]) == (1, "ArithmeticError")
     assert cause["message"] == "the loss is not a number"
     assert cause["log"].endswith("logs/rank1.log")
     assert len(pids(job.folder)) == 2 and not any(is_alive(pid) for pid in pids(job.folder))
-    assert run(local, next_job).status == "done"
+    assert local.run(next_job).status == "done"
 
 
 def test_a_killed_rank_is_the_cause_and_not_what_its_peers_say(local, tmp_path):
     job = make_job(tmp_path / "kill_rank_1")
-    cause = cause_of(run(local, job))
+    cause = cause_of(local.run(job))
     assert (cause["rank"], cause["exception"]) == (1, "SIGKILL")
     assert "rank 1 was killed by SIGKILL" in cause["message"]
     assert not any(is_alive(pid) for pid in pids(job.folder))
@@ -148,18 +146,18 @@ def test_a_killed_rank_is_the_cause_and_not_what_its_peers_say(local, tmp_path):
 
 def test_a_rank_that_exits_without_a_word(local, tmp_path):
     job = make_job(tmp_path / "exit_silently", world_size=1)
-    assert cause_of(run(local, job))["exception"] == "exit code 7"
+    assert cause_of(local.run(job))["exception"] == "exit code 7"
 
 
 def test_a_failure_of_an_earlier_attempt_is_forgotten(local, tmp_path):
     job = make_job(tmp_path / "say_who", world_size=1)
     (job.folder / "failure.json").write_text('{"message": "long ago"}')
-    assert run(local, job) == Outcome("done", None)
+    assert local.run(job) == Outcome("done", None)
 
 
 def test_a_job_that_takes_too_long_is_stopped(local, tmp_path):
     job = make_job(tmp_path / "hang", timeout_s=3)
-    assert run(local, job).status == "timed_out"
+    assert local.run(job).status == "timed_out"
     assert len(pids(job.folder)) == 2 and not any(is_alive(pid) for pid in pids(job.folder))
 
 
@@ -168,13 +166,13 @@ def test_a_limit_of_open_files_is_told_in_one_line_and_the_next_run_is_fine(loca
     now = len(os.listdir(f"/proc/{local.server}/fd"))
     resource.prlimit(local.server, resource.RLIMIT_NOFILE, (now + 6, limits[1]))
     try:
-        cause = cause_of(run(local, make_job(tmp_path / "hang", world_size=8)))
+        cause = cause_of(local.run(make_job(tmp_path / "hang", world_size=8)))
     finally:
         resource.prlimit(local.server, resource.RLIMIT_NOFILE, limits)
     assert cause["rank"] is None and cause["exception"] == "CannotStart"
     assert " of 8 can not be started: Too many open files; raise the limit" in cause["message"]
     assert not any(is_alive(pid) for pid in pids(tmp_path / "hang"))
-    assert run(local, make_job(tmp_path / "say_who")).status == "done"
+    assert local.run(make_job(tmp_path / "say_who")).status == "done"
 
 
 def test_a_lost_server_fails_its_job_and_is_replaced(tmp_path, monkeypatch):
@@ -182,9 +180,9 @@ def test_a_lost_server_fails_its_job_and_is_replaced(tmp_path, monkeypatch):
     doomed, healthy = make_job(tmp_path / "kill_server"), make_job(tmp_path / "say_who")
     events: list[str] = []
     with LocalCluster(Config().cluster, rank_main=RANK_MAIN) as local:
-        assert "code -9" in cause_of(run(local, doomed))["message"]
+        assert "code -9" in cause_of(local.run(doomed))["message"]
         wait_until(lambda: not any(is_alive(pid) for pid in pids(doomed.folder)))
-        again = local.run(healthy, on_record=lambda record: None, on_event=events.append)
+        again = local.run(healthy, on_event=events.append)
     assert again.status == "done"
     assert len(events) == 1 and "starting another" in events[0]
 
@@ -195,15 +193,15 @@ def test_a_server_that_hangs_before_there_are_ranks_is_told_and_replaced(tmp_pat
     healthy = make_job(tmp_path / "say_who")
     monkeypatch.setattr("zeroexp.cluster.local.PREPARE_SECONDS", 0.0)
     with LocalCluster(Config().cluster, rank_main=RANK_MAIN) as local:
-        assert "gave no answer for 1 s" in cause_of(run(local, doomed))["message"]
-        assert run(local, healthy).status == "done"
+        assert "gave no answer for 1 s" in cause_of(local.run(doomed))["message"]
+        assert local.run(healthy).status == "done"
 
 
 def test_a_server_that_can_not_start_fails_its_job(tmp_path):
     """It dies before it reads what was asked, which the socket reports in another way than its end."""
     job = make_job(tmp_path / "say_who")
     with LocalCluster(Config().cluster, rank_main="tests.cluster.no_such_module:main") as local:
-        assert "ended with code 1" in cause_of(run(local, job))["message"]
+        assert "ended with code 1" in cause_of(local.run(job))["message"]
 
 
 SWEEP = """
@@ -214,7 +212,7 @@ from zeroexp.cluster.job import Job
 from zeroexp.cluster.local import LocalCluster, environment
 from zeroexp.config.keys import Config, ConfigError
 with LocalCluster(Config().cluster, rank_main="tests.cluster.rank_mains:main") as local:
-    local.run(Job(Path(sys.argv[1])), on_record=print, on_event=print)
+    local.run(Job(Path(sys.argv[1])))
 """
 
 

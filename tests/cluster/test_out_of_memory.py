@@ -13,7 +13,6 @@ import pytest
 
 from tests import rank_code
 from tests.cluster.test_local import make_job as make_light_job
-from tests.cluster.test_local import run
 from tests.test_rank import make_job as make_training_job
 from zeroexp.cluster.job import first_cause
 from zeroexp.cluster.local import LocalCluster
@@ -31,7 +30,7 @@ GROUPS = Path("/sys/fs/cgroup/memory")
 def test_what_was_refused_is_told(
     local: LocalCluster, tmp_path: Path, what: str, exception: str, asked: int | None
 ) -> None:
-    outcome = run(local, make_light_job(tmp_path / what, main=HUNGRY))
+    outcome = local.run(make_light_job(tmp_path / what, main=HUNGRY))
     assert outcome.status == "out_of_memory"
     assert outcome.cause is not None
     assert (outcome.cause["rank"], outcome.cause["exception"]) == (1, exception)
@@ -49,7 +48,7 @@ def test_a_model_that_does_not_fit_ends_the_run_as_such(
 ) -> None:
     job = make_training_job(tmp_path / "train", model__mlp={"width": 2048, "depth": 1})
     rank_code.choose(job.folder, HUNGRY)
-    outcome = run(local, job)
+    outcome = local.run(job)
     assert outcome.status == "out_of_memory", outcome.cause
     assert outcome.cause is not None
     assert outcome.cause["rank"] == 1
@@ -80,9 +79,9 @@ def test_the_kernel_kills_without_a_word(tmp_path: Path) -> None:
     # A server of its own, since it stays in the group.
     own = LocalCluster(Config().cluster, rank_main=HUNGRY)
     with limited_to(256 << 20) as group, own:
-        run(own, make_light_job(tmp_path / "ask_python"))  # what it imports counts outside
+        own.run(make_light_job(tmp_path / "ask_python"))  # what it imports counts outside
         group.write_text(str(own.server))
-        outcome = run(own, make_light_job(tmp_path / "fill_page_after_page"))
+        outcome = own.run(make_light_job(tmp_path / "fill_page_after_page"))
     assert outcome.status == "out_of_memory", outcome.cause
     assert outcome.cause is not None
     assert (outcome.cause["rank"], outcome.cause["exception"]) == (1, "SIGKILL")

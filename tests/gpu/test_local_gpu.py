@@ -8,7 +8,7 @@ import sys
 import pytest
 import torch
 
-from tests.test_rank import make_job, run
+from tests.test_rank import make_job
 from zeroexp.config.job_shape import JobShape
 from zeroexp.plan.machines import Machines
 from zeroexp.plan.speed import calibrated_speed, calibration_path, load
@@ -24,7 +24,7 @@ def test_a_run_on_a_gpu_equals_the_run_on_the_cpu(local, tmp_path):
     losses = {}
     for device in ("cpu", "cuda"):
         job = make_job(tmp_path / device, world_size=1, cluster__device=device)
-        outcome = run(local, job)
+        outcome = local.run(job)
         assert outcome.status == "done", outcome.cause
         records = read_records(job.folder)
         losses[device] = [record.loss for record in records]

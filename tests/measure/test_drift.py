@@ -18,7 +18,6 @@ import pytest
 from tests import rank_code
 from tests.run_folders import record
 from tests.test_rank import log_of, make_job
-from tests.test_rank import run as run_job
 from zeroexp.config.keys import save
 from zeroexp.measure.drift import (
     CHANCE,
@@ -190,7 +189,7 @@ def drift_of_real_run(local: Any, folder: Path, stage: str, main: str) -> dict[s
             row.placement = "shard"
         save(config, job.folder / "config.yaml")
     rank_code.choose(job.folder, main)
-    assert run_job(local, job).status == "done", log_of(job, 0)
+    assert local.run(job).status == "done", log_of(job, 0)
     summary = read_summary(job.folder)
     assert summary is not None
     return summary.drift

@@ -14,7 +14,7 @@ from torch import nn
 from tests import rank_code
 from tests.measure.watched_main import EARLY
 from tests.plain_strategy import PlainStrategy
-from tests.test_rank import log_of, make_job, run
+from tests.test_rank import log_of, make_job
 from tests.test_train import Numbers, make_config
 from tests.trace_events import read_trace
 from zeroexp.check import rules_of_one_key
@@ -187,7 +187,7 @@ def test_a_run_of_two_ranks_leaves_its_traces(local, tmp_path):
     for row in (config.strategy.parameters, config.strategy.gradients, config.strategy.optimizer):
         row.placement = "shard"
     configs.save(config, job.folder / "config.yaml")
-    assert run(local, job).status == "done", log_of(job, 0)
+    assert local.run(job).status == "done", log_of(job, 0)
     _check_timelines(job.folder)
     _check_profile(job.folder)
     records, summary = read_records(job.folder), read_summary(job.folder)
@@ -251,13 +251,13 @@ def test_no_rank_begins_a_step_while_another_writes_what_it_saw_of_the_last(loca
     """Else the next step, which counts in times, would wait for a file."""
     job = make_job(tmp_path / "run", train__trace_steps=[2])
     rank_code.choose(job.folder, "tests.measure.watched_main:slow_writer")
-    assert run(local, job).status == "done", log_of(job, 0)
+    assert local.run(job).status == "done", log_of(job, 0)
     assert (job.folder / "begun.3").exists() and not (job.folder / EARLY).exists()
 
 
 def test_torch_shows_its_collectives_in_traced_steps(local, tmp_path):
     job = make_job(tmp_path / "run", strategy__implementation="torch", train__trace_steps=[2])
-    assert run(local, job).status == "done", log_of(job, 0)
+    assert local.run(job).status == "done", log_of(job, 0)
     summary = read_summary(job.folder)
     assert summary is not None and summary.memory.peak is not None
     for rank in (0, 1):

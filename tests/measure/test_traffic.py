@@ -16,7 +16,7 @@ def test_bytes_of_gloo_are_counted_to_the_byte(local, tmp_path):
     (tmp_path / "logs").mkdir()
     configs.save(Config(world_size=2), tmp_path / "config.yaml")
     rank_code.choose(tmp_path, "tests.measure.wire_main:main")
-    outcome = local.run(Job(tmp_path), on_record=print, on_event=print)
+    outcome = local.run(Job(tmp_path))
     assert outcome.status == "done"
     sent, received = (
         json.loads(Path(tmp_path / f"seen{rank}.json").read_text(encoding="utf-8"))

@@ -32,7 +32,7 @@ def measured(local, folder, *words: str):
     folder.mkdir()
     configs.save(resolve(from_mapping(type(config), asdict(config))), folder / "config.yaml")
     job = Job(folder)
-    outcome = local.run(job, on_record=lambda _: None, on_event=lambda _: None)
+    outcome = local.run(job)
     assert outcome.status == "done", outcome.cause
     summary = read_summary(folder)
     assert summary is not None

@@ -174,18 +174,43 @@ def follow(
         pause = min(pause * PAUSE_GROWTH, LONGEST_PAUSE_SECONDS)
 
 
-class _Followed:
+class ShownRun:
+    """A run whose steps and complaints appear in a sweep's progress as its files grow.
+
+    skip: only what is appended from now on.
+    """
+
     def __init__(
-        self, number: int, job: Job, progress: Progress, on_step: Callable[[Job], None]
+        self, number: int, job: Job, progress: Progress, on_step: OnJob, *, skip: bool = False
     ) -> None:
+        self.job = job
+        self._number, self._progress, self._on_step = number, progress, on_step
+        self._records = Tail(job.folder / RECORDS, skip=skip)
+        self._complaints = Complaints(job.folder / LOG)
+        self._started = False
+
+    def start(self) -> None:
+        train = self.job.config.train
+        self._progress.start(self._number, self.job.name, train.warmup_steps + train.steps)
+        self._started = True
+
+    def show_steps(self) -> None:
+        for row in read_rows(self._records.new_lines() if self._started else ()):
+            self._progress.step(self._number, step_record(row))
+            self._on_step(self.job)
+        for line in self._complaints.new_complaints():
+            self._progress.note(line)
+
+
+class _Followed(ShownRun):
+    """One that Slurm runs."""
+
+    def __init__(self, number: int, job: Job, progress: Progress, on_step: OnJob) -> None:
+        super().__init__(number, job, progress, on_step)
         job_id = slurm_id(job)
         assert job_id is not None, "only what was submitted can be followed"
-        self.job_id, self.job = job_id, job
-        self._number, self._progress, self._on_step = number, progress, on_step
-        self._records, self._complaints = Tail(job.folder / RECORDS), Complaints(job.folder / LOG)
-        self._started = False
+        self.job_id, self.status = job_id, job.status
         self._waits_for: str | None = None
-        self.status = job.status
 
     def advance(self, seen: Sighting | None) -> bool:
         """Take in Slurm's answer; return True if the job has ended."""
@@ -194,9 +219,7 @@ class _Followed:
             self._progress.note(f"{self.job.name}: waits in Slurm ({reason})")
             self._waits_for = reason
         if status == "running" and not self._started:
-            train = self.job.config.train
-            self._progress.start(self._number, self.job.name, train.warmup_steps + train.steps)
-            self._started = True
+            self.start()
         if status != self.status and status in ("requeued", "preempted"):
             self._progress.note(f"{self.job.name}: {status}, to be started again: {reason}")
         if status == "running" and self.status in ("requeued", "preempted"):
@@ -207,13 +230,6 @@ class _Followed:
             return False
         self._progress.end(self._number, status, reason, self.job.name)
         return True
-
-    def show_steps(self) -> None:
-        for row in read_rows(self._records.new_lines() if self._started else ()):
-            self._progress.step(self._number, step_record(row))
-            self._on_step(self.job)
-        for line in self._complaints.new_complaints():
-            self._progress.note(line)
 
 
 def _settle(job: Job, seen: Sighting | None) -> tuple[str, str | None]:

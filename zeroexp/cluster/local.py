@@ -12,12 +12,9 @@ from contextlib import suppress
 from multiprocessing.connection import Connection, Pipe
 from typing import Any
 
-from zeroexp.checkpoint.folders import LOG
 from zeroexp.cluster.job import Job, Outcome, ending_of
 from zeroexp.config.keys import ClusterConfig, Config, ConfigError
 from zeroexp.tracking import failure
-from zeroexp.tracking.files import read_rows
-from zeroexp.tracking.follow_file import Complaints, Tail
 
 POLL_SECONDS = 0.05
 END_SECONDS = 5.0  # the server's time to end its ranks and itself
@@ -60,31 +57,15 @@ class LocalCluster:
     def run(
         self,
         job: Job,
-        *,
-        on_record: Callable[[dict[str, Any]], None],
-        on_event: Callable[[str], None],
+        meanwhile: Callable[[], None] = lambda: None,
+        on_event: Callable[[str], None] = print,
     ) -> Outcome:
-        """Run a job to its end.
-
-        `on_record` gets each line of records.jsonl as it appears, `on_event` each message for the user.
-        """
-        config = job.config
-        records, complaints = (
-            Tail(job.folder / "records.jsonl", skip=True),
-            Complaints(job.folder / LOG),
-        )
+        """Run a job to its end; `meanwhile` is called again and again, and once after it, `on_event` with messages."""
         if self._is_replaced():
             on_event("the process that starts ranks has died; starting another")
         self._ask(run=str(job.folder.resolve()))
         self._runs = True
-
-        def show() -> None:
-            for row in read_rows(records.new_lines()):
-                on_record(row)
-            for line in complaints.new_complaints():
-                on_event(line)
-
-        answer = self._await_answer(show, config.cluster.timeout_s + PREPARE_SECONDS)
+        answer = self._await_answer(meanwhile, job.config.cluster.timeout_s + PREPARE_SECONDS)
         self._runs = False
         if "ServerLost" in answer:
             failure.write(job.folder, "ServerLost", answer["ServerLost"])

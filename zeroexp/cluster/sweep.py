@@ -28,7 +28,7 @@ from zeroexp.check.sweep_points import (
 from zeroexp.checkpoint.folders import complete_checkpoints, pin
 from zeroexp.cluster.environment import describe_environment
 from zeroexp.cluster.fits_memory import plan_slurm_points, refuse_full_disks
-from zeroexp.cluster.follow import cancel_unfinished, follow_waited, refresh, unfinished
+from zeroexp.cluster.follow import ShownRun, cancel_unfinished, follow_waited, refresh, unfinished
 from zeroexp.cluster.job import Job, event_of, reason_of
 from zeroexp.cluster.local import LocalCluster
 from zeroexp.cluster.machine_load import measured_load
@@ -54,7 +54,6 @@ from zeroexp.tracking import owner
 from zeroexp.tracking.files import (
     read_json,
     read_summary,
-    step_record,
     working_folder_of,
     write_json,
     write_summary,
@@ -299,17 +298,13 @@ class Sweep:
         config = job.config
         cluster = self._cluster(config.cluster)
         self._open_uploads(job)
-        progress.start(number, job.name, config.train.warmup_steps + config.train.steps)
+        shown = ShownRun(number, job, progress, self._look, skip=True)
+        shown.start()
         job.enter("running")
         if self._uploads:
             self._uploads.begin(job.folder)
-
-        def on_record(row: dict[str, Any]) -> None:
-            progress.step(number, step_record(row))
-            self._look(job)
-
         with measured_load(job.folder, cluster.server):
-            outcome = cluster.run(job, on_record=on_record, on_event=progress.note)
+            outcome = cluster.run(job, shown.show_steps, progress.note)
         job.enter(outcome.status, reason_of(outcome.status, job))
         progress.end(number, outcome.status, job.state["reason"])
         if outcome.status == "done" and (summary := read_summary(job.folder)):
