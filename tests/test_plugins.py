@@ -15,6 +15,7 @@ from tests.composing import compose_once, composed
 from zeroexp import __main__ as zeroexp
 from zeroexp.check import check
 from zeroexp.check.sweep_points import points_of
+from zeroexp.check.try_points import try_points
 from zeroexp.check.try_strategy import check_strategy
 from zeroexp.cluster.snapshot import take_snapshot
 from zeroexp.cluster.sweep import Sweep
@@ -232,7 +233,7 @@ def test_a_setting_that_one_of_two_words_has_skips_the_other(tmp_path, monkeypat
 
 # ---- what code of others returns is tried before a rank starts
 
-# Module, with CODE in it, and the words that use it.
+# Module, with CODE in it, and the settings that use it.
 CODE_OF_OTHERS = {
     "layout": (
         """
@@ -245,14 +246,14 @@ def cut(unit, size):
 
 LAYOUTS.add("layout_of_test", Layout(cut))
 """,
-        ["strategy.implementation=layout_of_test"],
+        {"strategy": {"implementation": "layout_of_test"}},
     ),
     "owners": (
         """
 from zeroexp.cut.owners import OWNERS
 OWNERS.add("owners_of_test", lambda specs, size: CODE)
 """,
-        ["strategy.implementation=parameter", "strategy.owners=owners_of_test"],
+        {"strategy": {"implementation": "parameter", "owners": "owners_of_test"}},
     ),
     "optimizer": (
         """
@@ -265,7 +266,7 @@ class Closing(torch.optim.SGD):
 
 OPTIMIZERS.add("optimizer_of_test", OptimizerKind(CODE, num_moments=lambda config: 1))
 """,
-        ["optimizer=optimizer_of_test"],
+        {"optimizer": {"name": "optimizer_of_test"}},
     ),
     "data": (
         """
@@ -293,7 +294,7 @@ class Source:
 
 DATA.add("data_of_test", DataKind(Source))
 """,
-        ["data=data_of_test"],
+        {"data": {"kind": "data_of_test"}},
     ),
     "model": (
         """
@@ -305,7 +306,7 @@ def build(config, words):
 
 MODELS.add("model_of_test", ModelFamily(build))
 """,
-        ["model=model_of_test", "data.vocab_size=64"],
+        {"model": {"family": "model_of_test"}, "data": {"vocab_size": 64}},
     ),
 }
 
@@ -349,21 +350,33 @@ MODELS.add("model_of_test", ModelFamily(build))
         ),
         ("data", "def read(self, i): return 3", "reads a int; return Microbatch(inputs, labels)"),
         ("data", "def read(self, i): return {}[3]", "module plugin_of_test: raised KeyError: 3 at"),
-        ("model", "return open('gone')", "module plugin_of_test: raised FileNotFoundError: [Err"),
         ("model", "return nn.Linear(2, 2)", "the model has no block; use one layer or more"),
     ],
 )
-def test_what_others_return_is_tried_before_a_rank_starts(
-    what, code, told, tmp_path, monkeypatch, capsys
-):
-    text, words = CODE_OF_OTHERS[what]
+def test_what_others_return_is_tried_before_a_rank_starts(what, code, told, tmp_path):
+    text, changes = CODE_OF_OTHERS[what]
     (tmp_path / "plugin_of_test.py").write_text(text.replace("CODE", code))
-    given = {word.partition("=")[0] for word in words}
-    others = [word for word in WORDS if word.partition("=")[0] not in given]
+    plugins.load(["plugin_of_test"])
+    config = composed("model=tiny", "data=synthetic", "tracking=files", "data.seq_len=8")
+    for group, values in changes.items():
+        config = replace(config, **{group: replace(getattr(config, group), **values)})
+    try:
+        (problem,) = try_points([config])
+    except ConfigError as error:
+        problem = str(error)
+    except Exception as error:
+        problem = plugins.blamed(error)
+    assert problem and told in problem
+
+
+def test_a_line_that_tries_code_of_others_is_refused_in_one_line(tmp_path, monkeypatch, capsys):
+    text, _ = CODE_OF_OTHERS["model"]
+    (tmp_path / "plugin_of_test.py").write_text(text.replace("CODE", "return open('gone')"))
     compose_once(monkeypatch)
-    assert say(monkeypatch, *others, *words, "data.seq_len=8") == zeroexp.REFUSED
+    words = ["model=model_of_test", "data.vocab_size=64"]
+    assert say(monkeypatch, *(w for w in WORDS if w != "model=tiny"), *words) == zeroexp.REFUSED
     (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith("zeroexp: ") and told in line
+    assert line.startswith("zeroexp: ") and "module plugin_of_test: raised FileNotFoundErr" in line
     assert not list(tmp_path.glob("**/state.json"))
 
 
