@@ -2,27 +2,31 @@
 
 from __future__ import annotations
 
+import ctypes
 import io
 import json
 import os
 import re
-import subprocess
-import sys
+import resource
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from tests import rank_code
 from zeroexp.cluster.follow import ShownRun
 from zeroexp.cluster.job import Job, Outcome
 from zeroexp.cluster.local import LocalCluster
 from zeroexp.config import keys as configs
 from zeroexp.config.keys import Config
 from zeroexp.report.sweep_progress import Progress
+from zeroexp.run.rank import keep_freed_memory, prepare  # noqa: F401
 from zeroexp.tracking.files import read_records, read_summary
 from zeroexp.tracking.run import read_run
 
 WIDTH, DEPTH = 32, 2
+PR_SET_THP_DISABLE = 41  # <linux/prctl.h>
 
 
 def make_job(folder: Path, world_size: int = 2, **changes: Any) -> Job:
@@ -165,23 +169,23 @@ def test_the_server_has_imported_what_a_rank_needs(tmp_path):
     assert len(imported) < 5, imported
 
 
-FAULTS = """
-import ctypes, resource, torch
-from zeroexp.run.rank import keep_freed_memory
-ctypes.CDLL(None).prctl(41, 1, 0, 0, 0)  # PR_SET_THP_DISABLE: with huge pages there are few faults to save
-keep_freed_memory()
-def faults():
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-    torch.ones(25_000_000)
-    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
-print(*(faults() for _ in range(12)))
-"""
+def count_faults(folder: Path, *, device: str) -> None:
+    """In a rank's process: the page faults of each of some large tensors, one after the other."""
+    ctypes.CDLL(None).prctl(PR_SET_THP_DISABLE, 1, 0, 0, 0)  # with huge pages there are few to save
+    keep_freed_memory()
+
+    def faults() -> int:
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+        torch.ones(25_000_000)
+        return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+
+    (folder / "faults").write_text(" ".join(str(faults()) for _ in range(12)))
 
 
-def test_freed_memory_is_handed_out_again_without_a_page_fault():
-    result = subprocess.run(
-        [sys.executable, "-c", FAULTS], capture_output=True, text=True, check=True, timeout=600
-    )
-    first, *_, last = map(int, result.stdout.split())
+def test_freed_memory_is_handed_out_again_without_a_page_fault(local, tmp_path):
+    job = make_job(tmp_path / "run", world_size=1)
+    rank_code.choose(job.folder, f"{__name__}:{count_faults.__name__}")
+    assert local.run(job).status == "done"
+    first, *_, last = map(int, (job.folder / "faults").read_text().split())
     assert first > 10_000  # 100 MB in pages of 4 KiB
     assert last < 100  # not at once: up to seven fragments wait before they join their neighbours

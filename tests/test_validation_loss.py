@@ -189,6 +189,7 @@ def test_a_run_needs_samples_to_train_on():
 # --- whole runs
 
 
+@pytest.mark.slow  # three runs; checkpoint/test_resume.py resumes engines
 def test_a_resumed_run_validates_as_one_that_never_stopped(local, tmp_path):
     """Steps 0 and 1, then the rest; what the folder, the table's row and MLflow's tags are made of holds it."""
     changes = {"data__validation_samples": 5, "train__validate_every": 2, "checkpoint__every": 2}

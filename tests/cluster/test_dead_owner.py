@@ -84,6 +84,7 @@ def test_a_sweep_is_not_run_twice_at_once(killed):
     assert "process <pid> on " in line and "; wait for it or end it" in line
 
 
+@pytest.mark.slow  # test_sweep.py ends one by Ctrl-C, and checkpoint/test_runs.py runs one on
 def test_a_killed_one_goes_on_and_a_closed_terminal_ends_it_in_order(killed):
     folder, _ = killed
     sweep = next(folder.glob("outputs/*-*"))

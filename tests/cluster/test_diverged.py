@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 from tests.cluster.test_sweep import LIGHT, jobs, statuses, write_study, zeroexp
+from tests.run_folders import write_run
+from zeroexp.cluster.sweep import Sweep
+from zeroexp.config.keys import load, save
+from zeroexp.report.measured_points import points_of
 from zeroexp.tracking import labels
-from zeroexp.tracking.files import read_records, read_summary
+from zeroexp.tracking.files import read_records, read_summary, write_summary
 from zeroexp.tracking.run import read_run
 
 WORDS = ["-m", "world_size=1", "optimizer=sgd", *LIGHT, "train.steps=6"]
@@ -27,6 +32,7 @@ def test_a_sweeper_that_learns_gets_losses_and_none_of_a_run_that_diverged(tmp_p
     verdict = f"diverged at step {first}"
     assert 0 < first < len(records) - 1, "it goes on to its end"
     assert (diverged.state["status"], diverged.state["reason"]) == ("done", verdict)
+    assert f"\n  {diverged.name}: {verdict}\n" in done.stdout
     (row,) = [line for line in done.stdout.splitlines() if f" done: {verdict}" in line]
     assert row.startswith("zero3 ")
     assert f"{diverged.name}: done in" in done.stderr and f" s: {verdict}\n" in done.stderr
@@ -40,10 +46,13 @@ def test_a_sweeper_that_learns_gets_losses_and_none_of_a_run_that_diverged(tmp_p
     assert "verdict" not in labels.run_tags(read_run(fine.folder), "done")
 
 
-def test_the_claim_of_a_study_fails_with_it(tmp_path):
-    study = write_study(tmp_path, "loss_agreement: 1e-5")
-    done = zeroexp(tmp_path, *study, *WORDS, "optimizer.lr=1e6")
-    assert done.returncode == 1, done.stderr
-    (job,) = jobs(tmp_path).values()
-    assert job.state["status"] == "done"
-    assert f"\n  {job.name}: {job.state['reason']}\n" in done.stdout
+def test_the_claim_of_a_study_fails_with_it(tmp_path, capsys):
+    """Alone, it disagrees with nobody."""
+    folder = write_run(tmp_path / "run")
+    config = load(folder / "config.yaml")
+    config.study.loss_agreement = 1e-5
+    save(config, folder / "config.yaml")
+    assert Sweep([])._judge_losses(points_of([read_run(folder)]))
+    write_summary(folder, replace(read_summary(folder), diverged_at=7))
+    assert not Sweep([])._judge_losses(points_of([read_run(folder)]))
+    assert capsys.readouterr().out.endswith("  run: diverged at step 7\n")

@@ -42,22 +42,21 @@ def test_a_stopped_rank_is_named_and_leaves_its_stack(local: LocalCluster, tmp_p
         assert asked and "loop.py" in stack and "most recent call first" in stack
 
 
-@pytest.mark.parametrize("strategy", [pytest.param("ddp", marks=pytest.mark.slow), "zero3"])
+@pytest.mark.slow  # what is decided of such ranks stands in CASES
 def test_of_sleeping_ranks_the_one_that_did_least_is_named(
-    local: LocalCluster, tmp_path: Path, strategy: str
+    local: LocalCluster, tmp_path: Path
 ) -> None:
-    """Both processes sleep: rank 0 since it waits for rank 1."""
-    job = make_job(tmp_path / "run", cluster__hang_s=HANG_SECONDS, strategy__name=strategy)
-    if strategy == "zero3":
-        config = job.config
-        for row in (
-            config.strategy.parameters,
-            config.strategy.gradients,
-            config.strategy.optimizer,
-        ):
-            row.placement = "shard"
-        config.train.steps = 10
-        save(config, job.folder / "config.yaml")
+    """Both processes sleep: rank 0 since it waits for rank 1, under a stage that sends something in forward."""
+    job = make_job(tmp_path / "run", cluster__hang_s=HANG_SECONDS, strategy__name="zero3")
+    config = job.config
+    for row in (
+        config.strategy.parameters,
+        config.strategy.gradients,
+        config.strategy.optimizer,
+    ):
+        row.placement = "shard"
+    config.train.steps = 10
+    save(config, job.folder / "config.yaml")
     rank_code.choose(job.folder, "tests.cluster.hanging_ranks:sleep_in_forward")
     outcome = local.run(job)
     cause = outcome.cause

@@ -369,6 +369,7 @@ needs_optuna = pytest.mark.skipif(
 )
 
 
+@pytest.mark.slow  # test_diverged.py reads what another sweeper is given
 @needs_optuna
 def test_optuna_minimises_the_final_loss(tmp_path):
     done = zeroexp(tmp_path, *OPTUNA, *LIGHT)
