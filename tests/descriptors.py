@@ -10,7 +10,7 @@ import contextlib
 import os
 from pathlib import Path
 
-KINDS = ("socket:", "anon_inode:", "/memfd:zeroexp")
+KINDS = ("socket:", "pipe:", "anon_inode:", "/memfd:zeroexp")
 
 
 def open_now() -> set[tuple[str, str]]:

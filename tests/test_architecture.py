@@ -284,7 +284,7 @@ def test_rank_variables_are_named_in_world_alone():
 
 
 OPENERS = {"open": 1, "fdopen": 1, "TextIOWrapper": None, "read_text": None, "write_text": None}
-NOT_TEXT = ("os", "_neighbours", "kind")  # what `.open` of these returns is no file of text
+NOT_TEXT = ("os", "kind")  # what `.open` of these returns is no file of text
 
 
 def opens_text_by_locale(call: ast.Call) -> bool:

@@ -6,7 +6,6 @@ Ranks are real; where the order of two of them matters they meet at a barrier be
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import closing
 from threading import Thread
 from typing import Any
 
@@ -16,9 +15,8 @@ from torch import Tensor
 from zeroexp.comm.base import GatherPart, ReducePart
 from zeroexp.comm.collectives import Collectives
 from zeroexp.comm.direct import Direct
-from zeroexp.comm.host_rendezvous import Listener
 from zeroexp.comm.messages import Arrival
-from zeroexp.comm.shared_memory import Arena, Neighbourhood, SharedChannel
+from zeroexp.comm.shared_memory import Arena, SharedChannel
 from zeroexp.cut.chunk import Chunk, Member, ParameterSpec
 from zeroexp.cut.layout import lay_out
 from zeroexp.process import world as worlds
@@ -70,18 +68,20 @@ def test_a_slot_is_given_back_after_its_sum_was_taken():
     assert all(slot.events == ["send", "wait", "release"] * 2 for slot in slots.values())
 
 
-def neighbours_of(world: World, arena: Arena) -> dict[int, SharedChannel]:
+def neighbours_of(world: World, slot_bytes: int, num_slots: int) -> dict[int, SharedChannel]:
     """A channel to every rank: all of them call it together."""
-    with closing(Listener()) as listener:
-        doors = worlds.gather_objects(listener.door)
-        return Neighbourhood(world, ["here"] * world.size, doors, listener).open(arena)
+    peers = [rank for rank in range(world.size) if rank != world.rank]
+    arena = Arena(Moves(world), peers, [], slot_bytes, num_slots)
+    shown = worlds.gather_objects(arena.shown)
+    channels = {peer: arena.channel_to(peer, shown[peer]) for peer in peers}
+    worlds.barrier()
+    return channels
 
 
 def write_three_reductions(world: World) -> list[float]:
     """Rank 0 writes to both others, two slots in all. Rank 1 reads at once, rank 2 keeps the first; what they read."""
     slot_bytes = 2 * 64  # 16 bytes for each of two peers, aligned
-    arena = Arena(world.size, [], slot_bytes, num_slots=2)
-    channels = neighbours_of(world, arena)
+    channels = neighbours_of(world, slot_bytes, num_slots=2)
     arrivals: dict[int, Arrival] = {}
     views: dict[int, Tensor] = {}
     if world.rank == 0:

@@ -18,7 +18,7 @@ from tests.oracle import (
     train_oracle,
 )
 from tests.strategies.engine import Ours
-from zeroexp.comm import shared_memory
+from zeroexp.comm import direct
 from zeroexp.cut.stage import STAGES
 from zeroexp.engines.sharded import Sharded
 from zeroexp.interface.strategy import CanonicalState
@@ -35,7 +35,7 @@ def train_on_two_hosts(
     checksum of its moves.
     """
     host = "first" if world.rank < num_on_first else "second"
-    same_host, shared_memory.host_identity = shared_memory.host_identity, lambda: (host, 0)
+    same_host, direct.neighbour_identity = direct.neighbour_identity, lambda: (host,)
     engines: list[Sharded] = []
 
     def make(run: Ours, *args: Any) -> Sharded:
@@ -45,7 +45,7 @@ def train_on_two_hosts(
     try:
         trained = [train_on_ranks(world, RECIPE, partial(make, run)) for run in runs]
     finally:
-        shared_memory.host_identity = same_host  # these processes run other tests too
+        direct.neighbour_identity = same_host  # these processes run other tests too
     roads = [(e.wire.held_shared_bytes > 0, e.wire.facts.reductions_in_flight) for e in engines]
     return trained, roads, [e.wire._moves.checksum for e in engines]
 

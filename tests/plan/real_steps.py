@@ -16,7 +16,7 @@ from torch import Tensor
 
 from tests.composing import composed
 from zeroexp.checkpoint.save import Saver
-from zeroexp.comm import shared_memory
+from zeroexp.comm import direct
 from zeroexp.comm.collectives import held_shared_bytes
 from zeroexp.config.keys import Config
 from zeroexp.data import Microbatch
@@ -177,11 +177,11 @@ def among_peers(
 @contextmanager
 def host_of(world: World, ranks_per_host: int) -> Generator[None]:
     host = world.rank // ranks_per_host
-    same_host, shared_memory.host_identity = shared_memory.host_identity, lambda: (str(host), 0)
+    same_host, direct.neighbour_identity = direct.neighbour_identity, lambda: (host,)
     try:
         yield
     finally:
-        shared_memory.host_identity = same_host  # these processes run other tests too
+        direct.neighbour_identity = same_host  # these processes run other tests too
 
 
 def packed_bytes(config: Config) -> int:

@@ -7,8 +7,8 @@ native.py          the backend's own collectives (NCCL, fake), one launch for ea
                    they carry: arithmetic), packing.py (copies into and out of it)
 direct.py          every rank hands each peer what that peer owns, and sums in rank order:
   messages.py        carries tensors between hosts as gloo messages
-  shared_memory.py   lets ranks of one host read each other's memory: host_rendezvous.py (how ranks find each other),
-                     offers.py (what they tell each other), wake_up.py (how they wait), sizes.py (how much memory)
+  shared_memory.py   lets ranks of one host read each other's memory: offers.py (what they tell each other),
+                     wake_up.py (how they wait), sizes.py (how much memory)
 codec.py           around any of these: what a move carries is rounded to fewer bytes
 replicas.py        sums once more, between groups of ranks, what each group has summed
 secondary.py       a copy of parameters inside each node, from which later gathers of a step come (hpZ)

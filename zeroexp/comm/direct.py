@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping, Sequence
-from contextlib import closing
 from typing import Any
 
 import torch
@@ -24,11 +23,10 @@ from zeroexp.comm.base import (
     Transport,
 )
 from zeroexp.comm.facts import TRANSPORTS, Facts
-from zeroexp.comm.host_rendezvous import Listener
 from zeroexp.comm.messages import Channel, GlooChannel
 from zeroexp.comm.offers import MOST_OFFERS
 from zeroexp.comm.packing import begin_alike
-from zeroexp.comm.shared_memory import Arena, Neighbourhood, SharedChannel, neighbour_identity
+from zeroexp.comm.shared_memory import Arena, SharedChannel, neighbour_identity
 from zeroexp.comm.sizes import num_slots
 from zeroexp.process import world as worlds
 from zeroexp.process.watchdog.differs import Moves
@@ -64,7 +62,7 @@ class Direct(Transport):
             peer: GlooChannel(world.numbers[peer], moves) for peer in self._peers
         }
         self._share_memory = share_memory and world.size > 1
-        self._neighbours: Neighbourhood | None = None
+        self._neighbours: list[int] = []  # peers that share memory
         self._arena: Arena | None = None
         self._facts = self._find_facts()
 
@@ -75,29 +73,33 @@ class Direct(Transport):
     def connect(self) -> None:
         if self._world.size == 1:
             return
-        with closing(Listener()) as listener:
-            mine = neighbour_identity(), listener.door, self._first_tag
-            hosts, doors, first_tags = zip(*worlds.gather_objects(mine), strict=True)
-            self._first_tag = max(first_tags)
-            if self._share_memory:
-                moves = self._moves
-                self._neighbours = Neighbourhood(
-                    self._world, hosts, doors, listener, lambda: moves.error
-                )
+        mine = neighbour_identity(), self._first_tag
+        hosts, first_tags = zip(*worlds.gather_objects(mine), strict=True)
+        self._first_tag = max(first_tags)
+        if self._share_memory:
+            hosts = [hosts[number] for number in self._world.numbers]
+            self._neighbours = [p for p in self._peers if hosts[p] == hosts[self._rank]]
         self._facts = self._find_facts()
 
     def _find_facts(self) -> Facts:
         """Return the facts of shared memory where all peers are neighbours, else those of messages to some or all."""
-        neighbours = self._neighbours.peers if self._neighbours is not None else []
-        messages = "mixed" if neighbours else "gloo"
-        return TRANSPORTS["direct" if len(neighbours) == len(self._peers) else messages]
+        messages = "mixed" if self._neighbours else "gloo"
+        return TRANSPORTS["direct" if len(self._neighbours) == len(self._peers) else messages]
 
     def reserve(self, resting: Sequence[int], slot_bytes: int) -> None:
-        if self._neighbours is not None and self._neighbours.peers:
+        if not self._share_memory:
+            return
+        number_of = self._world.numbers
+        peers = {number_of[peer]: peer for peer in self._neighbours}
+        if peers:
             slots = num_slots(self.facts.name)
-            self._arena = Arena(self._neighbours.num_ranks, resting, slot_bytes, slots)
-            opened = self._neighbours.open(self._arena)
-            self._channels |= {self._world.numbers.index(p): opened[p] for p in opened}
+            self._arena = Arena(self._moves, [*peers], resting, slot_bytes, slots)
+        shown: list[Any] = worlds.gather_objects(
+            self._arena.shown if self._arena is not None else None
+        )
+        if self._arena is not None:
+            self._channels |= {peers[p]: self._arena.channel_to(p, shown[p]) for p in peers}
+        worlds.barrier()  # all have opened what they write to
 
     def empty(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         if self._arena is None:

@@ -20,71 +20,35 @@ import mmap
 import os
 import warnings
 import weakref
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from zeroexp.comm.host_rendezvous import Door, Listener, connect, swap_files
 from zeroexp.comm.messages import Arrival
 from zeroexp.comm.offers import Board, OwnBoard
 from zeroexp.comm.sizes import aligned, arena_bytes
 from zeroexp.comm.wake_up import Bell
-from zeroexp.process.world import World, host_identity
+from zeroexp.process.watchdog.differs import Moves
 
 NO_TAG = 0
 
 
 def neighbour_identity() -> tuple[Any, ...]:
-    """Return a value that is equal for processes of one host and one user, which may map each other's memory."""
-    return host_identity(), os.geteuid(), os.stat("/proc/self/ns/user").st_ino
+    """Return a value that is equal for processes of one boot of a machine that may open each other's memory."""
+    spaces = [os.stat(f"/proc/self/ns/{kind}").st_ino for kind in ("user", "pid")]
+    with open("/proc/sys/kernel/random/boot_id", encoding="utf-8") as file:
+        return file.read().strip(), os.geteuid(), *spaces
 
 
-class Neighbourhood:
-    """The connections of this rank to the other ranks of its host, or to those of its group."""
+class Shown(NamedTuple):
+    """What the neighbours of a rank open: the process, and the numbers of its files."""
 
-    def __init__(
-        self,
-        world: World,
-        hosts: Sequence[Any],
-        doors: Sequence[Door],
-        own: Listener,
-        find_error: Callable[[], str | None] = lambda: None,
-    ):
-        """Connect to all neighbours in `world`, which may be a group; here ranks are numbered among all.
-
-        hosts: one value for each of all ranks, equal where ranks can be neighbours; doors: where each can be called.
-        find_error: see `Bell`.
-        """
-        self._rank, self.num_ranks = world.numbers[world.rank], len(hosts)
-        self.peers = [r for r in world.numbers if hosts[r] == hosts[self._rank]]
-        self.peers.remove(self._rank)
-        self._seconds = world.timeout_seconds
-        self._sockets = connect(self._rank, self.peers, doors, own, self._seconds)
-        self._bell = Bell(self._rank, self._sockets, self._seconds, find_error)
-
-    def open(self, arena: Arena) -> dict[int, SharedChannel]:
-        """Show `arena` to the neighbours, map theirs, and return a channel for each.
-
-        All neighbours call it together.
-        """
-        files = [arena.file, arena.board.file, self._bell.file]
-        theirs = swap_files(self._rank, self._sockets, files, self._seconds)
-        with ExitStack() as received:
-            for memory, board, _ in theirs.values():
-                received.callback(os.close, memory)  # the mappings keep the files open
-                received.callback(os.close, board)
-            for peer, (_, _, bell) in theirs.items():
-                self._bell.add(peer, bell)
-            for peer, (memory, board, _) in theirs.items():
-                channel = SharedChannel(
-                    self._rank, peer, arena, self._bell, _map(memory), Board(board, self.num_ranks)
-                )
-                arena.channels.append(channel)
-        arena.bell = self._bell
-        return {channel.peer: channel for channel in arena.channels}
+    process: int
+    memory: int
+    board: int
+    pipes: Mapping[int, int]  # by the rank that writes there
 
 
 class Arena:
@@ -92,12 +56,16 @@ class Arena:
 
     def __init__(
         self,
-        num_ranks: int,
+        moves: Moves,
+        peers: Sequence[int],
         resting: Sequence[int],
         slot_bytes: int,
         num_slots: int,
     ):
-        """num_ranks: of all ranks. resting: the bytes of each tensor that `empty` will be asked for."""
+        """peers: the neighbours, numbered among all ranks. resting: the bytes of each tensor that `empty` will be
+        asked for.
+        """
+        self._rank, self._num_ranks = moves.world.rank, moves.world.size
         self.staging_bytes = num_slots * slot_bytes
         rest_bytes = sum(map(aligned, resting))
         self.num_bytes = arena_bytes(resting, slot_bytes, num_slots)
@@ -107,14 +75,37 @@ class Arena:
         self._mapping = mmap.mmap(self.file, self.num_bytes)
         self.memory = torch.frombuffer(self._mapping, dtype=torch.uint8)
         self.channels: list[SharedChannel] = []
-        self.board = OwnBoard(num_ranks)
-        self.bell: Bell
+        self.board = OwnBoard(self._num_ranks)
+        self.bell = Bell(moves, peers)
         self.step = 1  # 1 + calls of `end_offers`, the same on every rank
         self._top = 0
         self._slots = [rest_bytes + i * slot_bytes for i in range(num_slots)]
         self._tags = [NO_TAG] * num_slots  # slot -> tag of the data in it
         self._slot = 0
         self._written = 0
+
+    @property
+    def shown(self) -> Shown:
+        return Shown(os.getpid(), self.file, self.board.file, self.bell.pipes)
+
+    def channel_to(self, peer: int, shown: Shown) -> SharedChannel:
+        """Return the channel to a neighbour, whose files are opened anew: the kernel lets those of one user do so."""
+        folder = f"/proc/{shown.process}/fd"
+        try:
+            self.bell.add(peer, f"{folder}/{shown.pipes[self._rank]}")
+            with (
+                open(f"{folder}/{shown.memory}", "rb") as memory,
+                open(f"{folder}/{shown.board}", "rb") as board,
+            ):
+                words = Board(board.fileno(), self._num_ranks)
+                channel = SharedChannel(self._rank, peer, self, _map(memory.fileno()), words)
+        except OSError as error:
+            problem = f"rank {self._rank} can not open the memory of rank {peer} ({error.strerror})"
+            raise ConnectionError(
+                f"{problem}: use options.transport=gloo, which sends it"
+            ) from error
+        self.channels.append(channel)
+        return channel
 
     def empty(self, numel: int, dtype: torch.dtype) -> Tensor:
         """Return a resting tensor with its own storage. It is freed only with the whole arena."""
@@ -179,13 +170,11 @@ class Arena:
 class SharedChannel:
     """The channel to one neighbour: each side tells where its data lie, and the other side reads them there."""
 
-    def __init__(
-        self, rank: int, peer: int, arena: Arena, bell: Bell, theirs: Tensor, board: Board
-    ):
+    def __init__(self, rank: int, peer: int, arena: Arena, theirs: Tensor, board: Board):
         self.peer = peer
         self._rank = rank
         self._arena = arena
-        self._bell = bell
+        self._bell = arena.bell
         self._theirs = theirs
         self._board = board
         self._sent: dict[int, int] = {}  # slot -> tag of the data that the peer is to read there

@@ -1,56 +1,54 @@
-"""Ranks of one host wait for each other: each has a bell, which its neighbours ring when they have news.
+"""Ranks of one host wait for each other: each has a pipe from every neighbour, which writes there when it has news.
 
-The news itself lies in shared memory (offers.py); a bell only tells a rank to look again. A bell is a counter of the
-kernel (eventfd), so many rings count as one, and a rank that rings never waits, whether anybody listens or not.
+The news itself lies in shared memory (offers.py); what is in a pipe only tells a rank to look again. So a pipe that is
+full tells enough, and a rank that writes never waits, whether anybody reads or not. A pipe whose other end is closed
+tells that the neighbour has left.
 """
 
 from __future__ import annotations
 
 import os
 import select
-import socket
 import time
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 
 from zeroexp.measure.verb_seconds import meter
+from zeroexp.process.watchdog.differs import Moves
 
 LOOK_SECONDS = (
     1.0  # between two looks at whether the ranks were found to differ, while nobody rings
 )
+MOST_RINGS = 4096  # that are taken from a pipe at once
 
 
 class Bell:
-    """The bells of this rank and its neighbours. Nobody sends anything over the sockets; they tell who has left."""
+    """The pipes between this rank and its neighbours."""
 
-    def __init__(
-        self,
-        rank: int,
-        sockets: Mapping[int, socket.socket],
-        timeout_seconds: float,
-        find_error: Callable[[], str | None],
-    ):
-        """find_error: called while this rank waits; what it returns ends the wait."""
-        self.file = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        weakref.finalize(self, os.close, self.file)
-        self._rank = rank
-        self._timeout_seconds, self._find_error = timeout_seconds, find_error
+    def __init__(self, moves: Moves, peers: Sequence[int]):
+        """An error in `moves` ends the waits. Ranks have their numbers among all."""
+        self._moves = moves
+        self.pipes: dict[int, int] = {}  # peer -> where this rank reads what it rings
         self._theirs: dict[int, int] = {}
-        self._peer_of = {each.fileno(): peer for peer, each in sockets.items()}
+        self._peer_of: dict[int, int] = {}
         self._left: set[int] = set()
         self._poll = select.poll()  # select.select refuses file descriptors above 1023
-        self._poll.register(self.file, select.POLLIN)
-        for each in sockets.values():
-            self._poll.register(each, select.POLLIN)
-            weakref.finalize(self, each.close)
+        for peer in peers:
+            pipe, other_end = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+            os.close(other_end)  # the peer opens its own
+            weakref.finalize(self, os.close, pipe)
+            self.pipes[peer], self._peer_of[pipe] = pipe, peer
+            self._poll.register(pipe, select.POLLIN)
 
-    def add(self, peer: int, file: int) -> None:
-        """Add a neighbour's bell, which is closed together with this one."""
-        self._theirs[peer] = file
-        weakref.finalize(self, os.close, file)
+    def add(self, peer: int, path: str) -> None:
+        """Open the pipe that `peer` reads. All ranks have done so before one waits."""
+        self._theirs[peer] = os.open(path, os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        weakref.finalize(self, os.close, self._theirs[peer])
 
     def ring(self, peer: int) -> None:
-        os.eventfd_write(self._theirs[peer], 1)
+        with suppress(BlockingIOError, BrokenPipeError):  # it has not read the last ones, or left
+            os.write(self._theirs[peer], b".")
 
     def wait_until(self, done: Callable[[], bool], peer: int, what: str) -> None:
         """Wait until `done()`, which `peer` brings about by what it writes.
@@ -60,24 +58,23 @@ class Bell:
         """
         if done():
             return
-        began, deadline = time.perf_counter(), time.monotonic() + self._timeout_seconds
+        began, deadline = time.perf_counter(), time.monotonic() + self._moves.world.timeout_seconds
         while not done():
             if peer in self._left:
-                me = f"while rank {self._rank} waited for {what}"
+                me = f"while rank {self._moves.world.rank} waited for {what}"
                 raise ConnectionError(f"rank {peer} has left {me}")
-            if error := self._find_error():
-                raise RuntimeError(error)
+            if self._moves.error:
+                raise RuntimeError(self._moves.error)
             self._listen(deadline, peer, what)
         meter.blocked(peer, began)
 
     def _listen(self, deadline: float, peer: int, what: str) -> None:
         remaining = deadline - time.monotonic()
         if remaining <= 0:
-            seconds = f"{self._timeout_seconds:g} s"
-            raise TimeoutError(f"rank {self._rank} waited {seconds} for rank {peer}: {what}")
+            world = self._moves.world
+            me = f"rank {world.rank} waited {world.timeout_seconds:g} s"
+            raise TimeoutError(f"{me} for rank {peer}: {what}")
         for file, _ in self._poll.poll(1000 * min(remaining, LOOK_SECONDS)):
-            if file == self.file:
-                os.eventfd_read(file)
-            else:
+            if not os.read(file, MOST_RINGS):  # nobody can write there any more
                 self._poll.unregister(file)
                 self._left.add(self._peer_of[file])

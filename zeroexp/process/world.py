@@ -205,15 +205,6 @@ def current(
     return World(rank, size, device, backends[device.type], timeout_seconds)
 
 
-def host_identity() -> tuple[str, int]:
-    """Return a value that is equal for processes which can share memory and sockets.
-
-    Such processes run in the same boot of one machine and in the same network namespace.
-    """
-    with open("/proc/sys/kernel/random/boot_id", encoding="utf-8") as file:
-        return file.read().strip(), os.stat("/proc/self/ns/net").st_ino
-
-
 def leave_process_group() -> None:
     """Destroy the process group. No object of ours may keep a reference to it.
 
