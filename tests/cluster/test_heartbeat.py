@@ -5,7 +5,6 @@ Time is the test's: it passes when `clock.pass_by` says so, and every task has i
 
 from __future__ import annotations
 
-import os
 import socket
 import subprocess
 import time
@@ -22,6 +21,7 @@ import pytest
 from zeroexp.process import ports
 from zeroexp.process.watchdog import lost
 from zeroexp.process.watchdog.connection import Connection, Stranger
+from zeroexp.process.watchdog.hung import WatchedRank
 from zeroexp.process.watchdog.lost import BEATS_PER_PERIOD, START_SECONDS, Heartbeat, Hub
 
 PERIOD_SECONDS = 2.0
@@ -79,16 +79,17 @@ class Task:
         self, job: Job, rank: int, hub: Hub, world_size: int, start_seconds: float
     ) -> None:
         self._threads = ThreadPoolExecutor(max_workers=1)
+        child = WatchedRank(rank, job.child.pid, memoryview(b""), Path())
         self._heartbeat = Heartbeat(
-            rank, world_size, hub, PERIOD_SECONDS, start_seconds=start_seconds
+            child, world_size, hub, PERIOD_SECONDS, start_seconds=start_seconds
         )
-        self._lost = self._threads.submit(self._wait, job.child.pid)
+        self._lost = self._threads.submit(self._wait)
         job.clock.watch(self._heartbeat._selector, self._lost)
         job.clock.let_all_look()
 
-    def _wait(self, pid: int) -> str | None:
-        with open(os.pidfd_open(pid), "rb") as child, self._heartbeat:
-            return self._heartbeat.wait(child)
+    def _wait(self) -> str | None:
+        with self._heartbeat:
+            return self._heartbeat.wait()
 
     def lost(self) -> str | None:
         return self._lost.result(timeout=600)

@@ -21,16 +21,16 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import NoReturn
 
 from zeroexp.process import ports, progress
-from zeroexp.process.watchdog.hung import HUNG, Sight, WatchedRank, find_hang, leave_stacks
-from zeroexp.process.watchdog.lost import BEATS_PER_PERIOD, Heartbeat, Hub
+from zeroexp.process.watchdog.hung import WatchedRank, leave_stacks
+from zeroexp.process.watchdog.lost import Heartbeat, Hub
 from zeroexp.tracking import attempt, failure
 from zeroexp.tracking.live import sender
 from zeroexp.tracking.out_of_memory import kills_by_kernel
@@ -71,16 +71,13 @@ def run_task(folder: Path, duty: Duty) -> NoReturn:
         failure.remove_older_failure(folder)
     kills = kills_by_kernel()
     child = _start_rank(folder, duty, rank)
-    watch = _HangWatch(folder, duty, child, world_size)
     beside = sender(folder) if duty.sends and rank == 0 else nullcontext()
-    with beside, _heartbeat(folder, duty, rank, world_size, watch.report) as heartbeat:
-        lost = heartbeat.wait(
-            child, until=lambda: _exit_superseded(folder) or watch.judge(heartbeat.reports)
-        )
-        if watch.hung:
-            if rank == 0:
-                heartbeat.tell_now()
-            leave_stacks([child], watch.sights)
+    with beside, _heartbeat(folder, duty, child, world_size) as heartbeat:
+        lost = heartbeat.wait(until=lambda: _exit_superseded(folder))
+        if heartbeat.hangs:
+            if heartbeat.guilty:
+                failure.write_hung(folder, *heartbeat.guilty)
+            leave_stacks([child], heartbeat.sights)
         elif lost:
             # A task that is cut off misses rank 0's, which lives and hears the others: its word counts.
             over = not asked.to_end and (rank == 0 or not failure.failed_with(folder, "TaskLost"))
@@ -90,7 +87,7 @@ def run_task(folder: Path, duty: Duty) -> NoReturn:
         status = child.reap()
         if status == -signal.SIGTERM:
             asked.wait()
-        if rank == 0 and watch.hung:
+        if heartbeat.guilty:
             heartbeat.wait_for_goodbyes(duty.heartbeat_s)
         if status not in (0, SAVED) and not lost and not asked.to_end:
             failure.write_died(
@@ -127,57 +124,18 @@ def _start_rank(folder: Path, duty: Duty, rank: int) -> WatchedRank:
     return WatchedRank(rank, child.pid, numbers, log)
 
 
-def _heartbeat(
-    folder: Path, duty: Duty, rank: int, world_size: int, report: Callable[[], str]
-) -> Heartbeat:
-    def name_of(other: int) -> str:
-        return _name_of(other, world_size)
-
+def _heartbeat(folder: Path, duty: Duty, child: WatchedRank, world_size: int) -> Heartbeat:
     file = folder / "slurm" / f"heartbeat.{attempt.own_number() or 1}"
     secret = bytes.fromhex(os.environ[ports.SECRET])
-    hub = Hub(os.environ[HEARTBEAT_AT], file, secret, os.environ.get(ports.RANGE))
     return Heartbeat(
-        rank,
+        child,
         world_size,
-        hub,
+        Hub(os.environ[HEARTBEAT_AT], file, secret, os.environ.get(ports.RANGE)),
         duty.heartbeat_s,
+        hang_seconds=duty.hang_s,
+        name_of=partial(_name_of, world_size=world_size),
         start_seconds=duty.start_s,
-        name_of=name_of,
-        report=report,
     )
-
-
-class _HangWatch:
-    """What this task tells the others of its rank, and whether the ranks hang, which the task of rank 0 finds: it alone
-    hears all others.
-    """
-
-    def __init__(self, folder: Path, duty: Duty, child: WatchedRank, world_size: int) -> None:
-        self.hung, self.sights = False, list[Sight]()  # of the rank, when it was seen last
-        self._folder, self._child, self._world_size = folder, child, world_size
-        self._hang_seconds, self._pause = duty.hang_s, duty.heartbeat_s / BEATS_PER_PERIOD
-
-    def report(self) -> str:
-        """Return what a beat says of the rank: its Sight, or the verdict."""
-        if self.hung or self._hang_seconds is None:
-            return HUNG if self.hung else ""
-        self.sights = [self._child.look(self._pause)]
-        return self.sights[0].line()
-
-    def judge(self, reports: list[str]) -> str | None:
-        """Return a message once the ranks hang; these are the reports of the other tasks."""
-        if HUNG in reports:
-            self.hung = True
-        elif (
-            self._hang_seconds is not None
-            and self._child.rank == 0
-            and len(reports) == self._world_size - 1
-        ):
-            sights = [*self.sights, *map(Sight.read, reports)]
-            if hang := find_hang(sights, self._hang_seconds):
-                self.hung = True
-                failure.write_hung(self._folder, *hang)
-        return HUNG if self.hung else None
 
 
 def _name_of(rank: int, world_size: int) -> str:

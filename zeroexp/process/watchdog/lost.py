@@ -4,7 +4,7 @@
 
 Both ends send a beat three times per period and expect one within it. A task that ends for any reason says goodbye
 first, so a connection that closes without a goodbye is a loss too. The ranks take no part in this: they may compute for
-minutes. A beat carries what the task reports of its rank (hung.py).
+minutes. A beat carries how the task sees its rank, from which the task of rank 0 tells that ranks hang (hung.py).
 
 A task that has not met its peers one period after the time that a job has to start misses them.
 """
@@ -20,19 +20,15 @@ from pathlib import Path
 from selectors import EVENT_READ, DefaultSelector
 from time import monotonic
 from types import TracebackType
-from typing import Protocol
 
 from zeroexp.process import ports
 from zeroexp.process.watchdog.connection import BEAT, BYE, Connection, Stranger
+from zeroexp.process.watchdog.hung import HUNG, Sight, WatchedRank, find_hang
 
 BEATS_PER_PERIOD = 3
 START_SECONDS = 60.0  # from a job's first task to its last: Python may load from a slow shared disk
 SECONDS_BETWEEN_CALLS = 1.0  # to the task of rank 0, until it listens
 CALL_SECONDS = 5.0  # for a call, and for an introduction
-
-
-class HasDescriptor(Protocol):
-    def fileno(self) -> int: ...
 
 
 @dataclass
@@ -50,26 +46,30 @@ class Hub:
 
 
 class Heartbeat:
-    """The heartbeat of one task; `hub` says where the task of rank 0 listens.
+    """The heartbeat of one task, whose rank is `child`; `hub` says where the task of rank 0 listens.
 
-    It is a context manager, and leaving it says goodbye. name_of: the name of a rank that never connected and so never
-    sent its own. report: called at every beat for the line that goes with it.
+    It is a context manager, and leaving it says goodbye. hang_seconds: of `cluster.hang_s`; None: a rank that hangs is
+    not looked for. name_of: the name of a rank that never connected and so never sent its own.
     """
 
     def __init__(
         self,
-        rank: int,
+        child: WatchedRank,
         world_size: int,
         hub: Hub,
         period_seconds: float,
         *,
+        hang_seconds: float | None = None,
         name_of: Callable[[int], str] = "rank {}".format,
-        report: Callable[[], str] = str,
         start_seconds: float = START_SECONDS,
     ) -> None:
+        rank = child.rank
+        self.hangs = False  # the ranks do
+        self.guilty: tuple[int, str, str] | None = None  # of find_hang, in the task of rank 0
+        self.sights: list[Sight] = []  # of the rank, when it was seen last
+        self._child, self._world_size, self._hang_seconds = child, world_size, hang_seconds
         self._me, self._hub = f"rank {rank} on {socket.gethostname()}", hub
-        self._period, self._start = period_seconds, start_seconds
-        self._name_of, self._report = name_of, report
+        self._period, self._start, self._name_of = period_seconds, start_seconds, name_of
         self._missing = set(range(1, world_size)) if rank == 0 else {0}
         self._connections: dict[socket.socket, Connection] = {}
         self._selector = DefaultSelector()
@@ -82,14 +82,13 @@ class Heartbeat:
         if rank == 0 and world_size > 1:
             self._listen(world_size)
 
-    def wait(
-        self, child: HasDescriptor, until: Callable[[], str | None] = lambda: None
-    ) -> str | None:
-        """Wait until this child has ended (None), a peer is lost (a message), or `until` returns a message.
+    def wait(self, until: Callable[[], str | None] = lambda: None) -> str | None:
+        """Wait until the rank has ended (None), a peer is lost, the ranks hang, or `until` returns a message.
 
-        `until` is called at every beat. Slurm ends the rest of a job that lost a task, so a child's end may be the
+        `until` is called at every beat. Slurm ends the rest of a job that lost a task, so the rank's end may be the
         consequence of a loss: a last look at the peers shows this.
         """
+        child = self._child
         self._selector.register(child, EVENT_READ)
         try:
             while True:
@@ -98,19 +97,30 @@ class Heartbeat:
                     return self._hear([key.fileobj for key, _ in self._selector.select(0)])
                 if words := self._hear(ready) or self._silent() or self._never_came():
                     return words
-                if self._speak() and (words := until()):
+                if self._speak() and (words := until() or self._hang()):
                     return words
         finally:
             self._selector.unregister(child)
 
-    @property
-    def reports(self) -> list[str]:
-        """The newest report of each task that has reported, without this one's."""
-        return [peer.report for peer in self._peers() if peer.report]
+    def _hang(self) -> str | None:
+        """Return a message once the ranks hang, which the task of rank 0 finds: it alone hears all others."""
+        reports = [peer.report for peer in self._peers() if peer.report]
+        self.hangs = HUNG in reports
+        hears_all = self._child.rank == 0 and len(reports) == self._world_size - 1
+        if self._hang_seconds is not None and hears_all:
+            sights = [*self.sights, *map(Sight.read, reports)]
+            self.guilty = find_hang(sights, self._hang_seconds)
+            if self.guilty:
+                self.hangs = True
+                self._tell()
+        return HUNG if self.hangs else None
 
-    def tell_now(self) -> None:
-        """Send a beat though none is due."""
-        report = self._report()
+    def _tell(self) -> None:
+        """Send a beat that says of the rank how it was seen, or the verdict."""
+        report = HUNG if self.hangs else ""
+        if self._hang_seconds is not None and not self.hangs:
+            self.sights = [self._child.look(self._period / BEATS_PER_PERIOD)]
+            report = self.sights[0].line()
         for peer in self._peers():
             peer.send(BEAT, report)
 
@@ -224,7 +234,7 @@ class Heartbeat:
             self._next_call = now + SECONDS_BETWEEN_CALLS
         if now < self._next_beat:
             return False
-        self.tell_now()
+        self._tell()
         self._next_beat = now + self._period / BEATS_PER_PERIOD
         return True
 
