@@ -3,6 +3,7 @@
     zeroexp export outputs/<sweep>/<run>          the newest checkpoint, into <run>/exported/step-000020
     zeroexp export outputs/<sweep>/<run> --step 10 --to DIR --dtype bfloat16
     zeroexp export outputs/<sweep>/<run> --format dcp          weights and moments, for FSDP2
+    zeroexp export outputs/<sweep>/<run> --format chakra       a traced step, for simulators
     zeroexp model.weights=DIR                     start from weights
     zeroexp model=hf model.path=DIR               start from those of a run with model=hf
 
@@ -22,10 +23,11 @@ from zeroexp.checkpoint import folders
 from zeroexp.checkpoint.manifest import MANIFEST, CheckpointError, read_manifest
 from zeroexp.config.keys import Config, ConfigError, from_mapping
 from zeroexp.foreign import WRITERS
+from zeroexp.measure.chakra import traced_step, write_chakra
 from zeroexp.process.json_output import answer
 from zeroexp.tracking.json_files import dumps
 
-HUGGINGFACE = "huggingface"
+HUGGINGFACE, CHAKRA = "huggingface", "chakra"
 
 
 def main() -> int:
@@ -34,24 +36,34 @@ def main() -> int:
 
 def _export(told: list[str] | None) -> int:
     arguments = parse_arguments()
-    checkpoint = choose_checkpoint(arguments.run, arguments.step)
-    target = arguments.to or default_target(checkpoint, arguments.format)
-    of_weights = {"dtype": arguments.dtype, "max_shard_size": arguments.max_shard_size}
-    of_weights = {key: value for key, value in of_weights.items() if value is not None}
-    if arguments.format == HUGGINGFACE:
-        export(checkpoint, target, **of_weights)
+    given = {"dtype": arguments.dtype, "max_shard_size": arguments.max_shard_size}
+    of_weights = {key: value for key, value in given.items() if value is not None}
+    if arguments.format != HUGGINGFACE and of_weights:
+        key, value = next(iter(of_weights.items()))
+        problem = f"--format={arguments.format} keeps what is saved; leave it out"
+        raise ConfigError(f"--{key.replace('_', '-')}={value}: {problem}")
+    if arguments.format == CHAKRA:
+        source = arguments.run.resolve()
+        step = traced_step(source, arguments.step)
+        target = arguments.to or source / "exported" / f"{CHAKRA}-step-{step:06d}"
+        folders.refuse_existing(target)
+        with folders.asked_for(target) as folder:
+            write_chakra(source, step, folder)
+        written = {"folder": str(target), "run": str(source), "step": step}
+        what = f"step {step} of {source}, a Chakra execution trace of each rank"
     else:
-        for key in of_weights:
-            word = f"--{key.replace('_', '-')}={of_weights[key]}"
-            raise ConfigError(
-                f"{word}: --format={arguments.format} keeps what is saved; leave it out"
-            )
-        export_whole(checkpoint, target, arguments.format)
-    dtype = arguments.dtype or "float32"
+        source = choose_checkpoint(arguments.run, arguments.step)
+        target = arguments.to or default_target(source, arguments.format)
+        if arguments.format == HUGGINGFACE:
+            export(source, target, **of_weights)
+        else:
+            export_whole(source, target, arguments.format)
+        dtype = arguments.dtype or "float32"
+        written = {"folder": str(target), "checkpoint": str(source), "dtype": dtype}
+        what = _what_was_written(target, source, arguments.format, dtype)
     if told is not None:
-        written = {"folder": str(target), "checkpoint": str(checkpoint), "dtype": dtype}
         told.append(dumps(written))
-    print(f"{target}: {_what_was_written(target, checkpoint, arguments.format, dtype)}")
+    print(f"{target}: {what}")
     return 0
 
 
@@ -61,9 +73,14 @@ def parse_arguments() -> argparse.Namespace:
     )
     parser.add_argument("run", type=Path, help="folder of a run, or of one of its checkpoints")
     parser.add_argument("--to", type=Path, help="a folder that does not exist yet")
-    parser.add_argument("--step", type=int, help="the checkpoint after so many steps")
     parser.add_argument(
-        "--format", choices=[HUGGINGFACE, *WRITERS], default=HUGGINGFACE, help="whose it is to be"
+        "--step", type=int, help="the checkpoint after so many steps, or the traced one"
+    )
+    parser.add_argument(
+        "--format",
+        choices=[HUGGINGFACE, *WRITERS, CHAKRA],
+        default=HUGGINGFACE,
+        help="whose it is to be",
     )
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], help="of weights; float32")
     parser.add_argument("--max-shard-size", help="of one file, and of memory; 5GB")

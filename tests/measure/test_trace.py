@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import time
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from google.protobuf import descriptor_pb2, descriptor_pool, message_factory, proto
 from torch import nn
 
 from tests import rank_code
@@ -20,9 +22,10 @@ from tests.test_train import Numbers, make_config
 from tests.trace_events import read_trace
 from zeroexp.check import rules_of_one_key
 from zeroexp.config import keys as configs
-from zeroexp.config.keys import Config
+from zeroexp.config.keys import Config, ConfigError
 from zeroexp.measure.allocations import Block, Log, logging_allocations
 from zeroexp.measure.causes import Reading, changes_by_cause
+from zeroexp.measure.chakra import COLLECTIVE, COMPUTE, traced_step, write_chakra
 from zeroexp.measure.instruments import Instruments
 from zeroexp.measure.memory import AllocationMeter, count_cpu_allocations
 from zeroexp.measure.record import CAUSES, Peak
@@ -191,6 +194,7 @@ def test_a_run_of_two_ranks_leaves_its_traces(local, tmp_path):
     assert local.run(job).status == "done", log_of(job, 0)
     _check_timelines(job.folder)
     _check_profile(job.folder)
+    _check_chakra(job.folder, tmp_path / "chakra")
     records, summary = read_records(job.folder), read_summary(job.folder)
     assert [r.traced for r in records] == [False, False, True, True]
     assert summary is not None and summary.num_steps == 1
@@ -250,6 +254,58 @@ def _check_profile(folder: Path) -> None:
     assert "aten::mm" in table and "zeroexp::publish unit blocks.0, issue" in table
 
 
+def _chakra_node() -> Any:
+    """Return the class of a Chakra node, built here from the fields of its schema that are read below."""
+    texts = {"Node": "id:4 name:9 type:13 data_deps:4", "AttributeProto": "name:9 value:3"}
+    places = {"Node": (1, 2, 3, 5), "AttributeProto": (1, 9)}  # name, int64_val
+    file = descriptor_pb2.FileDescriptorProto(name="et.proto", package="et", syntax="proto3")
+    for message, text in texts.items():
+        descriptor = file.message_type.add(name=message)
+        for number, word in zip(places[message], text.split(), strict=True):
+            name, kind = word.split(":")
+            label = 3 if name == "data_deps" else 1
+            descriptor.field.add(name=name, number=number, type=int(kind), label=label)
+    file.message_type[0].field.add(
+        name="attr", number=10, type=11, label=3, type_name=".et.AttributeProto"
+    )
+    pool = descriptor_pool.DescriptorPool()
+    pool.Add(file)
+    return message_factory.GetMessageClass(pool.FindMessageTypeByName("et.Node"))
+
+
+def _check_chakra(folder: Path, target: Path) -> None:
+    """Its moves are those that were counted, after what came before them, and in one order on all ranks."""
+    target.mkdir()
+    write_chakra(folder, 2, target)
+    node_class, orders = _chakra_node(), list[list[str]]()
+    for rank in (0, 1):
+        content, nodes = io.BytesIO((target / f"chakra.{rank}.et").read_bytes()), list[Any]()
+        assert content.read(8) == b"\x07\x0a\x051.0.0"
+        while node := proto.parse_length_prefixed(node_class, content):
+            nodes.append(node)
+        assert [node.id for node in nodes] == list(range(len(nodes)))
+        moves = [node for node in nodes if node.type == COLLECTIVE]
+        sent = dict[str, int]()
+        for move in moves:
+            told = {each.name: each.value for each in move.attr}
+            verb = move.name.split()[0]
+            sent[verb] = sent.get(verb, 0) + told["sent_bytes"]
+            # On two ranks a gather or a reduce-scatter sends half of all that it is about.
+            halves = {"gather": (2, 1), "publish": (2, 1), "reduce": (7, 2), "norm": (0, 1)}
+            if verb in halves:
+                kind, times = halves[verb]
+                assert (told["comm_type"], told["comm_size"]) == (kind, times * told["sent_bytes"])
+        if rank == 0:
+            counted = read_records(folder)[2].traffic.bytes_by_kind
+            assert sent == {verb: size for verb, size in counted.items() if size}
+        for node in nodes[1:]:
+            assert node.data_deps and max(node.data_deps) < node.id
+        waited = {dep for node in nodes if node.type == COMPUTE for dep in node.data_deps}
+        assert {move.id for move in moves if move.name.startswith("gather")} <= waited
+        orders.append([move.name for move in moves])
+    assert orders[0] == orders[1]
+
+
 def test_no_rank_begins_a_step_while_another_writes_what_it_saw_of_the_last(local, tmp_path):
     """Else the next step, which counts in times, would wait for a file."""
     job = make_job(tmp_path / "run", train__trace_steps=[2])
@@ -266,6 +322,10 @@ def test_torch_shows_its_collectives_in_traced_steps(local, tmp_path):
     for rank in (0, 1):
         events = read_trace(job.folder / f"trace.{rank}.2.json")
         assert ("backend", "c10d::allreduce_") in {(e.get("cat"), e["name"]) for e in events}
+    with pytest.raises(ConfigError, match="implementation torch sends is not in its timeline"):
+        write_chakra(job.folder, 2, tmp_path)
+    with pytest.raises(ConfigError, match="no timeline of it; use 2"):
+        traced_step(job.folder, 3)
     for peak, most in zip(summary.memory.peaks, summary.memory.peak.per_rank, strict=True):
         assert peak is not None and most >= peak.num_bytes == sum(peak.bytes_by_cause.values())
         assert peak.bytes_by_cause["parameters"] == summary.memory.by_kind["parameters"].fullest

@@ -273,7 +273,7 @@ class Collectives:
             move.moves_on_wait = self.facts.moves_on_wait
             fulls = [part.full for part in moved]
             arrived = self._unpacked(gathered, codec, fulls, parts, secondary)
-            return self._count(kind, (arrived, num_bytes), move)
+            return self._count("all_gather", self.group, kind, (arrived, num_bytes), move)
 
     def codes_at_rest(self, parts: Sequence[GatherPart]) -> Tensor | None:
         """Return the codes of this rank's pieces, which are on the device; None: the pieces rest themselves."""
@@ -304,7 +304,9 @@ class Collectives:
             kept = secondary.parts(fulls)
             gathered, num_bytes = self._node.transport.all_gather(kept, secondary.offer, name)
             arrived = self._unpacked(gathered, codec, fulls, parts)
-            return self._count("secondary", (arrived, num_bytes), move)
+            return self._count(
+                "all_gather", self._node.world, "secondary", (arrived, num_bytes), move
+            )
 
     @staticmethod
     def _unpacked(
@@ -349,7 +351,7 @@ class Collectives:
                 sent = reduce_scatter_encoded(
                     self._transport, codec, self.group, parts, name, residuals
                 )
-            reduced = self._count(kind, sent, move)
+            reduced = self._count("reduce_scatter", self.group, kind, sent, move)
         if not self._sums_between_each_step or not last:
             return reduced
         nothing = parts[0].gradients[0].new_empty(0)
@@ -377,9 +379,9 @@ class Collectives:
     def gather_between(self, parts: Sequence[GatherPart], what: str) -> Pending:
         """Start to bring together what the holders of these pieces have updated of them."""
         assert self._between is not None
-        with meter.issuing("replicas", what) as move:
+        with meter.issuing("replicas", what, apart=True) as move:
             sent = self._between.gather_shares(parts, f"the gather between replicas of {what}")
-            return self._count("replicas", sent, move)
+            return self._count("all_gather", self.holders, "replicas", sent, move)
 
     def residuals_of(self, chunks: Sequence[Chunk]) -> Residuals | None:
         """Make room for what rounding leaves out of the reductions of these chunks; None: nobody keeps it."""
@@ -399,7 +401,7 @@ class Collectives:
         between = partial(self._sum_between, what=what) if self._sums_between_each_step else None
         with meter.issuing(kind, what) as move:
             sent = self._transport.all_reduce(parts, f"the {kind} of {what}", between)
-            return self._count(kind, sent, move)
+            return self._count("all_reduce", self.group, kind, sent, move)
 
     def _sum_between(
         self, sums: Sequence[Tensor], what: str, shares: Sequence[Chunk] = ()
@@ -408,7 +410,8 @@ class Collectives:
         assert self._between is not None
         with meter.issuing("replicas", what) as move:
             sent = self._between.sum(sums, f"the sum between replicas of {what}", shares)
-            return self._count("replicas", sent, move)
+            collective = "reduce_scatter" if shares else "all_reduce"
+            return self._count(collective, self.holders, "replicas", sent, move)
 
     def updating(self, *, over_all: bool) -> Updating:
         """Return the ranks that update chunks of which replicas have shares, or the others."""
@@ -438,7 +441,8 @@ class Collectives:
         with meter.issuing(kind, what) as move:
             pending, received = messages.exchange(of_ranks, sizes, f"the {kind} of {what}")
             arrived = {number: received[ranks[number]] for number in sent}
-            return self._count(kind, (pending, sum(map(len, sent.values()))), move), arrived
+            sends = pending, sum(map(len, sent.values()))
+            return self._count("all_to_all", updating.world, kind, sends, move), arrived
 
     def sum_scalar_later(self, value: Tensor, kind: str, over: World | None = None) -> Pending:
         """Start the sum of a tiny tensor over ranks; `value` holds it once the returned `Pending` was waited for.
@@ -451,7 +455,7 @@ class Collectives:
         num_bytes = 2 * value.nbytes * (ranks.size - 1) // ranks.size
         with meter.issuing(kind, "all ranks" if ranks is self.world else "the replica") as move:
             pending = self._transport.sum(value, f"the {kind}", ranks)
-            return self._count(kind, (pending, num_bytes), move)
+            return self._count("all_reduce", ranks, kind, (pending, num_bytes), move)
 
     def same_everywhere(self, number: int, what: str = "a comparison of the ranks") -> bool:
         """Whether all ranks hold the same non-negative number below 2**32; ranks that do not exist always do.
@@ -477,8 +481,11 @@ class Collectives:
         if num_bytes:  # a rank may own nothing
             self.traffic.bus_bytes[way] = self.traffic.bus_bytes.get(way, 0) + num_bytes
 
-    def _count(self, kind: str, sent: Sent, move: TimedMove) -> Pending:
+    def _count(
+        self, collective: str, ranks: World, kind: str, sent: Sent, move: TimedMove
+    ) -> Pending:
         pending, num_bytes = sent
+        move.collective, move.ranks = collective, ranks.numbers
         progress.count_move()
         pending.move, move.in_flight = move, True
         move.num_bytes += num_bytes

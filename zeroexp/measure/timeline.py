@@ -11,7 +11,8 @@ The file is JSON in the trace-event format, which Perfetto and chrome://tracing 
             phase     tid 0   data | forward | backward | optimizer | step, without gaps
             unit      tid 1   forward or backward of one block; args {"unit": "model.layers.0", "pass": "forward"}
             verb      tid 2   this rank's thread issues or waits for a move; args {"verb": "gather", "what":
-                              "unit model.layers.0", "part": "issue" | "wait"}
+                              "unit model.layers.0", "part": "issue" | "wait", "collective": "all_gather" (empty: it
+                              is none), "ranks": [0, 1], "bytes": sent by this rank}
             exposed   tid 3   inside of a wait: the rank does nothing; args {"verb", "what", "peer": 1 or null}
             flight    tid 4   a move under way beside compute, from its issue to its wait; args {"verb", "what"}
                               (spans of one row may overlap here)
@@ -89,9 +90,10 @@ def _spans(trace: StepTrace) -> Iterator[Span]:
 def _spans_of_move(move: TimedMove, began: float) -> Iterator[Span]:
     words = {"verb": move.verb, "what": move.what}
     name = f"{move.verb} {move.what}"
+    sent = {"collective": move.collective, "ranks": [*move.ranks], "bytes": move.num_bytes}
     for part, (start, end) in spans_of(move).items():
         if end > began:  # a move of the step before may be waited for in this one
-            yield "verb", name, max(start, began), end, {**words, "part": part}
+            yield "verb", name, max(start, began), end, {**words, "part": part, **sent}
     for peer, start, seconds in move.blocked:
         if start >= began:
             yield "exposed", name, start, start + seconds, {**words, "peer": peer}

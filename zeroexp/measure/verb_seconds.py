@@ -48,6 +48,8 @@ class TimedMove:
     in_flight: bool = False  # a Pending will end it
     moves_on_wait: bool = False
     num_bytes: int = 0  # that this rank sends
+    collective: str = ""  # all_gather | reduce_scatter | all_reduce | all_to_all
+    ranks: Sequence[int] = ()  # between which it is
     # (peer or None, when, seconds) of each time this rank had to wait, on the CPU
     blocked: list[tuple[int | None, float, float]] = field(
         default_factory=list[tuple[int | None, float, float]]
@@ -67,9 +69,12 @@ class VerbMeter:
         self._ended: list[TimedMove] | None = None  # None: nobody records
 
     @contextmanager
-    def issuing(self, verb: str, what: str) -> Generator[TimedMove]:
-        """Time the issue of a move. Inside another issue it is a part of that one, which is then yielded."""
-        if self._now is not None and self._now.issued is None:
+    def issuing(self, verb: str, what: str, *, apart: bool = False) -> Generator[TimedMove]:
+        """Time the issue of a move. Inside another issue it is a part of that one, which is then yielded.
+
+        apart: it is not, since it is waited for in there.
+        """
+        if self._now is not None and self._now.issued is None and not apart:
             yield self._now
             return
         move = TimedMove(verb, what, self._device, mark_now(self._device))
