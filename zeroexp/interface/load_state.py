@@ -6,7 +6,7 @@ where one of them can not load, all of them raise.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 
 from zeroexp.interface.buffers import Buffers
 from zeroexp.interface.canonical import (
+    BUFFER,
     PYTHON,
     WEIGHT,
     SavedMoments,
@@ -70,12 +71,13 @@ def load_state(
     has_moments = not same_everywhere(int(has_moments)) or has_moments
     problem = None
     try:
-        _require_state(state, names)
+        _require_state(state)
+        _require_names(state, WEIGHT, names)
         if has_moments:
             _require_moments(state)
         _require_elements(state, held)
         python.require(state)
-        buffers.require(state)
+        _require_buffers(state, buffers)
     except ValueError as error:
         problem = str(error)
     if not same_everywhere(int(problem is None)) or problem is not None:
@@ -111,9 +113,10 @@ def _load_moments(
 
 
 GIVE = "give what strategy.state_dict() returned, of all ranks by merge(states)"
+NOUNS = {WEIGHT: "parameter", BUFFER: "buffer"}
 
 
-def _require_state(state: object, names: Sequence[str]) -> None:
+def _require_state(state: object) -> None:
     if not isinstance(state, dict):
         raise ValueError(f"the state is a {type(state).__name__}; {GIVE}")
     for name, entry in state.items():
@@ -123,12 +126,27 @@ def _require_state(state: object, names: Sequence[str]) -> None:
             if not isinstance(tensor, CanonicalTensor):
                 kind, where = type(tensor).__name__, f"{name!r:.80}, {key!r:.40}"
                 raise ValueError(f"the state holds a {kind} under {where}; {GIVE}")
-    ours = set(names)
+
+
+def _require_names(state: CanonicalState, kind: str, names: Collection[str]) -> None:
+    """Raise ValueError unless the state has weights, or buffers, of these names and no others."""
+    ours, noun = set(names), NOUNS[kind]
     for name in (*names, *state):
-        if WEIGHT not in state.get(name, {}) and name in ours:
-            raise ValueError(f"parameter {name} is not in the state; {GIVE}")
-        if WEIGHT in state[name] and name not in ours:
-            raise ValueError(f"parameter {name} of the state is not in the model; {GIVE}")
+        if name in ours and kind not in state.get(name, {}):
+            raise ValueError(f"{noun} {name} is not in the state; {GIVE}")
+        if kind in state[name] and name not in ours:
+            raise ValueError(f"{noun} {name} of the state is not in the model; {GIVE}")
+
+
+def _require_range(
+    state: CanonicalState, kind: str, name: str, shape: Sequence[int], start: int, stop: int
+) -> None:
+    """Raise ValueError unless the state has these elements of a weight, or buffer, of this shape."""
+    saved = state[name][kind]
+    if tuple(saved.shape) != tuple(shape):
+        shapes = f"{list(saved.shape)} in the state, {list(shape)} in the model"
+        raise ValueError(f"{NOUNS[kind]} {name} is {shapes}; {GIVE}")
+    require_covered(saved, start, stop, name)
 
 
 def _require_moments(state: CanonicalState) -> None:
@@ -143,11 +161,20 @@ def _require_moments(state: CanonicalState) -> None:
 def _require_elements(state: CanonicalState, held: Sequence[LoadTarget]) -> None:
     saved_moments = SavedMoments(state)
     for each in held:
-        name, weight = each.name, state[each.name][WEIGHT]
-        if tuple(weight.shape) != tuple(each.shape):
-            shapes = f"{list(weight.shape)} in the state, {list(each.shape)} in the model"
-            raise ValueError(f"parameter {name} is {shapes}; {GIVE}")
         stop = each.start + each.flat(each.tensor).numel()
-        require_covered(weight, each.start, stop, name)
-        for key, saved in saved_moments.of(name) if each.has_moments else ():
-            saved.require_covered(each.start, stop, f"{name}.{key}")
+        _require_range(state, WEIGHT, each.name, each.shape, each.start, stop)
+        for key, saved in saved_moments.of(each.name) if each.has_moments else ():
+            saved.require_covered(each.start, stop, f"{each.name}.{key}")
+
+
+def _require_buffers(state: CanonicalState, buffers: Buffers) -> None:
+    """Raise ValueError unless the state has all buffers; or none, as older ones, of which one line is printed."""
+    ours = buffers.persistent()
+    if ours and not any(BUFFER in entry for entry in state.values()):
+        kept = f"{next(iter(ours))} and {len(ours) - 1} others stay as they are"
+        if buffers.world.rank == 0:
+            print(f"the state has no buffers, as older ones have none: {kept}")
+        return
+    _require_names(state, BUFFER, ours)
+    for name, tensor in ours.items():
+        _require_range(state, BUFFER, name, tensor.shape, 0, tensor.numel())
