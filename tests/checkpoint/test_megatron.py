@@ -21,6 +21,7 @@ from tests.checkpoint.test_foreign import brought_in, config_of, stepped
 from zeroexp.checkpoint.manifest import read_manifest
 from zeroexp.checkpoint.weights import Weights
 from zeroexp.config.keys import ConfigError
+from zeroexp.measure.memory import AllocationMeter, count_cpu_allocations
 from zeroexp.process.world import World
 
 # Two groups of heads, each of two queries, a key and a value.
@@ -65,8 +66,9 @@ def in_megatrons_words(values: dict[str, Tensor], *, fused_norms: bool) -> dict[
         if last == "self_attn.q_proj.weight":
             k, v = (values[name.replace("q_proj", each)] for each in ("k_proj", "v_proj"))
             # q1 q2 k1 v1 | q3 q4 k2 v2, as in SelfAttention.get_query_key_value_tensors
-            q1, q2, q3, q4 = value.split(HEADS["head_dim"])
-            (k1, k2), (v1, v2) = (each.split(HEADS["head_dim"]) for each in (k, v))
+            size = len(value) // 4
+            q1, q2, q3, q4 = value.split(size)
+            (k1, k2), (v1, v2) = (each.split(size) for each in (k, v))
             theirs[f"{own}self_attention.linear_qkv.weight"] = torch.cat(
                 [q1, q2, k1, v1, q3, q4, k2, v2]
             )
@@ -153,3 +155,28 @@ def test_megatron_is_brought_in_bit_for_bit(ranks, tmp_path, fused, tied):
         with pytest.raises(ConfigError, match=problem):
             brought_in(tmp_path / "theirs", tmp_path / "again", other)
         assert not (tmp_path / "again").exists()
+
+
+@pytest.mark.parametrize(
+    "most", [{"head_dim": 256}, {"vocab_size": 4096}], ids=["in_fused_rows", "in_embedding"]
+)
+def test_one_tensor_of_megatron_is_in_memory_at_a_time(ranks, tmp_path, most):
+    """Beside what is written: the fused one, and the parts of two ranks that torch holds of it."""
+    num_ranks = 16
+    config = config_of(**{**LLAMA, "hidden_size": 64, "intermediate_size": 64, **most})
+    model, _ = stepped(config)
+    moments = {
+        key: {name: torch.rand_like(p) for name, p in model.named_parameters()}
+        for key in ("exp_avg", "exp_avg_sq")
+    }
+    words = in_megatrons_words(dict(model.named_parameters()), fused_norms=True)
+    largest = max(each.nbytes for each in words.values())
+    ranks(save_as_megatron, tmp_path / "theirs", model, moments, True, world_size=num_ranks)
+    del model, moments, words
+    assert count_cpu_allocations() is None
+    before = AllocationMeter(torch.device("cpu")).peak_bytes()
+    meter = AllocationMeter(torch.device("cpu"))
+    brought_in(tmp_path / "theirs", tmp_path / "run", config)
+    peak = meter.peak_bytes()
+    assert before is not None and peak is not None
+    assert peak - before <= (1 + 2 / num_ranks) * largest <= 1.2 * largest

@@ -91,7 +91,8 @@ def with_parted_rows(found: Found, built: BuiltModel) -> Found:
         for part, heads in _heads(config).items():
             own = Place(re.sub(ONE, f".{part}_proj.", place.name), place.key)
             parts[own] = place, heads
-            tensors[own] = _rows(whole, heads, config)
+            rows = _rows(whole, heads, config)
+            tensors[own] = rows.flatten(0, 2) if rows is not whole else whole
 
     def fill(targets: Mapping[Place, Tensor]) -> None:
         found.fill({place: each for place, each in targets.items() if place not in parts})
@@ -102,7 +103,9 @@ def with_parted_rows(found: Found, built: BuiltModel) -> Found:
             whole = torch.empty_like(found.tensors[place], device="cpu")
             found.fill({place: whole})
             for each in own:
-                targets[each].copy_(_rows(whole, parts[each][1], config))
+                rows = _rows(whole, parts[each][1], config)
+                targets[each].view(rows.shape).copy_(rows)
+            whole.untyped_storage().resize_(0)  # torch holds on to the last that it has loaded
 
     return replace(found, tensors=tensors, fill=fill)
 
@@ -134,9 +137,12 @@ def _heads(config: Any) -> dict[str, slice]:
 
 
 def _rows(whole: Tensor, heads: slice, config: Any) -> Tensor:
-    """Return the rows of these heads of each group; a counter stays whole, and so does what then fits no parameter."""
+    """Return the rows [group, head, row, ...] of these heads, a view of `whole`.
+
+    A counter stays whole, and so does what then fits no parameter.
+    """
     size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     in_group = config.num_attention_heads // config.num_key_value_heads + 2
     if whole.shape[:1] != (config.num_key_value_heads * in_group * size,):
         return whole
-    return whole.unflatten(0, (-1, in_group, size))[:, heads].flatten(0, 2)
+    return whole.unflatten(0, (-1, in_group, size))[:, heads]
