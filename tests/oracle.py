@@ -48,6 +48,7 @@ PRECISIONS = {
     "bf16": PrecisionConfig("bf16", "bfloat16", "bfloat16", "bfloat16"),
     "bf16_master": PrecisionConfig("bf16_master", "bfloat16"),
     "paper16": PrecisionConfig("paper16", "bfloat16", "bfloat16"),
+    "fp16_master": PrecisionConfig("fp16_master", "float16"),
     "autocast": PrecisionConfig("autocast", autocast=True),
 }
 

@@ -6,11 +6,16 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from tests.composing import composed
 from tests.plain_strategy import PlainStrategy
 from tests.test_train import Linear, Numbers, make_config
+from zeroexp.config.optimizer import parameter_groups
 from zeroexp.interface.strategy import ModelStates
+from zeroexp.measure.dtypes_found import DtypesFound, dtypes_asked
 from zeroexp.measure.instruments import Instruments
+from zeroexp.models.module import build_model
 from zeroexp.process import world as worlds
+from zeroexp.process.world import World
 from zeroexp.report.meanings import NOT_AS_ASKED
 from zeroexp.training.loop import train
 
@@ -93,7 +98,7 @@ def test_a_downcast_is_named_by_its_role(tmp_path, fault) -> None:
         strategy = Faulty(fault)
         instruments = Instruments(config.train, world, tmp_path, strategy.model)
         list(train(strategy, Numbers(config), config=config, world=world, instruments=instruments))
-    record = instruments.dtypes.as_record(config)
+    record = instruments.dtypes.as_record(dtypes_asked(config, [{}]))
     assert record.get(NOT_AS_ASKED, "") == FAULTS[fault]
     assert {"weights", "products", "reduced", "norm"} <= set(
         record["dtypes"].replace(",", "").split()
@@ -114,3 +119,37 @@ def test_what_the_optimizer_is_given_is_read_whether_or_not_blocks_are_compiled(
     found = set(instruments.dtypes.by_role)
     assert found >= {"gradients", "reduced", "master", "moments", "norm"}
     assert ("weights" in found, "products" in found) == (not compiled, not compiled)
+
+
+# Rows of optimizer.kinds, and the masters and moments that they ask for.
+ASKED = {
+    "": ("float32", "float32"),
+    "{matrices: {moments: bfloat16}}": ("float32", "bfloat16+float32"),
+    "{matrices: {moments: int8}}": ("float32", "int8"),
+    "{embeddings: {master: bfloat16}}": ("bfloat16+float32", "bfloat16+float32"),
+    "{*: {master: bfloat16}}": ("bfloat16", "bfloat16"),  # no other row has a parameter
+    "{matrices: {name: muon, momentum: 0.9, moments: bfloat16}}": ("float32", "bfloat16+float32"),
+}
+
+
+@pytest.mark.parametrize("rows", ASKED)
+def test_rows_ask_for_dtypes_of_their_own(rows) -> None:
+    config = composed("model=tiny", "precision=bf16_master", f"+optimizer.kinds={rows or '{}'}")
+    model = build_model(config.model, seed=0)
+    groups = parameter_groups(model.module, config.optimizer, model.blocks)
+    asked = dtypes_asked(config, groups)
+    assert asked["reduced"] == asked["master"]
+    words = ("+".join(sorted(asked[role].split("+"))) for role in ("master", "moments"))
+    assert tuple(words) == ASKED[rows]
+
+
+def _owns_one_kind(world: World) -> None:
+    found = DtypesFound()
+    found.note("master", torch.zeros(2, dtype=(torch.float32, torch.bfloat16)[world.rank]))
+    found.by_role["moments"] = dict.fromkeys(("float32", "int8")[world.rank : world.rank + 1])
+    found.gather()
+    assert found.as_record({"master": "bfloat16+float32", "moments": "int8"}).keys() == {"dtypes"}
+
+
+def test_what_each_rank_owns_counts(ranks) -> None:
+    ranks(_owns_one_kind)

@@ -41,7 +41,7 @@ CASES: list[tuple[str, str, str, dict[str, Any], int]] = [
     ("buffer", "float8", "fp32", {"transport": "native", "unit": "module"}, 2),
     ("tensor", "int8", "bf16_master", {"keep": "none", "prefetch": 2}, 3),
     ("parameter", "float8", "paper16", {"overlap": False}, 3),
-    ("parameter", "int4", "bf16_master", {"offload": "optimizer"}, 2),
+    ("parameter", "int4", "fp16_master", {"offload": "optimizer"}, 2),
     ("buffer", "float8", "bf16_master", {"secondary_partition": 2}, 4),
     ("tensor", "float8", "bf16_master", {"replicas": 2, "offload": "optimizer"}, 4),
     ("parameter", "float8", "fp32", {"secondary_partition": 2, "offload": "optimizer"}, 4),

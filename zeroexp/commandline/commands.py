@@ -13,7 +13,10 @@ VERBS = {
     "report": ("zeroexp.report.__main__", "tables, verdicts and figures of sweeps"),
     "watch": ("zeroexp.watch", "follow, cancel or rerun a sweep on Slurm"),
     "sync": ("zeroexp.sync", "send the files of runs to MLflow"),
-    "export": ("zeroexp.export", "a checkpoint for transformers, FSDP2 or DeepSpeed; a trace for Chakra"),
+    "export": (
+        "zeroexp.export",
+        "a checkpoint for transformers, FSDP2 or DeepSpeed; a trace for Chakra",
+    ),
     "import": ("zeroexp.foreign.__main__", "a checkpoint of FSDP2 or DeepSpeed, to go on from"),
     "calibrate": (
         "zeroexp.calibrate.__main__",

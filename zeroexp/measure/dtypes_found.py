@@ -11,7 +11,7 @@ does not have shows here.
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterable
+from collections.abc import Generator, Iterable, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -25,7 +25,10 @@ from torch.optim.optimizer import (
 from torch.utils._pytree import tree_leaves
 
 from zeroexp.config.keys import Config
+from zeroexp.config.optimizer import optimizers_of
+from zeroexp.cut.moment_blocks import INT8
 from zeroexp.interface.strategy import ModelStates
+from zeroexp.process import world as worlds
 
 
 class DtypesFound:
@@ -49,8 +52,14 @@ class DtypesFound:
         self.note("gradients", *states.gradients)
         kept = [each for each in states.optimizer if each.numel() > 1]
         self.note("moments", *kept)
-        if any(each.dtype is torch.int8 for each in kept):  # of large parameters, beside full ones
-            self.by_role["moments"] = {"int8": None}
+        if any(each.dtype is torch.int8 for each in kept):
+            self.by_role["moments"][INT8] = None
+        self._show_codes()
+
+    def _show_codes(self) -> None:
+        """Leave the full moments out that small parameters have beside those in 8 bits."""
+        if INT8 in self.by_role.get("moments", {}):
+            self.by_role["moments"] = {INT8: None}
 
     @contextmanager
     def watching(self, modules: Iterable[nn.Module]) -> Generator[None]:
@@ -63,10 +72,16 @@ class DtypesFound:
             stack.callback(register_optimizer_step_post_hook(self._stepped).remove)
             yield
 
-    def as_record(self, config: Config) -> dict[str, str]:
+    def gather(self) -> None:
+        """Add what the other ranks met, as each may own some of the parameters alone. All ranks call it together."""
+        for of_rank in worlds.gather_objects(self.by_role):
+            for role, dtypes in of_rank.items():
+                self.by_role.setdefault(role, {}).update(dtypes)
+        self._show_codes()
+
+    def as_record(self, asked: Mapping[str, str]) -> dict[str, str]:
         """Return what engine.json keeps: all dtypes, and those that are not as asked, if there are some."""
         found = {role: "+".join(dtypes) for role, dtypes in self.by_role.items() if dtypes}
-        asked = _asked(config)
         others = [
             f"{role} {found[role]} for {asked[role]}"
             for role in found
@@ -102,10 +117,12 @@ def _has_matrix(module: nn.Module) -> bool:
     return not isinstance(module, nn.Embedding) and any(p.ndim > 1 for p in own)
 
 
-def _asked(config: Config) -> dict[str, str]:
-    precision, rows = config.precision, config.optimizer.kinds.values()
-    masters = {row.get("master", precision.master): None for row in rows}
-    masters = "+".join({precision.master: None, **masters})
+def dtypes_asked(config: Config, groups: Iterable[Mapping[str, Any]]) -> dict[str, str]:
+    """Return by role the dtypes that a config asks for, where `groups` (`parameter_groups`) are what it trains."""
+    precision, settings = config.precision, optimizers_of(config.optimizer)
+    of_groups = [(group.get("kind", ""), group.get("master", precision.master)) for group in groups]
+    masters = "+".join({master: None for _, master in of_groups})
+    moments = {settings[kind].moments or master: None for kind, master in of_groups}
     return {
         "at rest": "codes" if config.strategy.codes else precision.compute,
         "weights": precision.compute,
@@ -113,6 +130,6 @@ def _asked(config: Config) -> dict[str, str]:
         "gradients": precision.reduce,
         "reduced": masters,
         "master": masters,
-        "moments": config.optimizer.moments or masters,
+        "moments": INT8 if INT8 in moments else "+".join(moments),
         "norm": "float32",
     }

@@ -15,7 +15,7 @@ import pickle
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -38,6 +38,7 @@ from zeroexp.config.optimizer import (
 from zeroexp.data.batches import Data, build_data
 from zeroexp.engines.build import build_strategy
 from zeroexp.interface.strategy import Strategy
+from zeroexp.measure.dtypes_found import dtypes_asked
 from zeroexp.measure.instruments import Instruments, memory_snapshot
 from zeroexp.measure.memory import (
     AllocationMeter,
@@ -52,7 +53,7 @@ from zeroexp.measure.system import sampling_system
 from zeroexp.models.checkpointing import checkpoint_as_configured
 from zeroexp.models.compiled_blocks import compile_as_configured, graphs_compiled
 from zeroexp.models.flops import flops_per_sample
-from zeroexp.models.module import BuiltModel, build_deferred, build_model
+from zeroexp.models.module import build_deferred, build_model
 from zeroexp.plan.outcome import plan_beside
 from zeroexp.plan.peak import rehearsed_beside
 from zeroexp.process import progress
@@ -191,7 +192,10 @@ def _train(config: Config, world: World, folder: Path, stop: Stop) -> bool:
     needed = flops_per_sample(model.module, config.model, config.data.seq_len)
     blocks = {name: model.module.get_submodule(name) for name in model.blocks}
     shapes = {name: tuple(p.shape) for name, p in model.module.named_parameters()}
-    optimizers = _optimizers_by_kind(config, model)
+    # An engine may change the parameters that these hold.
+    groups = parameter_groups(model.module, config.optimizer, model.blocks)
+    asked, optimizers = dtypes_asked(config, groups), _optimizers_by_kind(config, groups)
+    del groups
     checkpoint_as_configured(model.module, model.blocks, config.train)
     compile_as_configured(model.module, model.blocks, config.train)
     strategy = build_strategy(config, model, world)
@@ -222,8 +226,10 @@ def _train(config: Config, world: World, folder: Path, stop: Stop) -> bool:
     if config.events.nan == "end":
         steps = _while_finite(steps)
     records = _run_steps(steps, saver, world, folder, start_step, is_own)
+    instruments.dtypes.gather()
     if world.rank == 0:
-        found = _found_in_steps(config, instruments)
+        graphs = graphs_compiled() if config.train.compile else {}
+        found = {**graphs, **instruments.dtypes.as_record(asked)}
         write_engine(folder, {**_settings_of(strategy), **optimizers, **found})
     progress.note_phase(num_steps, progress.AFTER)
     over = not records or records[-1].step + 1 == num_steps
@@ -268,17 +274,10 @@ def _settings_of(strategy: Strategy) -> dict[str, Any]:
     return getattr(strategy, "settings", {})
 
 
-def _optimizers_by_kind(config: Config, model: BuiltModel) -> dict[str, str]:
-    """Return what each row of `optimizer.kinds` steps; it is told before an engine changes the parameters."""
-    if len(rows_of(config.optimizer)) == 1:
-        return {}
-    groups = parameter_groups(model.module, config.optimizer, model.blocks)
-    return {"optimizers": describe_groups(groups, config.optimizer)}
-
-
-def _found_in_steps(config: Config, instruments: Instruments) -> dict[str, Any]:
-    graphs = graphs_compiled() if config.train.compile else {}
-    return {**graphs, **instruments.dtypes.as_record(config)}
+def _optimizers_by_kind(config: Config, groups: Sequence[dict[str, Any]]) -> dict[str, str]:
+    """Return what each row of `optimizer.kinds` steps."""
+    has_rows = len(rows_of(config.optimizer)) > 1
+    return {"optimizers": describe_groups(groups, config.optimizer)} if has_rows else {}
 
 
 def _plan(config: Config, strategy: Strategy, vocab_size: int | None) -> dict[str, float]:
