@@ -32,10 +32,10 @@ from torch.optim import Optimizer
 from zeroexp.config.deepspeed_settings import LABELS, SETTINGS, bucket_numel
 from zeroexp.config.keys import Config, UndefinedCombination
 from zeroexp.engines.flat_parts import FlatParts, OneNumberEach, Part
-from zeroexp.interface.buffers import Buffers
-from zeroexp.interface.canonical import WEIGHT, canonical_replicated, moments_of
+from zeroexp.interface.canonical import moments_of
 from zeroexp.interface.elementwise import make_optimizer, refuse_unless_elementwise
-from zeroexp.interface.load_state import LoadTarget, load_state
+from zeroexp.interface.held_pieces import HeldPiece
+from zeroexp.interface.saved_state import SavedState, names_in
 from zeroexp.interface.strategy import CanonicalState, ModelStates, OptimizerFactory
 from zeroexp.interface.values import Values, fill_in
 from zeroexp.models.module import BuiltModel
@@ -90,8 +90,7 @@ class DeepSpeed:
         refuse_unless_elementwise(
             optimizer_factory, param_groups, layout="deepspeed", cut=True, shared=True
         )
-        names = {parameter: name for name, parameter in self._named.items()}
-        names_by_group = [[names[p] for p in group["params"]] for group in param_groups]
+        names = names_in(module, param_groups)
         unrounded = _unrounded_weights(self._named, dtypes, values)
         for parameter in module.parameters():
             parameter.data = parameter.data.to(dtypes.compute)
@@ -109,8 +108,9 @@ class DeepSpeed:
         self._parts = FlatParts(self.optimizer, [*parts(self._inner, self._named, world.rank)])
         _put_in(self._parts.parts, unrounded)
         self._has_gradients = False
-        self._buffers = Buffers(module, world)
-        self._python = OneNumberEach(self._parts, names_by_group)  # pyright: ignore[reportArgumentType]: all it reads
+        optimizer: Any = self._parts  # all that is read of it
+        python = OneNumberEach(optimizer, names)
+        self._saved = SavedState(module, world, optimizer, names, python)
 
     @contextmanager
     def microbatch(self, *, last: bool) -> Iterator[None]:
@@ -127,7 +127,7 @@ class DeepSpeed:
         with self._parts.step():
             self._engine.step()
         self._has_gradients = False
-        self._buffers.share()
+        self._saved.buffers.share()
         norm = self._engine.get_global_grad_norm()  # a float, infinity, where the step was skipped
         return torch.as_tensor(norm, dtype=torch.float32, device=self._world.device)
 
@@ -161,33 +161,28 @@ class DeepSpeed:
 
     def state_dict(self) -> CanonicalState:
         """Return this rank's parts of masters and moments, and even shares of frozen parameters that are whole."""
-        state = self._buffers.canonical() | self._parts.canonical(self._python)
-        for name in self._whole:
-            state[name] = {WEIGHT: canonical_replicated(self._named[name], self._world)}
-        return state
+        self._parts.read()
+        return self._saved.of(self._held())
 
     def load_state_dict(self, state: CanonicalState) -> None:
         self._parts.read()
-        parts = [
-            LoadTarget(p.name, p.shape, p.weight, p.start, p.is_trained) for p in self._parts.parts
-        ]
-        whole = {name: self._named[name] for name in self._whole}
-        load_state(
-            state,
-            [*parts, *(LoadTarget(n, tuple(p.shape), p, 0, False) for n, p in whole.items())],
-            names=list(self._named),
-            optimizer=self._parts,  # pyright: ignore[reportArgumentType]: its state is all that is read
-            python=self._python,
-            buffers=self._buffers,
-            same_everywhere=worlds.same_everywhere,
-        )
+        self._saved.load(state, self._held())
         self._parts.write()
         self._publish()
 
-    @property
-    def _whole(self) -> list[str]:
-        """The frozen parameters of zero1 and zero2, of which every rank holds all."""
-        return [n for n, p in self._named.items() if not p.requires_grad and self._stage < 3]
+    def _held(self) -> list[HeldPiece]:
+        """Return the parts, and the frozen parameters of zero1 and zero2, of which every rank holds all."""
+        even = self._world.rank, self._world.size
+        parts = [
+            HeldPiece(p.name, p.shape, p.weight, p.start, p.is_trained, gives_values=p.start == 0)
+            for p in self._parts.parts
+        ]
+        whole = [
+            HeldPiece(name, tuple(p.shape), p, 0, has_moments=False, share=even)
+            for name, p in self._named.items()
+            if not p.requires_grad and self._stage < 3
+        ]
+        return [*parts, *whole]
 
     def _publish(self) -> None:
         """Give the parameters what the masters hold."""

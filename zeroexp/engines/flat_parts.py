@@ -1,7 +1,7 @@
 """An optimizer over flat tensors, each of which holds parts of many parameters, seen parameter by parameter.
 
 DeepSpeed gives the optimizer such tensors and steps it once for each of them. A canonical state and its loading go by
-parameters (interface/load_state.py), and so do the hooks around a step (interface/python_values.py).
+parameters (interface/saved_state.py), and so do the hooks around a step (interface/python_values.py).
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from zeroexp.interface.canonical import WEIGHT, fill_from_canonical, is_moment, moments_of
+from zeroexp.interface.canonical import fill_from_canonical, is_moment
 from zeroexp.interface.python_values import PythonValues
-from zeroexp.interface.strategy import CanonicalState, CanonicalTensor, Piece
+from zeroexp.interface.strategy import CanonicalState
 
 
 @dataclass(frozen=True, eq=False)
@@ -94,20 +94,6 @@ class FlatParts:
                 else:
                     own[key] = value
         self._optimizer.state.update(states)
-
-    def canonical(self, python: PythonValues) -> CanonicalState:
-        """Return this rank's parts; what belongs to a whole parameter comes with its first element."""
-        self.read()
-        state: CanonicalState = {}
-        for part in self.parts:
-            first, moments = part.start == 0, moments_of(self.state[part.weight])
-            entry = state[part.name] = python.of(part.name, part.weight) if first else {}
-            for key, tensor in {WEIGHT: part.weight, **moments}.items():
-                elementwise, flat = tensor.shape == part.weight.shape, tensor.detach().reshape(-1)
-                shape = part.shape if elementwise else tuple(tensor.shape)
-                pieces = [Piece(part.start, flat)] if elementwise or first else []
-                entry[key] = CanonicalTensor(shape, tensor.dtype, pieces)
-        return state
 
 
 class OneNumberEach(PythonValues):

@@ -24,19 +24,13 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from zeroexp.config.keys import ConfigError
-from zeroexp.interface.buffers import Buffers
-from zeroexp.interface.canonical import (
-    WEIGHT,
-    canonical_replicated,
-    canonical_whole,
-    moments_of,
-)
+from zeroexp.interface.canonical import moments_of
 from zeroexp.interface.elementwise import refuse_unless_elementwise
-from zeroexp.interface.load_state import LoadTarget, load_state
+from zeroexp.interface.held_pieces import ALONE, HeldPiece
 from zeroexp.interface.python_values import PythonValues
+from zeroexp.interface.saved_state import SavedState, names_in
 from zeroexp.interface.strategy import CanonicalState, ModelStates, OptimizerFactory
 from zeroexp.interface.values import Values, fill_in
-from zeroexp.process import world as worlds
 from zeroexp.process.world import World
 
 
@@ -96,13 +90,10 @@ class TorchDDP:
             list(param_groups), optimizer_factory, shard_optimizer
         )
         self._shards_optimizer = shard_optimizer
-        self._buffers = Buffers(module, world)
-        names = {parameter: name for name, parameter in self._named.items()}
-        self._python = PythonValues(
-            self._inner,
-            [[names[p] for p in group["params"]] for group in self.optimizer.param_groups],
-            mirrors=[self.optimizer] if shard_optimizer else [],
-        )
+        names = names_in(module, self.optimizer.param_groups)
+        mirrors = [self.optimizer] if shard_optimizer else []
+        python = PythonValues(self._inner, names, mirrors)
+        self._saved = SavedState(module, world, self._inner, names, python)
 
     @contextmanager
     def microbatch(self, *, last: bool) -> Iterator[None]:
@@ -128,7 +119,7 @@ class TorchDDP:
         if self._max_grad_norm is not None:
             nn.utils.clip_grads_with_norm_(self._trainable, self._max_grad_norm, norm)
         self.optimizer.step()
-        self._buffers.share()
+        self._saved.buffers.share()
         return norm
 
     def zero_grad(self) -> None:
@@ -147,41 +138,28 @@ class TorchDDP:
 
     def state_dict(self) -> CanonicalState:
         """Return even shares of the weights; of sharded moments, whole tensors from the rank that holds them."""
-        own = self._own_parameters()
-        state: CanonicalState = self._buffers.canonical()
-        for name, parameter in self._named.items():
-            state[name] = {WEIGHT: canonical_replicated(parameter, self._world)}
-            for key, moment in moments_of(self._inner.state.get(parameter, {})).items():
-                contributed = canonical_whole if self._shards_optimizer else self._share
-                state[name][key] = contributed(moment)
-            if parameter in own:
-                value = self._python.of(name, parameter)
-                once = self._shards_optimizer or self._world.rank == 0
-                state[name].update(value if once else {})
-        return state
+        return self._saved.of(self._held())
 
     def load_state_dict(self, state: CanonicalState) -> None:
-        own = self._own_parameters()
-        held = [
-            LoadTarget(name, tuple(p.shape), p, 0, has_moments=p in own and p.requires_grad)
-            for name, p in self._named.items()
+        self._saved.load(state, self._held())
+
+    def _held(self) -> list[HeldPiece]:
+        own = {p for group in self._inner.param_groups for p in group["params"]}
+        even = self._world.rank, self._world.size
+        of_moments = ALONE if self._shards_optimizer else even
+        return [
+            HeldPiece(
+                name,
+                tuple(parameter.shape),
+                parameter,
+                0,
+                has_moments=parameter in own and parameter.requires_grad,
+                share=even,
+                share_of_moments=of_moments,
+                gives_values=parameter in own and of_moments[0] == 0,
+            )
+            for name, parameter in self._named.items()
         ]
-        load_state(
-            state,
-            held,
-            names=list(self._named),
-            optimizer=self._inner,
-            python=self._python,
-            buffers=self._buffers,
-            same_everywhere=worlds.same_everywhere,
-        )
-
-    def _own_parameters(self) -> set[Tensor]:
-        """Return the parameters whose moments this rank holds."""
-        return {p for group in self._inner.param_groups for p in group["params"]}
-
-    def _share(self, tensor: Tensor):
-        return canonical_replicated(tensor, self._world)
 
 
 def _make_optimizer(

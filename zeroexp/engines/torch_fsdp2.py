@@ -27,20 +27,12 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
-from zeroexp.interface.buffers import Buffers
-from zeroexp.interface.canonical import WEIGHT, canonical_replicated, moments_of
-from zeroexp.interface.load_state import LoadTarget, load_state
+from zeroexp.interface.canonical import moments_of
+from zeroexp.interface.held_pieces import HeldPiece
 from zeroexp.interface.loss_scale import LossScale
-from zeroexp.interface.python_values import PythonValues
-from zeroexp.interface.strategy import (
-    CanonicalState,
-    CanonicalTensor,
-    ModelStates,
-    OptimizerFactory,
-    Piece,
-)
+from zeroexp.interface.saved_state import SavedState, names_in
+from zeroexp.interface.strategy import CanonicalState, ModelStates, OptimizerFactory
 from zeroexp.interface.values import Values
-from zeroexp.process import world as worlds
 from zeroexp.process.world import World
 from zeroexp.zero.options import Dtypes
 
@@ -90,12 +82,8 @@ class TorchFSDP2:
         ]
         self.optimizer = optimizer_factory(groups)
         self._loss_scale = LossScale(self.optimizer, is_used=scales_loss, is_fake=world.is_fake)
-        self._buffers = Buffers(module, world)
-        names = {parameter: name for name, parameter in self._named.items()}
-        self._python = PythonValues(
-            self.optimizer,
-            [[names[p] for p in group["params"]] for group in self.optimizer.param_groups],
-        )
+        held_names = names_in(module, self.optimizer.param_groups)
+        self._saved = SavedState(module, world, self.optimizer, held_names)
 
     @contextmanager
     def microbatch(self, *, last: bool) -> Iterator[None]:
@@ -116,7 +104,7 @@ class TorchFSDP2:
             nn.utils.clip_grads_with_norm_(parameters, self._max_grad_norm, norm)
         if self._loss_scale.allows(lambda: norm):
             self.optimizer.step()
-        self._buffers.share()
+        self._saved.buffers.share()
         return norm
 
     def zero_grad(self) -> None:
@@ -135,39 +123,27 @@ class TorchFSDP2:
 
     def state_dict(self) -> CanonicalState:
         """Return each rank's shards as contiguous ranges: dim 0 is cut, and rows are contiguous in memory."""
-        state: CanonicalState = self._buffers.canonical()
-        for name, parameter in self._named.items():
-            tensors = {
-                WEIGHT: parameter.detach(),
-                **moments_of(self.optimizer.state.get(parameter, {})),
-            }
-            state[name] = {key: self._pieces(tensor) for key, tensor in tensors.items()}
-            value = self._python.of(name, parameter)
-            state[name].update(value if self._world.rank == 0 else {})
-        return state
+        return self._saved.of(self._held())
 
     def load_state_dict(self, state: CanonicalState) -> None:
-        held = [
-            LoadTarget(name, tuple(p.shape), p, self._first_element(p), p.requires_grad, _local)
-            for name, p in self._named.items()
-        ]
-        load_state(
-            state,
-            held,
-            names=list(self._named),
-            optimizer=self.optimizer,
-            python=self._python,
-            buffers=self._buffers,
-            same_everywhere=worlds.same_everywhere,
-        )
+        self._saved.load(state, self._held())
 
-    def _pieces(self, tensor: Tensor) -> CanonicalTensor:
-        if not isinstance(tensor, DTensor):
-            return canonical_replicated(tensor, self._world)
-        local = tensor.to_local().reshape(-1)
-        gives = self._holders.rank == 0 and local.numel()  # each element comes from one rank
-        pieces = [Piece(self._first_element(tensor), local)] if gives else []
-        return CanonicalTensor(tuple(tensor.shape), tensor.dtype, pieces)
+    def _held(self) -> list[HeldPiece]:
+        share = self._holders.rank, self._holders.size
+        return [
+            HeldPiece(
+                name,
+                tuple(parameter.shape),
+                parameter,
+                self._first_element(parameter),
+                has_moments=parameter.requires_grad,
+                share=share,
+                share_of_moments=share,
+                gives_values=self._world.rank == 0,
+                local=_local,
+            )
+            for name, parameter in self._named.items()
+        ]
 
     def _put_in(self, values: Values) -> None:
         """Make the memory of the shards, which are on meta, and copy this rank's rows there; buffers stay."""

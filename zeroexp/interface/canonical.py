@@ -1,4 +1,4 @@
-"""Convert the state of torch's optimizers and replicated or dim-0-sharded tensors to canonical pieces and back.
+"""Canonical tensors: made of what a rank holds, merged over ranks, and read in ranges.
 
 Pieces are views of live memory: a caller that keeps them past the next step copies them.
 """
@@ -16,7 +16,6 @@ from torch import Tensor
 from zeroexp.cut.moment_blocks import BLOCK, ROW_BYTES, bytes_of_elements
 from zeroexp.interface.moment_codes import decode, lies_in_blocks
 from zeroexp.interface.strategy import CanonicalState, CanonicalTensor, Piece
-from zeroexp.process.world import World
 
 # These entries of a parameter (or of a buffer) are not moments.
 WEIGHT, PYTHON, BUFFER = "weight", "python", "buffer"
@@ -31,14 +30,7 @@ def is_moment(key: str) -> bool:
 
 def canonical_whole(tensor: Tensor) -> CanonicalTensor:
     """Return the canonical form of a tensor that only this rank contributes."""
-    pieces = [Piece(0, _flat(tensor))] if tensor.numel() else []
-    return CanonicalTensor(tuple(tensor.shape), tensor.dtype, pieces)
-
-
-def canonical_replicated(tensor: Tensor, world: World) -> CanonicalTensor:
-    """Return this rank's even share of a replicated tensor; the shares of all ranks cover the tensor exactly once."""
-    start, stop = (tensor.numel() * r // world.size for r in (world.rank, world.rank + 1))
-    pieces = [Piece(start, _flat(tensor)[start:stop])] if stop > start else []
+    pieces = [Piece(0, tensor.detach().reshape(-1))] if tensor.numel() else []
     return CanonicalTensor(tuple(tensor.shape), tensor.dtype, pieces)
 
 
@@ -183,7 +175,3 @@ def moments_dtype_of(
     is_torchs = type(optimizer).__module__.startswith("torch.optim")
     otherwise = None if is_torchs or saved.follows else saved.canonical.dtype
     return getattr(optimizer, "moments_dtype", otherwise)
-
-
-def _flat(tensor: Tensor) -> Tensor:
-    return tensor.detach().reshape(-1)

@@ -16,12 +16,10 @@ from torch import Tensor, nn
 from zeroexp.comm.collectives import Collectives
 from zeroexp.comm.facts import ON_DEVICE
 from zeroexp.cut.stage import Stage
-from zeroexp.interface.buffers import Buffers
 from zeroexp.interface.canonical import WEIGHT
 from zeroexp.interface.elementwise import make_optimizer
-from zeroexp.interface.load_state import load_state
 from zeroexp.interface.loss_scale import LossScale
-from zeroexp.interface.python_values import PythonValues
+from zeroexp.interface.saved_state import SavedState, names_in
 from zeroexp.interface.strategy import (
     CanonicalState,
     CanonicalTensor,
@@ -38,9 +36,9 @@ from zeroexp.zero.matrices import bring_matrices_together
 from zeroexp.zero.norm import StepSums
 from zeroexp.zero.observer import Observer
 from zeroexp.zero.options import Dtypes, Options, own_dtypes, settle_options
-from zeroexp.zero.outer import make_outer_step
+from zeroexp.zero.outer import MOMENTUM, make_outer_step, prefix_of
 from zeroexp.zero.schedule import Schedule
-from zeroexp.zero.state_dict import canonical_state, load_targets
+from zeroexp.zero.state_dict import held_pieces
 from zeroexp.zero.unit import MasterGradient, Unit
 from zeroexp.zero.whole import gathered
 
@@ -89,7 +87,6 @@ class Engine:
         self.wire = Collectives(world, **options.of_moves)
         settings = [str(stage), options, dtypes, max_grad_norm, list(blocks), scales_loss]
         start_alike(self.model, settings, param_groups, values, self.wire)
-        self._buffers = Buffers(module, world)
         self.wire.connect()
         settled = settle_options(options, stage, self.wire.facts, world.size)
         self.settings = settled.as_record(options, stage, self.wire.facts, self.wire.facts_between)
@@ -111,7 +108,8 @@ class Engine:
         self._loss_scale = LossScale(self.optimizer, is_used=scales_loss, is_fake=world.is_fake)
         bring_matrices_together(self.optimizer, self.units, stage, self.wire, options.matrix_step)
         self._outer = make_outer_step(self.units, self.wire, options.outer, dtypes.master)
-        self._python = PythonValues(self.optimizer, _names_in_groups(module, param_groups))
+        names = names_in(module, param_groups)
+        self._saved_state = SavedState(module, world, self.optimizer, names)
         self._reads_late = world.device.type != "cpu" and not world.is_fake
         self._observer.built(self)
 
@@ -166,7 +164,7 @@ class Engine:
         if not self._schedule.gathers.sharded:
             torch.autograd.graph.increment_version(self._trainable)
         if are_equal:
-            self._buffers.share()
+            self._saved_state.buffers.share()
         # Code in C++ (scripted, traced) is seen by no guard: it would read weights that are on their way.
         self._schedule.gathers.await_published()
         self._observer.weights_changed(stepped=True, are_equal=are_equal)
@@ -204,8 +202,10 @@ class Engine:
     def state_dict(self) -> CanonicalState:
         self.drain()
         self._outer.require_joined("state_dict()")
-        state = canonical_state(
-            self.units, self.optimizer, self._python, self._buffers, self._outer
+        state = self._saved_state.of(
+            held_pieces(self.units, self._outer),
+            prefix=prefix_of(self._outer.replica),
+            beside={MOMENTUM: self._outer.momentum_of},
         )
         for name, parameter in self.model.named_parameters():
             if not parameter.numel():  # no unit holds an empty parameter
@@ -214,14 +214,10 @@ class Engine:
 
     def load_state_dict(self, state: CanonicalState) -> None:
         self._schedule.drain()
-        targets = load_targets(self.units)
-        load_state(
+        targets = held_pieces(self.units, self._outer)
+        self._saved_state.load(
             self._outer.own_state(state),
             targets,
-            names=[name for name, _ in self.model.named_parameters()],
-            optimizer=self.optimizer,
-            python=self._python,
-            buffers=self._buffers,
             same_everywhere=self.wire.same_everywhere,
             before_writes=self.wire.quiesce,
             keeping=lambda tensor: self.wire.bus.keeping([tensor], self.optimizer.state),
@@ -301,8 +297,3 @@ def _masters_in_groups(
         {**group, "params": [m for p in group["params"] for m in masters.get(p, ())]}
         for group in param_groups
     ]
-
-
-def _names_in_groups(module: nn.Module, param_groups: Sequence[dict[str, Any]]) -> list[list[str]]:
-    named = {parameter: name for name, parameter in module.named_parameters()}
-    return [[named[p] for p in group["params"] if p in named] for group in param_groups]

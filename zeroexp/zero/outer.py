@@ -34,7 +34,7 @@ from torch import Tensor
 from zeroexp.comm.collectives import Collectives
 from zeroexp.cut.bucket import Bucket
 from zeroexp.interface.canonical import OUTER, fill_from_canonical, is_moment
-from zeroexp.interface.load_state import LoadTarget
+from zeroexp.interface.held_pieces import HeldPiece
 from zeroexp.interface.strategy import CanonicalState
 from zeroexp.zero.norm import StepSums
 from zeroexp.zero.options import Outer
@@ -85,7 +85,7 @@ class NoOuterStep:
         """Return of a state what this rank's replica loads."""
         return state
 
-    def load(self, state: CanonicalState, targets: Sequence[LoadTarget]) -> None:
+    def load(self, state: CanonicalState, targets: Sequence[HeldPiece]) -> None:
         """Take from a state what is kept beside the masters."""
 
 
@@ -186,7 +186,7 @@ class OuterStep(NoOuterStep):
         return own
 
     @torch.no_grad()
-    def load(self, state: CanonicalState, targets: Sequence[LoadTarget]) -> None:
+    def load(self, state: CanonicalState, targets: Sequence[HeldPiece]) -> None:
         """Begin an interval with the momentum of the state; a state of another engine has none."""
         self._num_done = 0
         for each in (each for each in targets if each.tensor in self.momentum_of):
