@@ -36,8 +36,11 @@ NO_TAG = 0
 
 
 def neighbour_identity() -> tuple[Any, ...]:
-    """Return a value that is equal for processes of one boot of a machine that may open each other's memory."""
-    spaces = [os.stat(f"/proc/self/ns/{kind}").st_ino for kind in ("user", "pid")]
+    """Return a value that is equal for processes of one boot of a machine that may open each other's memory.
+
+    Those of two network namespaces may too, and are two nodes: what crosses between them is to cross the link.
+    """
+    spaces = [os.stat(f"/proc/self/ns/{kind}").st_ino for kind in ("user", "pid", "net")]
     with open("/proc/sys/kernel/random/boot_id", encoding="utf-8") as file:
         return file.read().strip(), os.geteuid(), *spaces
 
