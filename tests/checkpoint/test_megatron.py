@@ -16,11 +16,13 @@ from torch import Tensor, nn
 from torch.distributed import checkpoint as dcp
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
+from torch.utils._pytree import tree_leaves, tree_map
 
 from tests.checkpoint.test_foreign import brought_in, config_of, stepped
 from zeroexp.checkpoint.manifest import read_manifest
 from zeroexp.checkpoint.weights import Weights
 from zeroexp.config.keys import ConfigError
+from zeroexp.export import export_whole
 from zeroexp.measure.memory import AllocationMeter, count_cpu_allocations
 from zeroexp.process.world import World
 
@@ -110,6 +112,32 @@ def save_as_megatron(
         dcp.save(whole, storage_writer=dcp.FileSystemWriter(folder))
 
 
+def assert_megatron_reads(
+    folder: Path, model: nn.Module, moments: dict[str, dict[str, Tensor]]
+) -> None:
+    """As its load_checkpoint does: what it compares, then tensors of its own names, each of which it finds."""
+    told: dict[str, Any] = dict.fromkeys(("args", "iteration", "checkpoint_version"))
+    dcp.load(told, checkpoint_id=folder, no_dist=True)
+    assert (told["iteration"], told["checkpoint_version"]) == (7, 3.0)
+    compared = {"num_layers": 2, "hidden_size": 12, "num_attention_heads": 4}
+    assert compared.items() <= vars(told["args"]).items()
+    weights = in_megatrons_words(dict(model.named_parameters()), fused_norms=True)
+    expected: dict[str, Any] = {
+        "model": {f"module.module.{name}": each.detach() for name, each in weights.items()},
+        "optimizer": {"state": {f"module.module.module.{name}": {} for name in weights}},
+    }
+    for key, values in moments.items():
+        for name, each in in_megatrons_words(values, fused_norms=True).items():
+            expected["optimizer"]["state"][f"module.module.module.{name}"][key] = each
+    group = {f"module.module.module.{name}": {"step": 7} for name in weights}
+    expected["optimizer"]["param_to_group_meta"] = group
+    read = tree_map(lambda each: each * 0, expected)
+    dcp.load(read, checkpoint_id=folder, no_dist=True)
+    for one, two in zip(tree_leaves(read), tree_leaves(expected), strict=True):
+        assert torch.equal(torch.as_tensor(one), torch.as_tensor(two))
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 @pytest.mark.parametrize(
     ("fused", "tied"),
     [(True, True), (False, False)],
@@ -138,6 +166,17 @@ def test_megatron_is_brought_in_bit_for_bit(ranks, tmp_path, fused, tied):
                 expected = pairs.transpose(1, 2).flatten(0, 2)  # from neighbours, half a head apart
             assert torch.equal(weights.read(name, key), expected), f"{name}.{key}"
         assert weights.read(name, "step") == 7
+
+    if fused:
+        out = tmp_path / "out"
+        export_whole(checkpoint, out, "megatron")
+        assert (out / "latest_checkpointed_iteration.txt").read_text() == "7"
+        assert_megatron_reads(out / "iter_0000007", model, moments)
+        again, _ = brought_in(out / "iter_0000007", tmp_path / "back", config)
+        back = Weights(again, read_manifest(again))
+        for name in manifest.state:
+            for key in ("weight", *moments):
+                assert torch.equal(back.read(name, key), weights.read(name, key))
 
     for changes, problem in (
         ({"num_hidden_layers": 3}, "model.layers.2.self_attn.q_proj.weight and 8 more of this"),

@@ -5,6 +5,7 @@
     into_checkpoint.py  writes one of ours: its file is mapped, and each format fills in what it reads, in any order
     dcp.py              torch.distributed.checkpoint, as FSDP2 trainers use it: in and out
     megatron.py         Megatron-LM's names in the same format, and rows of its fused tensors: in
+    megatron_writer.py  the same, out
     deepspeed_zero.py   DeepSpeed's ZeRO-1, ZeRO-2 and ZeRO-3, read without DeepSpeed: in
     deepspeed_universal.py  its universal form, which any stage and number of ranks reads: in and out
     __main__.py         `zeroexp import`; zeroexp/export.py writes
@@ -32,4 +33,5 @@ READERS = {
 WRITERS = {
     "dcp": Later("zeroexp.foreign.dcp:write_dcp"),
     "deepspeed": Later("zeroexp.foreign.deepspeed_universal:write_universal"),
+    "megatron": Later("zeroexp.foreign.megatron_writer:write_megatron"),
 }

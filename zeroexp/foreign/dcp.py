@@ -207,6 +207,13 @@ def write_dcp(folder: Path, config: Config, manifest: Manifest, weights: Weights
         for name in group["params"]:
             values = {f"param_groups.{name}.{key}": group[key] for key in group.keys() - {"params"}}
             state["optimizer"].update(values)
+    save_one_by_one(folder, state, reads)
+
+
+def save_one_by_one(
+    folder: Path, state: dict[str, Any], reads: Mapping[str, Callable[[], Tensor]]
+) -> None:
+    """Write a state whose tensors are on meta, each with what the call under its key reads."""
     with _alone():
         dcp.save(
             state, storage_writer=FileSystemWriter(folder), planner=_OneByOne(reads), no_dist=True

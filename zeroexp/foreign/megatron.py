@@ -31,32 +31,57 @@ from zeroexp.foreign.deepspeed_zero import Opaque
 from zeroexp.foreign.found import Found, Place
 from zeroexp.models.module import BuiltModel
 
-LAYER, OURS = r"\bdecoder\.layers\.(\d+)\.", r"model.layers.\1."
-# Megatron's names, behind those of its wrappers, and transformers' of a llama; qkv_proj is parted below.
-NAMES = {
-    r"^(model\.|optimizer\.(?:\d+\.)?state\.)(?:module\.)+": r"\1",
-    r"\bembedding\.word_embeddings\.": "model.embed_tokens.",
-    rf"{LAYER}self_attention\.linear_qkv\.layer_norm_": rf"{OURS}input_layernorm.",
-    rf"{LAYER}input_layernorm\.": rf"{OURS}input_layernorm.",
-    rf"{LAYER}self_attention\.linear_qkv\.": rf"{OURS}self_attn.qkv_proj.",
-    rf"{LAYER}self_attention\.linear_proj\.": rf"{OURS}self_attn.o_proj.",
-    rf"{LAYER}self_attention\.([qk])_layernorm\.": rf"{OURS}self_attn.\2_norm.",
-    rf"{LAYER}mlp\.linear_fc1\.layer_norm_": rf"{OURS}post_attention_layernorm.",
-    rf"{LAYER}pre_mlp_layernorm\.": rf"{OURS}post_attention_layernorm.",
-    rf"{LAYER}mlp\.linear_fc1\.(weight|bias)_w\b": rf"{OURS}mlp.gate_proj.\2",
-    rf"{LAYER}mlp\.linear_fc1\.(weight|bias)_v\b": rf"{OURS}mlp.up_proj.\2",
-    rf"{LAYER}mlp\.linear_fc2\.": rf"{OURS}mlp.down_proj.",
-    r"\bdecoder\.final_layernorm\.": "model.norm.",
-    r"\boutput_layer\.": "lm_head.",
+LAYER = re.compile(r"\bdecoder\.layers\.(\d+)\.")
+# Megatron's names, behind those of its wrappers, and transformers' of a llama; qkv_proj is parted below. Of two names
+# for one the last is written.
+OUTSIDE = {
+    "embedding.word_embeddings.": "model.embed_tokens.",
+    "decoder.final_layernorm.": "model.norm.",
+    "output_layer.": "lm_head.",
+}
+OF_LAYER = {
+    "input_layernorm.": "input_layernorm.",
+    "pre_mlp_layernorm.": "post_attention_layernorm.",
+    "self_attention.linear_qkv.layer_norm_": "input_layernorm.",
+    "self_attention.linear_qkv.": "self_attn.qkv_proj.",
+    "self_attention.linear_proj.": "self_attn.o_proj.",
+    "self_attention.q_layernorm.": "self_attn.q_norm.",
+    "self_attention.k_layernorm.": "self_attn.k_norm.",
+    "mlp.linear_fc1.layer_norm_": "post_attention_layernorm.",
+    "mlp.linear_fc1.weight_w": "mlp.gate_proj.weight",
+    "mlp.linear_fc1.bias_w": "mlp.gate_proj.bias",
+    "mlp.linear_fc1.weight_v": "mlp.up_proj.weight",
+    "mlp.linear_fc1.bias_v": "mlp.up_proj.bias",
+    "mlp.linear_fc2.": "mlp.down_proj.",
 }
 ONE = r"\.qkv_proj\."
+PARTS = re.compile(r"\.([qkv])_proj\.")
 
 
 def of_megatron(key: str) -> str:
     """Return the key with the parameter's name in transformers."""
-    for theirs, ours in NAMES.items():
-        key = re.sub(theirs, ours, key)
-    return key
+    key = re.sub(r"^(model\.|optimizer\.(?:\d+\.)?state\.)(?:module\.)+", r"\1", key)
+    if layer := LAYER.search(key):
+        begin, end = key[: layer.start()], key[layer.end() :]
+        return f"{begin}model.layers.{layer[1]}.{_renamed(end, OF_LAYER)}"
+    return _renamed(key, OUTSIDE)
+
+
+def to_megatron(name: str) -> str | None:
+    """Return Megatron's name of a parameter, or of the fused one that it is a part of; None where there is none."""
+    head, _, inside = name.removeprefix("model.layers.").partition(".")
+    if head.isdecimal():
+        inside = PARTS.sub(".qkv_proj.", inside)
+        theirs = _renamed(inside, {ours: each for each, ours in OF_LAYER.items()})
+        return None if theirs == inside else f"decoder.layers.{head}.{theirs}"
+    theirs = _renamed(name, {ours: each for each, ours in OUTSIDE.items()})
+    return None if theirs == name else theirs
+
+
+def _renamed(key: str, names: Mapping[str, str]) -> str:
+    """Return the key with the longest of these names that is in it replaced."""
+    found = max((name for name in names if name in key), key=len, default=None)
+    return key if found is None else key.replace(found, names[found])
 
 
 class Plain(DefaultLoadPlanner):
@@ -88,10 +113,10 @@ def with_parted_rows(found: Found, built: BuiltModel) -> Found:
     tensors = dict(found.tensors)
     for place in fused:
         whole = tensors.pop(place)
-        for part, heads in _heads(config).items():
+        for part, heads in heads_of(config).items():
             own = Place(re.sub(ONE, f".{part}_proj.", place.name), place.key)
             parts[own] = place, heads
-            rows = _rows(whole, heads, config)
+            rows = rows_of(whole, heads, config)
             tensors[own] = rows.flatten(0, 2) if rows is not whole else whole
 
     def fill(targets: Mapping[Place, Tensor]) -> None:
@@ -103,7 +128,7 @@ def with_parted_rows(found: Found, built: BuiltModel) -> Found:
             whole = torch.empty_like(found.tensors[place], device="cpu")
             found.fill({place: whole})
             for each in own:
-                rows = _rows(whole, parts[each][1], config)
+                rows = rows_of(whole, parts[each][1], config)
                 targets[each].view(rows.shape).copy_(rows)
             whole.untyped_storage().resize_(0)  # torch holds on to the last that it has loaded
 
@@ -126,7 +151,7 @@ def _require_same_model(found: Found, config: Any) -> None:
             raise CheckpointError(f"{found.folder}: {problem}; name the model that was trained")
 
 
-def _heads(config: Any) -> dict[str, slice]:
+def heads_of(config: Any) -> dict[str, slice]:
     """Return which heads of a group are queries, its key and its value."""
     queries = config.num_attention_heads // config.num_key_value_heads
     return {
@@ -136,7 +161,7 @@ def _heads(config: Any) -> dict[str, slice]:
     }
 
 
-def _rows(whole: Tensor, heads: slice, config: Any) -> Tensor:
+def rows_of(whole: Tensor, heads: slice, config: Any) -> Tensor:
     """Return the rows [group, head, row, ...] of these heads, a view of `whole`.
 
     A counter stays whole, and so does what then fits no parameter.
