@@ -54,6 +54,15 @@ class ReducePart:
     absent: Sequence[int] = ()
 
 
+def spans_of(parts: Sequence[ReducePart], owner: int) -> list[Tensor]:
+    """Return views of the gradients that `owner` sums."""
+    return [
+        part.gradients[span.member][span.start : span.stop]
+        for part in parts
+        for span in part.chunk.spans(owner)
+    ]
+
+
 class Pending:
     """A move in flight. When `wait` returns, its results are in the tensors that the caller named."""
 

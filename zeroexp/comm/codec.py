@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from zeroexp.comm.base import GatherPart, Pending, ReducePart, Residuals, Sent, Transport
+from zeroexp.comm.base import GatherPart, Pending, ReducePart, Residuals, Sent, Transport, spans_of
 from zeroexp.comm.direct import sum_into
 from zeroexp.cut.chunk import Chunk
 from zeroexp.cut.codes import CODE_BITS, CODES_IN_BLOCK, encoded_bytes, encoded_chunk
@@ -130,12 +130,12 @@ def reduce_scatter_encoded(
     nothing = parts[0].gradients[0].new_empty(0)  # a peer may own nothing of these parts
     sent: dict[int, Tensor] = {}
     for peer in peers:
-        terms = torch.cat([nothing, *_terms_of(parts, peer)])
+        terms = torch.cat([nothing, *spans_of(parts, peer)])
         if residuals is None:
             sent[peer] = encode(codec, terms)
         else:
             sent[peer] = _encode_with_feedback(codec, terms, residuals[peer], parts, peer)
-    own = _terms_of(parts, world.rank)
+    own = spans_of(parts, world.rank)
     outs = [(out, part.accumulate) for part in parts for out in part.out]
     sizes = [term.numel() for term in own]
     expected = dict.fromkeys(peers, encoded_bytes(codec, sum(sizes)))
@@ -181,11 +181,3 @@ def _decode_into(codec: str, encoded: Tensor, targets: Sequence[Tensor | None]) 
     widths = [table.shape[1] for table in tables]
     values = decode(codec, encoded, sum(widths), tables[0].dtype)
     torch._foreach_copy_(tables, list(values.split(widths, dim=1)))
-
-
-def _terms_of(parts: Sequence[ReducePart], owner: int) -> list[Tensor]:
-    return [
-        part.gradients[span.member][span.start : span.stop]
-        for part in parts
-        for span in part.chunk.spans(owner)
-    ]

@@ -21,6 +21,7 @@ from zeroexp.comm.base import (
     ReducePart,
     TimedWork,
     Transport,
+    spans_of,
 )
 from zeroexp.comm.facts import TRANSPORTS, Facts
 from zeroexp.comm.messages import Channel, GlooChannel
@@ -163,11 +164,11 @@ class Direct(Transport):
         outs = [(out, part.accumulate) for part in parts for out in part.out]
         like = [out for out, _ in outs]
         arrivals = {p: self._channels[p].receive(tag, like, what, into=False) for p in self._peers}
-        mine = self._spans(parts, self._rank)
+        mine = spans_of(parts, self._rank)
         works: list[Any] = []
         num_bytes = 0
         for peer in self._peers:
-            spans = self._spans(parts, peer)
+            spans = spans_of(parts, peer)
             works += self._channels[peer].send(tag, spans, what)
             num_bytes += sum(span.nbytes for span in spans)
 
@@ -186,11 +187,11 @@ class Direct(Transport):
     ) -> tuple[Pending, int]:
         """Reduce-scatter in place, then have every owner hand its sums to everyone."""
         for part in parts:
-            part.out = self._spans([part], self._rank)
+            part.out = spans_of([part], self._rank)
         reduced, num_bytes = self.reduce_scatter(parts, what)
         tag = self._reduction_tag()  # taken now: ranks reach the second half at different times
-        mine = self._spans(parts, self._rank)
-        theirs = {peer: self._spans(parts, peer) for peer in self._peers}
+        mine = spans_of(parts, self._rank)
+        theirs = {peer: spans_of(parts, peer) for peer in self._peers}
         num_bytes += len(self._peers) * sum(span.nbytes for span in mine)
         if between is not None:
             reduced = Pending([reduced], lambda: between(mine))
@@ -245,14 +246,6 @@ class Direct(Transport):
                 arrival.release()
 
         return Pending(works, arrive)
-
-    def _spans(self, parts: Sequence[ReducePart], owner: int) -> list[Tensor]:
-        """Return views of the gradients that `owner` sums."""
-        return [
-            part.gradients[span.member][span.start : span.stop]
-            for part in parts
-            for span in part.chunk.spans(owner)
-        ]
 
     def _gather_tag(self, offer: int) -> int:
         """Return a tag that depends on the offer, see [Note: two counts].

@@ -34,11 +34,6 @@ TRANSPORTS = {
     # Some peers share this rank's host, and messages go to the others.
     "mixed": Facts("mixed", 2, None, moves_on_wait=False, is_collective=False, shares_memory=True),
     "native": Facts(
-        "native",
-        1,
-        None,
-        moves_on_wait=False,
-        is_collective=True,
-        shares_memory=False,
+        "native", 1, None, moves_on_wait=False, is_collective=True, shares_memory=False
     ),
 }

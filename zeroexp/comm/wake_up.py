@@ -17,9 +17,7 @@ from contextlib import suppress
 from zeroexp.measure.verb_seconds import meter
 from zeroexp.process.watchdog.differs import Moves
 
-LOOK_SECONDS = (
-    1.0  # between two looks at whether the ranks were found to differ, while nobody rings
-)
+LOOK_SECONDS = 1.0  # between two looks at whether ranks were found to differ, while nobody rings
 MOST_RINGS = 4096  # that are taken from a pipe at once
 
 
