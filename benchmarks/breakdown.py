@@ -39,7 +39,7 @@ PARTS: dict[str, Sequence[tuple[Any, str]]] = {
     "lay out": [(Arena, "stage")],
     "sum": [(direct, "sum_into")],
     "copy": [(SharedChannel, "copy_offered")],
-    "wait": [(Bell, "wait_until")],
+    "wait": [(Bell, "wait_for")],
 }
 OTHER = "other"
 DEFAULT = ["zero1_buffer", "zero2_buffer", "zero3_buffer"]

@@ -5,7 +5,6 @@ What ranks ask one store for while they are idle does not grow with their number
 
 from __future__ import annotations
 
-import time
 from collections import Counter
 from typing import Any
 
@@ -13,8 +12,6 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from zeroexp.comm.collectives import Collectives
-from zeroexp.process.watchdog import differs
 from zeroexp.process.watchdog.differs import Comparison, Moves, describe_difference
 from zeroexp.process.world import World
 
@@ -33,26 +30,6 @@ def test_the_first_number_with_different_words_is_told() -> None:
 @pytest.mark.parametrize("theirs", [[], [(1, "a")], [(2, "b"), (3, "c")], [(4, "a"), (5, "b")]])
 def test_who_is_behind_or_ahead_is_not_accused(theirs) -> None:
     assert describe_difference([(1, "a"), (2, "b"), (3, "c")], theirs, 1) is None
-
-
-def sum_with_a_slow_rank(world: World) -> list[float]:
-    with pytest.MonkeyPatch.context() as patch:
-        for name in ("LOOK_SECONDS", "PATIENCE_SECONDS"):
-            patch.setattr(differs, name, LOOKS)
-        wire = Collectives(world, transport="native")
-        wire.connect()
-        sums: list[float] = []
-        for seconds in (0.0, SHOWN_AND_READ_SECONDS):
-            if world.rank == 1:
-                time.sleep(seconds)
-            total = torch.ones(1)
-            wire.sum_scalar_later(total, "norm").wait()
-            sums.append(float(total))
-        return sums
-
-
-def test_a_slow_rank_is_waited_for(ranks) -> None:
-    assert ranks(sum_with_a_slow_rank) == [[2.0, 2.0]] * 2
 
 
 class Counted:

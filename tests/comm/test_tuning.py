@@ -28,8 +28,8 @@ def test_times_that_fall_with_size_give_neither_a_negative_latency_nor_a_negativ
     assert link.latency_seconds >= 0 and 0 < link.bytes_per_second < math.inf
 
 
-def probed_bytes(world: World) -> set[int]:
-    """Of the gradients that are reduced while measuring."""
+def measured(world: World, transport: str) -> tuple[set[int], list[float]]:
+    """The bytes of the gradients that are reduced while measuring, and what is measured."""
     sizes: set[int] = set()
     reduce = Collectives.reduce_scatter
 
@@ -39,21 +39,12 @@ def probed_bytes(world: World) -> set[int]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Collectives, "reduce_scatter", noting)
-        measure_moves(world)
-    return sizes
+        return sizes, measure_moves(world, transport=transport)
 
 
-def test_what_is_timed_is_as_large_as_the_line_says(ranks):
-    assert ranks(probed_bytes) == [set(PROBED_BYTES)] * 2
-
-
-@pytest.mark.parametrize("transport", ["direct", "gloo"])
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_all_ranks_measure_the_same(ranks, transport, world_size):
-    seconds = ranks(measured, transport, world_size=world_size)
-    assert seconds == [seconds[0]] * world_size, "those of the slowest rank"
+@pytest.mark.parametrize(("transport", "world_size"), [("direct", 3), ("gloo", 2)])
+def test_all_ranks_measure_the_same_of_what_the_line_says(ranks, transport, world_size):
+    sizes, seconds = zip(*ranks(measured, transport, world_size=world_size), strict=True)
+    assert list(sizes) == [set(PROBED_BYTES)] * world_size
+    assert list(seconds) == [seconds[0]] * world_size, "those of the slowest rank"
     assert all(0 < each < 10 for each in seconds[0])
-
-
-def measured(world: World, transport: str) -> list[float]:
-    return measure_moves(world, transport=transport)

@@ -55,30 +55,23 @@ def test_trains_like_the_oracle(ranks, name, world_size):
     check(ranks, EVERY_ENGINE[name], Recipe(world_size=world_size))
 
 
-@native
-def test_one_microbatch(ranks, engine):
-    check(ranks, engine, Recipe(accumulation=1))
+RECIPES = {
+    "one_microbatch": Recipe(accumulation=1),
+    # The first steps' norms are about 1, so that this threshold scales every gradient.
+    "clipping": Recipe(max_grad_norm=0.1),
+    "checkpointing": Recipe(checkpointing=True),
+    "a_block_that_runs_twice": Recipe(model="reused"),
+}
 
 
 @native
-def test_clipping(ranks, engine):
-    """The first steps' norms are about 1, so that this threshold scales every gradient."""
-    recipe = Recipe(max_grad_norm=0.1)
-    assert min(train_oracle(recipe, engine.rules).norms) > 0.1
-    check(ranks, engine, recipe)
-
-
-@native
-def test_checkpointing(ranks, engine):
-    check(ranks, engine, Recipe(checkpointing=True))
-
-
-@native
-def test_a_block_that_runs_twice(ranks, engine):
-    """FSDP2 reduces between its two backwards, and so sums in another order."""
-    if engine in (ENGINES["fsdp2"], ENGINES["fsdp2_no_reshard"]):
-        engine = replace(engine, exact_up_to=0)
-    check(ranks, engine, Recipe(model="reused"))
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_what_a_training_may_ask_for(ranks, engine, recipe):
+    if engine in (ENGINES["fsdp2"], ENGINES["fsdp2_no_reshard"]) and "twice" in recipe:
+        engine = replace(engine, exact_up_to=0)  # it reduces between the two backwards of a block
+    if recipe == "clipping":
+        assert min(train_oracle(RECIPES[recipe], engine.rules).norms) > 0.1
+    check(ranks, engine, RECIPES[recipe])
 
 
 @pytest.mark.parametrize(

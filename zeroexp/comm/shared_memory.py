@@ -156,14 +156,13 @@ class Arena:
         return self._slot, first
 
     def _free_slot(self, what: str) -> int:
-        def free() -> list[int]:
-            return [slot for slot, tag in enumerate(self._tags) if not self._readers(slot, tag)]
+        def free() -> int | None:
+            slots = (slot for slot, tag in enumerate(self._tags) if not self._readers(slot, tag))
+            return next(slots, None)
 
         slot, tag = min(enumerate(self._tags), key=lambda each: each[1])  # the oldest data
-        for reader in self._readers(slot, tag)[:1]:
-            before = f"it to read what was sent before {what}"
-            self.bell.wait_until(lambda: bool(free()), reader, before)
-        return free()[0]
+        reader, *_ = [*self._readers(slot, tag), self._rank]  # nobody is waited for if all have
+        return self.bell.wait_for(free, reader, f"it to read what was sent before {what}")
 
     def _readers(self, slot: int, tag: int) -> list[int]:
         """Return the neighbours that have not read the data of this tag yet."""
@@ -194,10 +193,8 @@ class SharedChannel:
             return self._board.find_staged(self._rank, tag)
 
         def wait() -> list[Tensor]:
-            self._bell.wait_until(lambda: staged() is not None, self.peer, what)
-            place = staged()
-            assert place is not None
-            views = self._views(_side_by_side(place[1], like), like)
+            _, offset = self._bell.wait_for(staged, self.peer, what)
+            views = self._views(_side_by_side(offset, like), like)
             if into:
                 for target, view in zip(like, views, strict=True):
                     target.copy_(view)
@@ -212,12 +209,10 @@ class SharedChannel:
         return Arrival(wait, release)
 
     def copy_offered(self, offer: int, targets: Sequence[Tensor], what: str) -> None:
-        def offsets_of_offer() -> Sequence[int] | None:
-            return self._board.offer_offsets(offer, self._arena.step)
-
-        self._bell.wait_until(lambda: offsets_of_offer() is not None, self.peer, what)
-        offsets = offsets_of_offer()
-        assert offsets is not None
+        step = self._arena.step
+        offsets = self._bell.wait_for(
+            lambda: self._board.offer_offsets(offer, step), self.peer, what
+        )
         for target, view in zip(targets, self._views(offsets, targets), strict=True):
             target.copy_(view)
 
@@ -229,7 +224,7 @@ class SharedChannel:
         """Wait until the peer no longer reads offers of steps that this rank has ended."""
         ended = self._arena.step - 1
         what = "it to be done with this step's parameters"
-        self._bell.wait_until(lambda: self._board.num_ended_steps >= ended, self.peer, what)
+        self._bell.wait_for(lambda: self._board.num_ended_steps >= ended or None, self.peer, what)
 
     def is_unread(self, slot: int, tag: int) -> bool:
         return self._sent.get(slot) == tag != self._board.tag_read(self._rank, slot)

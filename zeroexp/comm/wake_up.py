@@ -13,12 +13,14 @@ import time
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from typing import TypeVar
 
 from zeroexp.measure.verb_seconds import meter
 from zeroexp.process.watchdog.differs import Moves
 
 LOOK_SECONDS = 1.0  # between two looks at whether ranks were found to differ, while nobody rings
 MOST_RINGS = 4096  # that are taken from a pipe at once
+Found = TypeVar("Found")
 
 
 class Bell:
@@ -48,16 +50,16 @@ class Bell:
         with suppress(BlockingIOError, BrokenPipeError):  # it has not read the last ones, or left
             os.write(self._theirs[peer], b".")
 
-    def wait_until(self, done: Callable[[], bool], peer: int, what: str) -> None:
-        """Wait until `done()`, which `peer` brings about by what it writes.
+    def wait_for(self, find: Callable[[], Found | None], peer: int, what: str) -> Found:
+        """Return what `find` finds; as long as that is None, `peer` is waited for, which brings it about.
 
         Raises ConnectionError if the peer has left, RuntimeError if the ranks were found to differ, and TimeoutError
         after the time limit of the world.
         """
-        if done():
-            return
+        if (found := find()) is not None:
+            return found
         began, deadline = time.perf_counter(), time.monotonic() + self._moves.world.timeout_seconds
-        while not done():
+        while (found := find()) is None:
             if peer in self._left:
                 me = f"while rank {self._moves.world.rank} waited for {what}"
                 raise ConnectionError(f"rank {peer} has left {me}")
@@ -65,6 +67,7 @@ class Bell:
                 raise RuntimeError(self._moves.error)
             self._listen(deadline, peer, what)
         meter.blocked(peer, began)
+        return found
 
     def _listen(self, deadline: float, peer: int, what: str) -> None:
         remaining = deadline - time.monotonic()
