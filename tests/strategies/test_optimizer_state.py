@@ -158,7 +158,9 @@ def test_a_state_of_any_number_of_ranks_goes_on(ranks, saved, size):
         require_equal(stepped[index], stepped[index + len(sources)], where)
 
 
-@pytest.mark.parametrize("mesh", MESHES)
+@pytest.mark.parametrize(
+    "mesh", ["replicas", pytest.param("secondary_partition", marks=pytest.mark.slow)]
+)
 def test_a_mesh_changes_no_bit_of_a_state_and_goes_on_from_any(ranks, saved, mesh):
     """On four ranks, as ranks that hold everything whole there; groups of replicas add up apart, so as whole parameters
     of the same groups, whose steps tests/strategies/test_replicas.py compares with one process."""
