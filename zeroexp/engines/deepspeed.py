@@ -174,11 +174,10 @@ class DeepSpeed:
         """Return the parts, and the frozen parameters of zero1 and zero2, of which every rank holds all."""
         even = self._world.rank, self._world.size
         parts = [
-            HeldPiece(p.name, p.shape, p.weight, p.start, p.is_trained, gives_values=p.start == 0)
-            for p in self._parts.parts
+            HeldPiece(p.name, p.shape, p.weight, p.start, p.is_trained) for p in self._parts.parts
         ]
         whole = [
-            HeldPiece(name, tuple(p.shape), p, 0, has_moments=False, share=even)
+            HeldPiece(name, tuple(p.shape), p, 0, False, even)
             for name, p in self._named.items()
             if not p.requires_grad and self._stage < 3
         ]

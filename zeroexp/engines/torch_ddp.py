@@ -26,7 +26,7 @@ from torch.optim import Optimizer
 from zeroexp.config.keys import ConfigError
 from zeroexp.interface.canonical import moments_of
 from zeroexp.interface.elementwise import refuse_unless_elementwise
-from zeroexp.interface.held_pieces import ALONE, HeldPiece
+from zeroexp.interface.held_pieces import ALONE, NOTHING, HeldPiece
 from zeroexp.interface.python_values import PythonValues
 from zeroexp.interface.saved_state import SavedState, names_in
 from zeroexp.interface.strategy import CanonicalState, ModelStates, OptimizerFactory
@@ -137,7 +137,7 @@ class TorchDDP:
         )
 
     def state_dict(self) -> CanonicalState:
-        """Return even shares of the weights; of sharded moments, whole tensors from the rank that holds them."""
+        """Return even shares, or with sharded moments whole parameters from the rank that updates them."""
         return self._saved.of(self._held())
 
     def load_state_dict(self, state: CanonicalState) -> None:
@@ -146,20 +146,14 @@ class TorchDDP:
     def _held(self) -> list[HeldPiece]:
         own = {p for group in self._inner.param_groups for p in group["params"]}
         even = self._world.rank, self._world.size
-        of_moments = ALONE if self._shards_optimizer else even
-        return [
-            HeldPiece(
-                name,
-                tuple(parameter.shape),
-                parameter,
-                0,
-                has_moments=parameter in own and parameter.requires_grad,
-                share=even,
-                share_of_moments=of_moments,
-                gives_values=parameter in own and of_moments[0] == 0,
-            )
-            for name, parameter in self._named.items()
-        ]
+        pieces: list[HeldPiece] = []
+        for name, parameter in self._named.items():
+            is_own, is_trained, share = parameter in own, parameter.requires_grad, even
+            if self._shards_optimizer and is_trained:
+                share = ALONE if is_own else NOTHING
+            shape, has_moments = tuple(parameter.shape), is_own and is_trained
+            pieces.append(HeldPiece(name, shape, parameter, 0, has_moments, share))
+        return pieces
 
 
 def _make_optimizer(

@@ -130,19 +130,10 @@ class TorchFSDP2:
 
     def _held(self) -> list[HeldPiece]:
         share = self._holders.rank, self._holders.size
+        starts = ((n, p, self._first_element(p)) for n, p in self._named.items())
         return [
-            HeldPiece(
-                name,
-                tuple(parameter.shape),
-                parameter,
-                self._first_element(parameter),
-                has_moments=parameter.requires_grad,
-                share=share,
-                share_of_moments=share,
-                gives_values=self._world.rank == 0,
-                local=_local,
-            )
-            for name, parameter in self._named.items()
+            HeldPiece(name, tuple(p.shape), p, start, p.requires_grad, share, local=_local)
+            for name, p, start in starts
         ]
 
     def _put_in(self, values: Values) -> None:

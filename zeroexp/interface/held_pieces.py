@@ -17,6 +17,7 @@ from zeroexp.interface.strategy import Piece
 
 Share = tuple[int, int]  # a rank's number among those that hold the same, and how many they are
 ALONE: Share = (0, 1)
+NOTHING: Share = (1, 1)  # of a rank that gives none, where another one gives all
 
 
 @dataclass(frozen=True)
@@ -29,11 +30,15 @@ class HeldPiece:
     start: int
     has_moments: bool  # this rank's optimizer keeps moments of these elements
     share: Share = ALONE
-    share_of_moments: Share = ALONE
-    gives_values: bool = False  # Python values of the parameter, which one rank gives
+    share_of_moments: Share | None = None  # None: as of the weight
     local: Callable[[Tensor], Tensor] = (
         Tensor.detach
     )  # the memory on this rank of a tensor laid out like `tensor`
+
+    @property
+    def gives_values(self) -> bool:
+        """Whether the rank gives the Python values of the whole parameter."""
+        return self.start == 0 and self.share[0] == 0
 
     @property
     def flat(self) -> Tensor:

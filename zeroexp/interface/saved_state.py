@@ -81,9 +81,8 @@ class SavedState:
             ]
             of_moments = moments_of(self._optimizer.state.get(each.tensor, {}))
             given = [(key, tensor, each.share) for key, tensor in [(WEIGHT, each.tensor), *kept]]
-            given += [
-                (prefix + k, moment, each.share_of_moments) for k, moment in of_moments.items()
-            ]
+            share = each.share_of_moments or each.share
+            given += [(prefix + key, moment, share) for key, moment in of_moments.items()]
             for key, tensor, share in given:
                 shape, piece = given_piece(tensor, each, share)
                 canonical = entry.setdefault(key, CanonicalTensor(shape, tensor.dtype, []))

@@ -26,8 +26,7 @@ def held_pieces(units: Sequence[Unit], outer: NoOuterStep) -> list[HeldPiece]:
                 span.start,
                 has_moments=held.is_trainable,
                 share=share,
-                share_of_moments=ALONE if outer.has_own_moments else share,
-                gives_values=span.start == 0 and held.alike.rank == 0,
+                share_of_moments=ALONE if outer.has_own_moments else None,
             )
             pieces.append(piece)
     return pieces
