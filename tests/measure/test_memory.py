@@ -19,6 +19,7 @@ from zeroexp.measure.memory import (
     bytes_by_kind,
     compile_allocator,
     count_cpu_allocations,
+    limit_cpu_allocations,
 )
 
 CPU = torch.device("cpu")
@@ -152,6 +153,20 @@ def test_counting_costs_less_than_a_microsecond():
         [sys.executable, "-c", COST], capture_output=True, text=True, check=True, timeout=600
     )
     assert float(result.stdout) < 1000
+
+
+def test_an_allocation_beyond_the_limit_raises_and_what_was_held_stays():
+    assert count_cpu_allocations() is None
+    try:
+        limit_cpu_allocations(1 << 30)
+        held = torch.ones(1 << 20)
+        limit_cpu_allocations(1 << 21)
+        with pytest.raises(torch.OutOfMemoryError, match="exceeds the limit of 2097152"):
+            torch.ones(1 << 20)
+    finally:
+        limit_cpu_allocations(2**62)
+    assert float(held.sum()) == 1 << 20
+    assert torch.ones(1 << 20).numel() == 1 << 20
 
 
 def test_without_a_compiler_a_line_says_why(monkeypatch, tmp_path):

@@ -1,30 +1,37 @@
 from __future__ import annotations
 
-import json
 import socket
-from pathlib import Path
 
-from tests import rank_code
-from zeroexp.cluster.job import Job
-from zeroexp.config import keys as configs
-from zeroexp.config.keys import Config
+import torch
+import torch.distributed as dist
+
 from zeroexp.measure.record import Traffic, sum_of_traffic
 from zeroexp.measure.traffic import WireMeter
+from zeroexp.process.world import World, barrier
+
+PAYLOADS = (0, 1_000, 1_000_000, 3_000_000)  # bytes
 
 
-def test_bytes_of_gloo_are_counted_to_the_byte(local, tmp_path):
-    (tmp_path / "logs").mkdir()
-    configs.save(Config(world_size=2), tmp_path / "config.yaml")
-    rank_code.choose(tmp_path, "tests.measure.wire_main:main")
-    outcome = local.run(Job(tmp_path))
-    assert outcome.status == "done"
-    sent, received = (
-        json.loads(Path(tmp_path / f"seen{rank}.json").read_text(encoding="utf-8"))
-        for rank in (0, 1)
-    )
+def sent_of_each_payload(world: World) -> list[int]:
+    """Rank 0 sends each payload to rank 1: what each rank's meter saw."""
+    seen: list[int] = []
+    for num_bytes in PAYLOADS:
+        meter = WireMeter(world.backend)
+        payload = torch.zeros(num_bytes, dtype=torch.uint8)
+        if world.rank == 0:
+            dist.send(payload, 1)
+        else:
+            dist.recv(payload, 0)
+        seen.append(meter.sent_bytes() or 0)
+        barrier()
+    return seen
+
+
+def test_bytes_of_gloo_are_counted_to_the_byte(ranks):
+    sent, received = ranks(sent_of_each_payload)
     header = sent[0]  # gloo's own, the same for every message
     assert header < 200
-    assert [num_bytes - header for num_bytes in sent] == [0, 1_000, 1_000_000, 3_000_000]
+    assert [num_bytes - header for num_bytes in sent] == [*PAYLOADS]
     assert max(received) < 1_000  # receiving is not sending
 
 

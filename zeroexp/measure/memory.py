@@ -75,28 +75,38 @@ def most_held_bytes() -> int:
 
 
 class AllocationMeter:
-    """Counts what torch allocates on one device in this process from now on. Only one meter works at a time."""
+    """Counts what torch allocates on one device in this process from now on. Only one meter works at a time.
+
+    Each of its numbers is None where nothing counts.
+    """
 
     def __init__(self, device: torch.device) -> None:
-        self._source = _CudaAllocations(device) if device.type == "cuda" else _installed
-        self._before = 0
-        if self._source is not None:
-            self._source.reset_peak()
-            self._before = self._source.total()
+        self._device, self._on_cuda = device, device.type == "cuda"
+        if self._on_cuda:
+            torch.cuda.reset_peak_memory_stats(device)
+        elif _installed is not None:
+            _installed.reset_peak()
+        self._before = self._total() or 0
 
     def peak_bytes(self) -> int | None:
-        """Return the most bytes held at once since the meter was made, older ones included; None without a counter."""
-        return None if self._source is None else self._source.peak()
+        """Return the most bytes held at once since the meter was made, older ones included."""
+        if self._on_cuda:
+            return torch.cuda.max_memory_allocated(self._device)
+        return None if _installed is None else _installed.peak()
 
     def host_peak_bytes(self) -> int | None:
         """Return the most bytes held at once of what was allocated `on_host`; None if nothing was, or on a GPU."""
-        if not isinstance(self._source, _CpuAllocations):
-            return None
-        return self._source.host_peak() or None
+        return None if self._on_cuda or _installed is None else _installed.host_peak() or None
 
     def allocated_bytes(self) -> int | None:
-        """Return the sum of all allocations since the meter was made, freed or not; None without a counter."""
-        return None if self._source is None else self._source.total() - self._before
+        """Return the sum of all allocations since the meter was made, freed or not."""
+        total = self._total()
+        return None if total is None else total - self._before
+
+    def _total(self) -> int | None:
+        if self._on_cuda:
+            return torch.cuda.memory_stats(self._device)["allocated_bytes.all.allocated"]
+        return None if _installed is None else _installed.total()
 
 
 class HostAllocations:
@@ -110,35 +120,20 @@ class HostAllocations:
 
     @contextmanager
     def entered(self) -> Generator[None]:
-        before, self.is_entered = self.is_entered, True
-        _count_on_host(True)
+        before = self.is_entered
+        self._enter(True)
         try:
             yield
         finally:
-            self.is_entered = before
-            _count_on_host(before)
+            self._enter(before)
 
-
-def _count_on_host(is_on_host: bool) -> None:
-    if _installed is not None:
-        _installed.on_host(int(is_on_host))
+    def _enter(self, is_entered: bool) -> None:
+        self.is_entered = is_entered
+        if _installed is not None:
+            _installed.on_host(int(is_entered))
 
 
 on_host = HostAllocations()  # of this process, whose engines allocate in one thread
-
-
-class _CudaAllocations:
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-
-    def reset_peak(self) -> None:
-        torch.cuda.reset_peak_memory_stats(self._device)
-
-    def peak(self) -> int:
-        return torch.cuda.max_memory_allocated(self._device)
-
-    def total(self) -> int:
-        return torch.cuda.memory_stats(self._device)["allocated_bytes.all.allocated"]
 
 
 class _CpuAllocations:

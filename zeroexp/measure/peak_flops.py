@@ -10,8 +10,8 @@ Utilisation means nothing without the name of the peak that it is a share of, so
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
 from statistics import fmean
+from typing import Any
 
 import torch
 
@@ -23,31 +23,21 @@ NUM_TRIALS = 12  # the fastest counts, since whatever else runs only slows a pro
 SIZE = {"cpu": 768, "cuda": 8192}  # rows of a square matrix: a hundredth of a second
 
 
-@dataclass(frozen=True)
-class PeakFlops:
-    """The most operations per second of one rank."""
-
-    flops_per_second: float
-    source: str  # named | datasheet | calibrated
-    name: str  # what it is the peak of, for readers: "NVIDIA H100 80GB HBM3, dense bfloat16"
-
-
 def peak_flops(
     world: World, dtype: torch.dtype, named_tflops: float | None = None
-) -> PeakFlops | None:
-    """Return the peak of a rank that computes in `dtype`; all ranks call it together.
+) -> dict[str, Any]:
+    """Return the peak of a rank that computes in `dtype`, as fields of RunSummary; all ranks call it together.
 
-    None where a rank can not measure it, which prints why: a run whose last step is done loses no result for it.
+    Nothing where a rank can not measure it, which prints why: a run whose last step is done loses no result for it.
 
     named_tflops: what the config says, which counts before all else.
     """
     if named_tflops is not None:
-        name = f"cluster.peak_tflops={named_tflops:g}"
-        return PeakFlops(1e12 * named_tflops, "named", name)
+        return _fields(1e12 * named_tflops, "named", f"cluster.peak_tflops={named_tflops:g}")
     if world.device.type == "cuda":
-        peak = datasheet(torch.cuda.get_device_name(world.device), dtype)
-        if peak is not None:
-            return peak
+        device = torch.cuda.get_device_name(world.device)
+        if peak := datasheet(device, dtype):
+            return _fields(peak, "datasheet", f"{device}, dense {_word(dtype)}")
     barrier()  # ranks that share cores slow one another down here as they do in training
     try:
         mine = calibrate(world, dtype)
@@ -56,17 +46,29 @@ def peak_flops(
         mine = None
     measured = [one for one in worlds.gather_objects(mine) if one is not None]
     if len(measured) < world.size:
-        return None
-    return PeakFlops(fmean(measured), "calibrated", _product(world, dtype))
+        return {}
+    return _fields(fmean(measured), "calibrated", _product(world, dtype))
 
 
-def datasheet(device: str, dtype: torch.dtype) -> PeakFlops | None:
+def _fields(flops_per_second: float, source: str, name: str) -> dict[str, Any]:
+    """Return the most operations per second of one rank, where that is from, and what it is the peak of."""
+    return {
+        "peak_flops_per_second": flops_per_second,
+        "peak_flops_source": source,
+        "peak_flops_name": name,
+    }
+
+
+def datasheet(device: str, dtype: torch.dtype) -> float | None:
     """Return the dense peak of a device whose data sheet is known here, by its name; else None."""
-    word = str(dtype).removeprefix("torch.")
     for name, teraflops in DENSE.items():
-        if device.startswith(name) and word in teraflops:
-            return PeakFlops(1e12 * teraflops[word], "datasheet", f"{device}, dense {word}")
+        if device.startswith(name) and _word(dtype) in teraflops:
+            return 1e12 * teraflops[_word(dtype)]
     return None
+
+
+def _word(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def calibrate(world: World, dtype: torch.dtype) -> float:
@@ -78,7 +80,7 @@ def calibrate(world: World, dtype: torch.dtype) -> float:
 
 def _product(world: World, dtype: torch.dtype) -> str:
     """Say what was measured, and on what."""
-    size, word = _size(world), str(dtype).removeprefix("torch.")
+    size, word = _size(world), _word(dtype)
     ranks = "1 rank" if world.size == 1 else f"{world.size} ranks at once"
     threads = torch.get_num_threads()
     cores = f"CPU, {threads} {'thread' if threads == 1 else 'threads'} a rank"

@@ -30,7 +30,7 @@ def sampling_system(
         return
     over = threading.Event()
     path = folder / f"system.{node or socket.gethostname()}.jsonl"
-    thread = threading.Thread(target=_sample_while_it_goes, args=(path, seconds, over), daemon=True)
+    thread = threading.Thread(target=_sample, args=(path, seconds, over), daemon=True)
     thread.start()
     try:
         yield
@@ -39,21 +39,18 @@ def sampling_system(
         thread.join()
 
 
-def _sample_while_it_goes(path: Path, seconds: float, over: threading.Event) -> None:
+def _sample(path: Path, seconds: float, over: threading.Event) -> None:
+    """Write a line for each reading, the last one when it is over."""
     try:
-        _sample(path, seconds, over)
+        before, ended = _counters(), False
+        with path.open("a", encoding="utf-8", buffering=1) as lines:
+            while not ended:
+                ended = over.wait(seconds)
+                now = _counters()
+                lines.write(json.dumps({"written_at": time.time(), **_reading(before, now)}) + "\n")
+                before = now
     except (OSError, ValueError, LookupError, RuntimeError) as error:  # a full disk, another /proc
         print(f"{path.name} ends here: {error}")
-
-
-def _sample(path: Path, seconds: float, over: threading.Event) -> None:
-    before, ended = _counters(), False
-    with path.open("a", encoding="utf-8", buffering=1) as lines:
-        while not ended:
-            ended = over.wait(seconds)
-            now = _counters()
-            lines.write(json.dumps({"written_at": time.time(), **_reading(before, now)}) + "\n")
-            before = now
 
 
 def _reading(before: dict[str, float], now: dict[str, float]) -> dict[str, float]:

@@ -388,14 +388,8 @@ def _summarise(
 def _speed(config: Config, world: World, flops_per_step: float) -> dict[str, Any]:
     """Return the fields of the summary from which the utilisation of the ranks follows; all ranks call it."""
     dtype = torch.bfloat16 if config.precision.autocast else DTYPES[config.precision.compute]
-    speed = {"model_flops_per_step": flops_per_step}
-    if peak := peak_flops(world, dtype, config.cluster.peak_tflops):
-        speed |= {
-            "peak_flops_per_second": peak.flops_per_second,
-            "peak_flops_source": peak.source,
-            "peak_flops_name": peak.name,
-        }
-    return speed
+    peak = peak_flops(world, dtype, config.cluster.peak_tflops)
+    return {"model_flops_per_step": flops_per_step, **peak}
 
 
 def _send_output_to(log: Path) -> None:
