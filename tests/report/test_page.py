@@ -16,6 +16,7 @@ from tests.run_folders import PARAMETER_BYTES, write_run
 from zeroexp.report import page
 from zeroexp.report.columns import MIB
 from zeroexp.report.page.chart import DEFAULTS
+from zeroexp.report.words import headline_cards
 
 P = PARAMETER_BYTES / MIB
 
@@ -165,6 +166,16 @@ def test_losses_that_are_no_numbers_leave_every_chart_whole(tmp_path: Path) -> N
     assert losses["ddp"][4] is not None and losses["ddp"][5:] == [None] * 18
     assert chart["caption"].startswith("Beside the first the curves are not alike: ddp from step ")
     assert "ddp diverged at step 5" in text and "<strong>not alike</strong>" in text
+
+
+def test_the_first_numbers_compare_what_can_be_compared(tmp_path: Path) -> None:
+    for strategy, size in (("ddp", 1), ("ddp", 2), ("zero3", 2)):
+        write_run(tmp_path / f"{strategy}-{size}", strategy, "buffer", size)
+    made = {card.label: card for card in headline_cards(points(tmp_path))}
+    assert made["least memory"].value == f"{2 * P:.1f} MiB"
+    assert made["least memory"].detail == "zero3-2, 0.50 of ddp-1"
+    assert made["least sent"].detail == "ddp-2, like all others", "one rank sends none"
+    assert made["losses"].value == "equal"
 
 
 # ---- the page as a whole

@@ -6,34 +6,24 @@ readable. Wherever a colour tells something, a pattern, a symbol or a word tells
 
 from __future__ import annotations
 
+from zeroexp.measure.record import KINDS
+
 BLUE, ORANGE, GREEN, PINK, GREY = "#56b4e9", "#e69f00", "#3fb992", "#cc79a7", "#c9c9c9"
 RED, YELLOW, NAVY, BROWN, VIOLET = "#d55e00", "#f0e442", "#0072b2", "#a6761d", "#6a51a3"
 
-KIND_NAMES = {
-    "parameters": "parameters",
-    "gradients": "gradients",
-    "optimizer": "optimizer state",
-    "master": "master weights",
-    "secondary": "secondary copy",
-    "buffers": "buffers",
-    "outer": "outer optimizer",
-}
-KIND_COLOURS = {
-    "parameters": BLUE,
-    "gradients": ORANGE,
-    "optimizer": GREEN,
-    "master": PINK,
-    "secondary": BROWN,
-    "buffers": GREY,
-    "outer": VIOLET,
+# Kind of memory -> its name and colour.
+KIND_LOOKS = {
+    "parameters": ("parameters", BLUE),
+    "gradients": ("gradients", ORANGE),
+    "optimizer": ("optimizer state", GREEN),
+    "master": ("master weights", PINK),
+    "secondary": ("secondary copy", BROWN),
+    "buffers": ("buffers", GREY),
+    "outer": ("outer optimizer", VIOLET),
 }
 # What bytes are for, as measure/record.py names causes.
 CAUSE_COLOURS = {
-    "parameters": BLUE,
-    "gradients": ORANGE,
-    "optimizer": GREEN,
-    "master": PINK,
-    "secondary": BROWN,
+    **{kind: KIND_LOOKS[kind][1] for kind in KINDS if kind != "buffers"},
     "pools": "#7f9ed6",
     "buckets": RED,
     "shared memory": "#a3a3a3",

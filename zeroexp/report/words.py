@@ -6,9 +6,16 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from zeroexp.report.columns import MIB
+from zeroexp.report.columns import Column, all_columns
 from zeroexp.report.measured_points import Point
-from zeroexp.report.statistics import drift_lines, losses_of, why_doubtful
+from zeroexp.report.statistics import drift_lines, losses_of
+
+LEAST = {  # label of a card -> the column whose least number it shows
+    "least memory": "total_bytes",
+    "shortest step": "step_seconds",
+    "least sent": "sent_bytes_per_step",
+}
+UNITS = {"step_seconds": "ms", "sent_bytes_per_step": "MiB a step"}
 
 
 class Card(NamedTuple):
@@ -31,38 +38,27 @@ def headline_sentences(points: Sequence[Point]) -> list[str]:
 
 def headline_cards(points: Sequence[Point]) -> list[Card]:
     """Return the few numbers that head the page; those that nothing is known of are left out."""
-    done = [(point, point.summary) for point in points if point.summary]
-    times = [(point.step_seconds, point) for point in points if point.step_seconds]
-    held = [(summary.memory.total.fullest, point) for point, summary in done]
-    # One rank sends nothing.
-    sent = [
-        (summary.sent_bytes_per_step.fullest, point)
-        for point, summary in done
-        if summary.sent_bytes_per_step and summary.world_size > 1
-    ]
-    cards = [
-        _least("least memory", held, 1 / MIB, "MiB"),
-        _least("shortest step", times, 1e3, "ms"),
-        _least("least sent", sent, 1 / MIB, "MiB a step"),
-    ]
+    columns = {column.key: column for column in all_columns(points)}
+    cards = [_least(label, columns[key], points) for label, key in LEAST.items()]
     losses = losses_of(points)
     if losses and losses.distance:
         cards.append(Card("losses", *losses.distance))
     return [card for card in cards if card]
 
 
-def _least(
-    label: str, numbers: Sequence[tuple[float, Point]], factor: float, unit: str
-) -> Card | None:
+def _least(label: str, column: Column, points: Sequence[Point]) -> Card | None:
     """Return the least number, of equal ones the first, beside the largest; None where there are no two."""
-    if len(numbers) < 2 or not any(number for number, _ in numbers):
+    # One rank sends nothing.
+    numbers = [(value, point) for point in points if (value := column.value(point))]
+    if len(numbers) < 2:
         return None
     (least, low), (most, high) = (end(numbers, key=lambda pair: pair[0]) for end in (min, max))
     share = f", {least / most:.2f} of {high.name}" if most > least else ", like all others"
-    why = why_doubtful(low) if unit == "ms" else None
+    why = column.doubt(low)
     doubt = f"; in doubt: {why}" if why else ""
-    once = ", measured once" if unit == "ms" and len(low.finished_runs) == 1 else ""
-    return Card(label, f"{least * factor:,.1f} {unit}", f"{low.name}{share}{once}{doubt}")
+    once = ", measured once" if column.part == "times" and len(low.finished_runs) == 1 else ""
+    value = f"{least * column.scale:,.1f} {UNITS.get(column.key, column.unit)}"
+    return Card(label, value, f"{low.name}{share}{once}{doubt}")
 
 
 def _what_ran(points: Sequence[Point]) -> str:

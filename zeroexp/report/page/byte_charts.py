@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from zeroexp.measure.record import CAUSES, Peak, RunSummary, kinds_in
 from zeroexp.report.columns import MIB
 from zeroexp.report.measured_points import MOMENT, Point
-from zeroexp.report.page.chart import INK, Chart, Trace, row_chart, row_marks, scaled
-from zeroexp.report.palette import CAUSE_COLOURS, KIND_COLOURS, KIND_NAMES, RED, part_colour
+from zeroexp.report.page.chart import INK, Chart, Trace, row_chart, row_marks
+from zeroexp.report.palette import CAUSE_COLOURS, KIND_LOOKS, RED, part_colour
 
 # ---- bytes held after backward, by kind, beside the closed form and the peak
 
@@ -17,6 +17,7 @@ def memory_chart(points: Sequence[Point]) -> Chart:
     done = {point.name: point.summary for point in points if point.summary}
     peaks = {row: s.memory.peak.fullest / MIB for row, s in done.items() if s.memory.peak}
     held = {point.name: point.held_bytes for point in points if point.summary}
+    looks = [KIND_LOOKS[kind] for kind in kinds_in(held.values())]
     return row_chart(
         "memory",
         "Memory by kind",
@@ -25,10 +26,10 @@ def memory_chart(points: Sequence[Point]) -> Chart:
         "allocated at once in any step, activations included.",
         axis="MiB of the fullest rank",
         numbers={
-            row: {KIND_NAMES[kind]: number / MIB for kind, number in kinds.items()}
-            for row, kinds in held.items()
+            row: {KIND_LOOKS[k][0]: n for k, n in kinds.items()} for row, kinds in held.items()
         },
-        colours={KIND_NAMES[kind]: KIND_COLOURS[kind] for kind in kinds_in(held.values())},
+        scale=1 / MIB,
+        colours=dict(looks),
         marks=[
             *_closed_forms(points, MOMENT),
             row_marks("peak of any step", peaks, "line-ns-open", INK),
@@ -50,19 +51,17 @@ def _closed_forms(points: Sequence[Point], planned: str) -> list[Trace]:
 
 
 def causes_chart(points: Sequence[Point]) -> Chart:
-    title = "What makes the peak"
     peaks = {point.name: peak for point in points if (peak := _fullest_peak(point.summary))}
-    if not peaks:
-        nothing = "No run tells its peak by cause: its memory was not watched, or an older version ran it."
-        return Chart("causes", title, nothing)
     return row_chart(
         "causes",
-        title,
+        "What makes the peak",
         "Everything that the fullest rank had allocated at the moment of its peak, by what it is for, in a step that "
         f"was watched for it. {_where_peaks_come(peaks)}",
         axis="MiB of the fullest rank",
-        numbers={name: scaled(peak.bytes_by_cause, 1 / MIB) for name, peak in peaks.items()},
+        numbers={name: peak.bytes_by_cause for name, peak in peaks.items()},
+        scale=1 / MIB,
         colours={cause: CAUSE_COLOURS[cause] for cause in CAUSES},
+        nothing="No run tells its peak by cause: its memory was not watched, or an older version ran it.",
     )
 
 
@@ -76,7 +75,7 @@ def _where_peaks_come(peaks: Mapping[str, Peak]) -> str:
     moments: dict[str, list[str]] = {}
     for name, peak in peaks.items():
         moments.setdefault(where_peak_comes(peak), []).append(name)
-    most, *rest = sorted(moments.items(), key=lambda item: -len(item[1]))
+    most, *rest = sorted(moments.items(), key=lambda item: -len(item[1])) or [("", [])]
     others = [f"{', '.join(names)} {where}" for where, names in rest]
     first = f"{'Most peaks come' if rest else 'It comes'} {most[0]}"
     return f"{'; '.join([first, *others])}."
@@ -95,21 +94,19 @@ MESSAGES = ("gather", "secondary", "reduce", "replicas", "matrices", "publish", 
 
 
 def traffic_chart(points: Sequence[Point]) -> Chart:
-    title = "Bytes sent in a step"
-    sent = {point.name: scaled(point.sent_bytes, 1 / MIB) for point in points if point.summary}
+    sent = {point.name: point.sent_bytes for point in points if point.summary}
     kinds = {kind for one in sent.values() for kind, number in one.items() if number}
-    if not kinds:
-        nothing = "No point counted what it sent: all ran with one rank, or over a backend that counts nothing."
-        return Chart("traffic", title, nothing)
     ordered = [*(kind for kind in MESSAGES if kind in kinds), *sorted(kinds - {*MESSAGES})]
     return row_chart(
         "traffic",
-        title,
+        "Bytes sent in a step",
         "Bytes the rank that sends most hands to others in one step, over the network or in memory that ranks share. "
         "Engines that send from C++ are counted by their TCP connections, not by kind. The diamond is what closed "
         "forms say of the same run (zeroexp plan); what PyTorch's engines send has none.",
         axis="MiB of the rank that sends most",
-        numbers=sent,
+        numbers=sent if kinds else {},
+        scale=1 / MIB,
         colours={kind: part_colour(kind, index + 3) for index, kind in enumerate(ordered)},
         marks=_closed_forms(points, "sent"),
+        nothing="No point counted what it sent: all ran with one rank, or over a backend that counts nothing.",
     )

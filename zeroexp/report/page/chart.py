@@ -61,8 +61,10 @@ def row_chart(
     *,
     axis: str | Mapping[str, Any],  # its title, or all of it
     numbers: Mapping[str, Mapping[str, float]],  # row -> part -> number
+    scale: float = 1.0,  # to the unit that the axis names
     colours: Mapping[str, str] | None = None,  # of all parts, in their order
     marks: Sequence[Trace] = (),
+    nothing: str = "No point came to its end.",  # where there is no row
     **more: Any,  # of the layout
 ) -> Chart:
     """Return horizontal bars that are stacked from their parts, the first row at the top; empty parts are left out.
@@ -71,26 +73,27 @@ def row_chart(
     """
     rows = list(numbers)
     if not rows:
-        return Chart(name, title, "No point came to its end.")
+        return Chart(name, title, nothing)
     bars: list[Trace] = []
     for index, (part, colour) in enumerate((colours or {}).items()):
-        lengths = [each.get(part, 0) for each in numbers.values()]
-        pattern = PATTERNS[index % len(PATTERNS)]
+        lengths = [scale * each.get(part, 0) for each in numbers.values()]
         bar = {
             **{"type": "bar", "orientation": "h", "name": part, "y": rows, "x": lengths},
             "text": [_number(length) if len(rows) <= MANY else "" for length in lengths],
-            "marker": {"color": colour, "pattern": pattern},
+            "marker": {"color": colour, "pattern": PATTERNS[index % len(PATTERNS)]},
         }
         bars += [bar] if any(lengths) else []
+    order = {"categoryorder": "array", "categoryarray": rows}
     layout: dict[str, Any] = {
         "barmode": "stack",
         "bargap": 0.22,
         "xaxis": axis_of(axis, rangemode="tozero") if isinstance(axis, str) else axis,
-        "yaxis": rows_axis(rows),
+        "yaxis": {"autorange": "reversed", "automargin": True, "type": "category", **order},
         "hovermode": "y unified" if bars else "closest",
         **more,
     }
-    return Chart(name, title, caption, [*bars, *marks], layout, rows_height(rows))
+    height = max(SHORTEST, BESIDE + ROW * len(rows))
+    return Chart(name, title, caption, [*bars, *marks], layout, height)
 
 
 def line_chart(
@@ -100,53 +103,34 @@ def line_chart(
     return Chart(name, title, caption, list(data), {"hovermode": "closest", **layout}, height)
 
 
-def scaled(parts: Mapping[str, float], factor: float) -> dict[str, float]:
-    """Return the numbers of a row's parts in the unit that its axis names."""
-    return {part: factor * number for part, number in parts.items()}
-
-
-def rows_axis(rows: Sequence[str]) -> dict[str, Any]:
-    order = {"categoryorder": "array", "categoryarray": list(rows)}
-    return {"autorange": "reversed", "automargin": True, "type": "category", **order}
-
-
-def rows_height(rows: Sequence[str]) -> int:
-    return max(SHORTEST, BESIDE + ROW * len(rows))
-
-
 def axis_of(title: str, **more: Any) -> dict[str, Any]:
     return {"title": {"text": title}, **more}
 
 
 def row_marks(
-    name: str, values: Mapping[str, float | None], symbol: str, colour: str, **more: Any
+    name: str,
+    values: Mapping[str, float],
+    symbol: str,
+    colour: str,
+    ends: Mapping[str, tuple[float, float]] | None = None,
+    **more: Any,
 ) -> Trace:
-    """Return one mark per row that has a value."""
-    marked = {row: value for row, value in values.items() if value is not None}
+    """Return one mark for each row that has a value, with its interval where it has `ends`."""
     size, width = (15, 2.5) if symbol.startswith("line") else (9, 1.5)
     line = {"width": width, "color": colour}
     marker = {"symbol": symbol, "size": size, "color": colour, "line": line}
-    template = {"marker": marker, "hovertemplate": "%{x:,.1f}"}
-    return scatter(name, list(marked.values()), list(marked), "markers", **{**template, **more})
+    looks = {"marker": marker, "hovertemplate": "%{x:,.1f}"}
+    if ends:
+        looks["error_x"] = {
+            **{"type": "data", "symmetric": False, "color": colour, "thickness": 2, "width": 5},
+            "array": [max(0.0, ends[row][1] - middle) for row, middle in values.items()],
+            "arrayminus": [max(0.0, middle - ends[row][0]) for row, middle in values.items()],
+        }
+    return scatter(name, list(values.values()), list(values), "markers", **{**looks, **more})
 
 
 def scatter(name: str, x: Sequence[Any], y: Sequence[Any], mode: str, **more: Any) -> Trace:
     return {"type": "scatter", "mode": mode, "name": name, "x": list(x), "y": list(y), **more}
-
-
-def whiskers(
-    middles: Sequence[float],
-    lows: Sequence[float],
-    highs: Sequence[float],
-    colour: str = INK,
-    thickness: float = 1.5,
-) -> dict[str, Any]:
-    """Return what draws an interval at each mark, as plotly's `error_x`."""
-    return {
-        **{"type": "data", "symmetric": False, "color": colour, "thickness": thickness, "width": 5},
-        "array": [high - middle for middle, high in zip(middles, highs, strict=True)],
-        "arrayminus": [middle - low for middle, low in zip(middles, lows, strict=True)],
-    }
 
 
 def line_style(index: int, **more: Any) -> dict[str, Any]:

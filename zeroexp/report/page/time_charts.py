@@ -19,9 +19,7 @@ from zeroexp.report.page.chart import (
     line_style,
     row_chart,
     row_marks,
-    scaled,
     scatter,
-    whiskers,
 )
 from zeroexp.report.palette import GREEN, GREY, NAVY, RED, SYMBOLS, part_colour
 from zeroexp.report.statistics import Comparison, Verdict, step_time_interval
@@ -35,33 +33,31 @@ LONGEST = 1.8  # times the slowest median: a longer axis would leave bars too sh
 def step_time_chart(points: Sequence[Point]) -> Chart:
     done = {point.name: s for point in points if (s := point.pooled.summary)}
     medians = {row: 1e3 * summary.step_seconds_median for row, summary in done.items()}
-    intervals = [step_time_interval(point) for point in points if point.name in done]
     # Over runs it is the interval of a mean, which may lie beside the median of many skewed runs.
-    ends = [
-        (min(1e3 * i.low, mid), max(1e3 * i.high, mid)) if i else (mid, mid)
-        for i, mid in zip(intervals, medians.values(), strict=True)
-    ]
-    lows, highs = [low for low, _ in ends], [high for _, high in ends]
+    ends = {row: (middle, middle) for row, middle in medians.items()}
+    ends |= {
+        point.name: (1e3 * interval.low, 1e3 * interval.high)
+        for point in points
+        if point.name in done and (interval := step_time_interval(point))
+    }
     longest = LONGEST * max(medians.values(), default=1.0)
+    highs = [*medians.values(), *(high for _, high in ends.values())]
     reach = min(longest, 1.04 * max(highs, default=1.0))
     caption = (
         "Medians of rank 0 over the measured steps. Backward includes whatever communication runs beside it or is "
         "waited for in it; what follows is clipping, the optimizer, and what publishes its weights. The line is the "
         "median of the whole step, and its whiskers are the 95 % interval of that median."
     )
-    if reach == longest:
-        caption += f" {GOES_ON}"
-    drawn = whiskers([*medians.values()], lows, highs)
-    marks = [row_marks("whole step", medians, "line-ns-open", INK, error_x=drawn)]
     phases = dict.fromkeys(phase for s in done.values() for phase in s.phase_seconds_median)
     return row_chart(
         "times",
         "Time of a step",
-        caption,
+        f"{caption} {GOES_ON}" if reach == longest else caption,
         axis=axis_of("ms per step", rangemode="tozero", range=[0, reach]),
-        numbers={row: scaled(s.phase_seconds_median, 1e3) for row, s in done.items()},
+        numbers={row: s.phase_seconds_median for row, s in done.items()},
+        scale=1e3,
         colours={phase: part_colour(phase, index) for index, phase in enumerate(phases)},
-        marks=marks,
+        marks=[row_marks("whole step", medians, "line-ns-open", INK, ends)],
     )
 
 
@@ -69,19 +65,16 @@ def step_time_chart(points: Sequence[Point]) -> Chart:
 
 
 def exposed_chart(points: Sequence[Point]) -> Chart:
-    title = "Compute and exposed communication"
     done = {point.name: s.times for point in points if (s := point.median_run.summary) and s.times}
-    if not done:
-        return Chart("exposed", title, "No run tells its time by verb; runs of this version do.")
     waits = {row: _exposed_seconds(ranks) for row, ranks in done.items()}
     verbs = dict.fromkeys(verb for one in waits.values() for verb in one if one[verb] > 0)
     exposed = {f"{verb}, exposed": part_colour(verb, n) for n, verb in enumerate(verbs, start=1)}
     numbers: dict[str, dict[str, float]] = {}
-    hidden: dict[str, float | None] = {}
+    hidden: dict[str, float] = {}
     for row, ranks in done.items():
         rest = fmean(rank.step_seconds for rank in ranks) - sum(waits[row].values())
         parts = {f"{verb}, exposed": seconds for verb, seconds in waits[row].items()}
-        numbers[row] = scaled({"all else": rest, **parts}, 1e3)
+        numbers[row] = {"all else": rest, **parts}
         overlapped = (sum(verb.overlapped for verb in rank.verbs.values()) for rank in ranks)
         hidden[row] = 1e3 * fmean(overlapped)
     circles = row_marks("overlapped with compute", hidden, "circle", "#fff")
@@ -95,12 +88,14 @@ def exposed_chart(points: Sequence[Point]) -> Chart:
     )
     return row_chart(
         "exposed",
-        title,
+        "Compute and exposed communication",
         f"{caption} {_longest_wait(done)}".rstrip(),
         axis="ms per step",
         numbers=numbers,
+        scale=1e3,
         colours={"all else": GREY, **exposed},
         marks=[circles],
+        nothing="No run tells its time by verb; runs of this version do.",
     )
 
 
@@ -183,16 +178,16 @@ def _verdict_marks(compared: Mapping[str, Comparison], verdict: Verdict) -> Trac
     """Return a mark with its interval for each point of this verdict."""
     symbol, colour = LOOKS[verdict]
     mine = {name: c for name, c in compared.items() if c.verdict is verdict}
-    ratios = {name: c.ratio for name, c in mine.items()}
-    lows = [c.low or c.ratio for c in mine.values()]
-    highs = [c.high or c.ratio for c in mine.values()]
-    marker = {"symbol": symbol, "size": 11, "color": colour, "line": {"width": 1.5}}
-    words = {
-        "text": [c.text for c in mine.values()],
-        "hovertemplate": "%{y}: %{text}<extra></extra>",
-        "error_x": whiskers([*ratios.values()], lows, highs, colour, thickness=2),
-    }
-    return row_marks(verdict.value, ratios, symbol, colour, marker=marker, **words)
+    return row_marks(
+        verdict,
+        {name: c.ratio for name, c in mine.items()},
+        symbol,
+        colour,
+        {name: (c.low or c.ratio, c.high or c.ratio) for name, c in mine.items()},
+        marker={"symbol": symbol, "size": 11, "color": colour, "line": {"width": 1.5}},
+        **{"text": [c.text for c in mine.values()]},
+        hovertemplate="%{y}: %{text}<extra></extra>",
+    )
 
 
 # ---- tokens per second over the number of ranks, one line per kind of point, beside the ideal
