@@ -115,7 +115,7 @@ def test_a_torn_run_is_one_line_and_a_broken_claim_an_exit_code(outputs, report)
         write_run(outputs / "newer" / name, "zero1")
     edit(outputs / "newer/d/records.jsonl", '"loss": 7.0,', '"loss": 7.5,')
     code, _, errors = report("outputs/newer")
-    assert code == BROKEN and "losses of c and d part at step 0: 7.0 and 7.5" in errors
+    assert code == BROKEN and "losses part at step 0: 7.0 and 7.5 (c, d)" in errors
 
 
 @pytest.mark.parametrize(

@@ -76,48 +76,39 @@ def exact_numbers(run: Run) -> dict[str, Any]:
 def lines_of_varied_numbers(point: Point) -> list[str]:
     """Return one line for each exact number that differs between the point's repeats.
 
-    If one does, something that nobody set differs between the runs, and no comparison of them means anything.
+    If one does, something that nobody set differs between the runs, and no comparison of them means anything. Losses
+    are those of the same seed, where sums have one order.
     """
     first, *others = point.finished_runs or [point.run]
+    of_seed = {seed_of(run): run for run in reversed(point.finished_runs)}
     has_one_order = (
         first.engine.get("transport") not in INEXACT
         and first.config.get("cluster.device") != "cuda"
     )
     lines: list[str] = []
     for other in others:
-        lines += [
-            f"{point.name}: {name} differ between {first.name} and {other.name}: {one} and {two}"
-            for name, one, two in _changed_numbers(first, other)
-        ]
-    for one, other in _equal_seeds(point.finished_runs) if has_one_order else ():
-        curves = ([record.loss for record in records_of(run)] for run in (one, other))
-        parted = _where_losses_part(*curves)
-        lines += [f"{point.name}: losses of {one.name} and {other.name} {w}" for w in parted]
+        changes = [(first, change) for change in _changed_numbers(first, other)]
+        if has_one_order:
+            mate = of_seed[seed_of(other)]
+            curves = ([record.loss for record in records_of(run)] for run in (mate, other))
+            changes += [(mate, change) for change in _changed_losses(*curves)]
+        lines += [f"{point.name}: {change} ({one.name}, {other.name})" for one, change in changes]
     return lines
 
 
-def _equal_seeds(runs: Sequence[Run]) -> list[tuple[Run, Run]]:
-    """Return each run that is no first of its seed, behind that first."""
-    firsts = {seed_of(run): run for run in reversed(runs)}
-    return [(firsts[seed_of(run)], run) for run in runs if run is not firsts[seed_of(run)]]
-
-
-def _changed_numbers(one: Run, two: Run) -> list[tuple[str, Any, Any]]:
-    """Return (name, number, number) for each exact number that differs."""
+def _changed_numbers(one: Run, two: Run) -> list[str]:
+    """Say which exact numbers differ."""
     first, second = exact_numbers(one), exact_numbers(two)
     pairs = {name: (first.get(name), second.get(name)) for name in [*first, *second]}
-    return [(name, *pair) for name, pair in pairs.items() if pair[0] != pair[1]]
+    return [f"{name}: {a} and {b}" for name, (a, b) in pairs.items() if a != b]
 
 
-def _where_losses_part(one: Sequence[float], two: Sequence[float]) -> list[str]:
+def _changed_losses(one: Sequence[float], two: Sequence[float]) -> list[str]:
     """Say at which step losses differ in any bit; nothing where they are equal as far as both go."""
-    pairs = enumerate(zip(one, two, strict=False))
-    parted = (f"part at step {step}: {a!r} and {b!r}" for step, (a, b) in pairs if _differ(a, b))
-    return [line for line in [next(parted, None)] if line]
-
-
-def _differ(one: float, two: float) -> bool:
-    return one != two and not (math.isnan(one) and math.isnan(two))
+    for step, (a, b) in enumerate(zip(one, two, strict=False)):
+        if a != b and not (math.isnan(a) and math.isnan(b)):
+            return [f"losses part at step {step}: {a!r} and {b!r}"]
+    return []
 
 
 # ---- step times beside a reference
@@ -159,7 +150,7 @@ class Moved:
 
     name: str
     comparison: Comparison | None  # None where a round of both is missing
-    changes: tuple[str, ...]  # exact numbers that changed, in words
+    changes: list[str]  # exact numbers that changed, in words: before and after
 
     @property
     def has_moved(self) -> bool:
@@ -210,18 +201,14 @@ def _aligned(texts: Mapping[str, str]) -> list[str]:
 
 
 def _moved(old: Point, new: Point, unchanged: tuple[Point, Point] | None, number: int) -> Moved:
-    changes = [
-        f"{name}: {one} before, {two} after"
-        for name, one, two in _changed_numbers(old.run, new.run)
-    ]
-    parted = [f"losses {words}" for words in _where_losses_part(old.losses, new.losses)]
-    if not parted and len(old.losses) != len(new.losses):
-        parted = [f"{len(old.losses)} steps before, {len(new.losses)} after"]
+    changes = _changed_numbers(old.run, new.run) + _changed_losses(old.losses, new.losses)
+    if len(old.losses) != len(new.losses):
+        changes.append(f"steps: {len(old.losses)} and {len(new.losses)}")
     before, after = old.seconds_by_round, new.seconds_by_round
     if unchanged and new is not unchanged[1]:
         before, after = _over(before, unchanged[0]), _over(after, unchanged[1])
     time = compare_step_times(after, before, num_comparisons=number)
-    return Moved(new.name, time, changes=(*changes, *parted))
+    return Moved(new.name, time, changes)
 
 
 def _over(seconds: Mapping[Round, float], unchanged: Point) -> dict[Round, float]:
