@@ -32,6 +32,10 @@ def loop_of_config(config: Config) -> Loop:
     seed, task, micro = config.train.seed, config.model.task, config.data.micro_batch_size
     data = build_data(replace(config.data, global_batch_size=micro), config.model, seed)
     built = build_model(config.model, seed=seed, vocab_size=data.vocab_size)
+    for group in parameter_groups(built.module, config.optimizer, built.blocks):
+        for parameter in group["params"]:  # plain PyTorch updates what is to be the master
+            master = group.get("master", config.precision.master)
+            parameter.data = parameter.data.to(DTYPES[master])
 
     def draw(generator: torch.Generator) -> Batch:
         turn = int(torch.randint(data.num_samples, (), generator=generator))
@@ -53,7 +57,8 @@ def loop_of_config(config: Config) -> Loop:
         world = worlds.current(module)
         checkpoint_as_configured(module, built.blocks, config.train)
         ours = replace(config, world_size=world.size)
-        strategy = build_strategy(ours, replace(built, module=module), world)
+        # An engine takes the model in float32, as a run's is built.
+        strategy = build_strategy(ours, replace(built, module=module.float()), world)
 
         def step(batches: Sequence[Batch]) -> None:
             count = torch.tensor(float(sum(num_valid(labels) for _, labels in batches)))

@@ -107,11 +107,9 @@ def _refuse_wrong_words(loop: Loop) -> None:
 
 def _refuse_what_differs_by_itself(loop: Loop) -> None:
     """Run the plain model on one microbatch: twice as drawn, and drawn once more."""
-    model = copy.deepcopy(loop.model)
-    batch = batch_of(loop, 0, 0, 0)
-    loss, again, redrawn = (
-        _value(loop.loss(model, each)) for each in (batch, batch, batch_of(loop, 0, 0, 0))
-    )
+    model = copy.deepcopy(loop.model).double()  # as the oracle; weights may have several dtypes
+    batch, redraw = (as_dtype(batch_of(loop, 0, 0, 0), torch.float64) for _ in range(2))
+    loss, again, redrawn = (_value(loop.loss(model, each)) for each in (batch, batch, redraw))
     if not math.isclose(loss, again, rel_tol=1e-6):
         raise NoLoop(
             f"Loop(loss=...): the same weights and microbatch give {loss:.9g} and {again:.9g}: dropout, or "
