@@ -15,7 +15,7 @@ import pickle
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -53,7 +53,7 @@ from zeroexp.measure.system import sampling_system
 from zeroexp.models.checkpointing import checkpoint_as_configured
 from zeroexp.models.compiled_blocks import compile_as_configured, graphs_compiled
 from zeroexp.models.flops import flops_per_sample
-from zeroexp.models.module import build_deferred, build_model
+from zeroexp.models.module import BuiltModel, build_deferred, build_model
 from zeroexp.plan.outcome import plan_beside
 from zeroexp.plan.peak import rehearsed_beside
 from zeroexp.process import progress
@@ -192,10 +192,7 @@ def _train(config: Config, world: World, folder: Path, stop: Stop) -> bool:
     needed = flops_per_sample(model.module, config.model, config.data.seq_len)
     blocks = {name: model.module.get_submodule(name) for name in model.blocks}
     shapes = {name: tuple(p.shape) for name, p in model.module.named_parameters()}
-    # An engine may change the parameters that these hold.
-    groups = parameter_groups(model.module, config.optimizer, model.blocks)
-    asked, optimizers = dtypes_asked(config, groups), _optimizers_by_kind(config, groups)
-    del groups
+    asked, optimizers = _asked_by_kind(config, model)
     checkpoint_as_configured(model.module, model.blocks, config.train)
     compile_as_configured(model.module, model.blocks, config.train)
     strategy = build_strategy(config, model, world)
@@ -226,10 +223,8 @@ def _train(config: Config, world: World, folder: Path, stop: Stop) -> bool:
     if config.events.nan == "end":
         steps = _while_finite(steps)
     records = _run_steps(steps, saver, world, folder, start_step, is_own)
-    instruments.dtypes.gather()
+    found = _found_in_steps(config, instruments, asked)
     if world.rank == 0:
-        graphs = graphs_compiled() if config.train.compile else {}
-        found = {**graphs, **instruments.dtypes.as_record(asked)}
         write_engine(folder, {**_settings_of(strategy), **optimizers, **found})
     progress.note_phase(num_steps, progress.AFTER)
     over = not records or records[-1].step + 1 == num_steps
@@ -274,10 +269,21 @@ def _settings_of(strategy: Strategy) -> dict[str, Any]:
     return getattr(strategy, "settings", {})
 
 
-def _optimizers_by_kind(config: Config, groups: Sequence[dict[str, Any]]) -> dict[str, str]:
-    """Return what each row of `optimizer.kinds` steps."""
+def _asked_by_kind(config: Config, model: BuiltModel) -> tuple[dict[str, str], dict[str, str]]:
+    """Return dtypes by role, and what each row of `optimizer.kinds` steps, before an engine changes the parameters."""
+    groups = parameter_groups(model.module, config.optimizer, model.blocks)
     has_rows = len(rows_of(config.optimizer)) > 1
-    return {"optimizers": describe_groups(groups, config.optimizer)} if has_rows else {}
+    optimizers = {"optimizers": describe_groups(groups, config.optimizer)} if has_rows else {}
+    return dtypes_asked(config, groups), optimizers
+
+
+def _found_in_steps(
+    config: Config, instruments: Instruments, asked: dict[str, str]
+) -> dict[str, Any]:
+    """Return what engine.json keeps of all ranks, which call this together."""
+    instruments.dtypes.gather()
+    graphs = graphs_compiled() if config.train.compile else {}
+    return {**graphs, **instruments.dtypes.as_record(asked)}
 
 
 def _plan(config: Config, strategy: Strategy, vocab_size: int | None) -> dict[str, float]:
