@@ -69,6 +69,10 @@ class Places:
         return [name for name, _, _ in self._known.get(id(tensor), (tensor, []))[1]]
 
     @property
+    def _is_engine(self) -> bool:
+        return hasattr(self._holder, "model_states")
+
+    @property
     def has_strangers(self) -> bool:
         """Whether an optimizer has gradients of tensors that are no weights, as far as can be told."""
         return any(not places for _, places in self._known.values())
@@ -100,22 +104,31 @@ class Places:
 
     def _shown(self) -> Iterable[tuple[str, Tensor, Tensor]]:
         """(name, which elements, their values) of what the sharded model shows."""
-        if hasattr(self._holder, "model_states"):
+        if self._is_engine:
             for name, entries in self._holder.state_dict().items():
                 for piece in entries["weight"].pieces if "weight" in entries else ():
                     where = torch.arange(piece.start, piece.start + piece.tensor.numel())
                     yield name, where, piece.tensor.detach()
             return
-        for name, parameter in self._holder.named_parameters():
+        for name, parameter in self._parameters():
+            yield name, _elements(parameter), _flat(parameter)
+
+    def _parameters(self) -> Iterable[tuple[str, Tensor]]:
+        """(name, parameter) of a module, or of an engine's, that has a weight's shape."""
+        module = self._holder.model if self._is_engine else self._holder
+        for name, parameter in module.named_parameters():
             for word in WRAPPED:
                 name = name.replace(word, "")
             if name in self._initial and parameter.shape == self._initial[name].shape:
-                yield name, _elements(parameter), _flat(parameter)
+                yield name, parameter
 
     def _by_memory(self, tensor: Tensor) -> list[Place]:
         """Find weights that lie in the tensor's memory: it is one, or a slice of a flat buffer of them."""
         found: list[Place] = []
         mine = _flat(tensor)
+        for name, parameter in self._parameters():
+            if parameter is tensor:  # of which an engine's state may give no part on this rank
+                return [(name, _elements(parameter), slice(0, len(mine)))]
         for name, where, values in self._shown():
             begin = (values.data_ptr() - mine.data_ptr()) // mine.itemsize
             low, high = max(begin, 0), min(begin + len(values), len(mine))
