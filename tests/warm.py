@@ -27,7 +27,10 @@ import pytest
 
 
 class Warm:
-    """What tests ask of subprocess.Popen, for the command [sys.executable, "-m", a module of ours, words ...]."""
+    """What tests ask of subprocess.Popen, for the command [sys.executable, "-m", a module of ours, words ...].
+
+    `forks`: the command starts processes by multiprocessing, so that whoever made it must wait for its end.
+    """
 
     def __init__(
         self,
@@ -36,6 +39,7 @@ class Warm:
         env: dict[str, str],
         cwd: Path | None = None,
         pass_fds: Sequence[int] = (),
+        forks: bool = False,
         **_: Any,  # its input is empty and it begins a session, whether asked to or not
     ) -> None:
         self.args = command
@@ -46,7 +50,9 @@ class Warm:
         descriptors = [_Descriptor(fd) for fd in (*self._told, *pass_fds)]
         context = multiprocessing.get_context("forkserver")
         self._process = context.Process(
-            target=_be_command, args=(command, env, cwd or Path.cwd(), descriptors), daemon=True
+            target=_be_command,
+            args=(command, env, cwd or Path.cwd(), descriptors),
+            daemon=not forks,  # else multiprocessing would let it start none
         )
         self._process.start()
         self.pid = self._process.pid

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,6 +13,7 @@ import pytest
 
 from benchmarks.silent_loops import BUGS
 from tests.verify.loops import rows
+from tests.warm import Warm
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
@@ -30,16 +30,11 @@ def answers(
     """What is said of each function on so many ranks. further: a folder of plugins."""
     paths = os.pathsep.join(map(str, (ROOT, further)))
     environment = {**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.verify.verify_many", str(file)],
-        input=json.dumps(asked),
-        capture_output=True,
-        text=True,
-        cwd=ROOT,
-        env=environment,
-    )
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout)
+    words = ["tests.verify.verify_many", str(file), json.dumps(asked)]
+    done = Warm([sys.executable, "-m", *words], cwd=ROOT, env=environment, forks=True)
+    printed, errors = done.communicate()
+    assert done.returncode == 0, errors
+    return json.loads(printed)
 
 
 def kinds(names: list[str]) -> dict[str, str | None]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ import pytest
 
 from benchmarks.silent_loops import BUGS
 from tests.verify.test_verify import answers
+from tests.warm import Warm
 from zeroexp.process import safe_output
 from zeroexp.verify.__main__ import main
 
@@ -31,14 +31,11 @@ MISTAKES = {
 def verify(folder: Path, text: str, *words: str) -> tuple[int, str, str]:
     (folder / "loop.py").write_text(text)
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(
-        [sys.executable, "-m", "zeroexp", "verify", *words],
-        capture_output=True,
-        text=True,
-        cwd=folder,
-        env=environment,
-    )
-    return done.returncode, done.stdout, done.stderr
+    command = [sys.executable, "-m", "zeroexp", "verify", *words]
+    done = Warm(command, cwd=folder, env=environment, forks=True)
+    printed, errors = done.communicate()
+    assert done.returncode is not None
+    return done.returncode, printed, errors
 
 
 def lines(text: str) -> list[str]:

@@ -1,6 +1,6 @@
-"""Verify many loops in one process that has imported torch once: `python -m tests.verify.verify_many FILE < JSON`.
+"""Verify many loops in one process: `python -m tests.verify.verify_many FILE JSON`.
 
-The input is a list of [function, world size], or with a limit of seconds behind them; the words of a run may stand for
+JSON is a list of [function, world size], or with a limit of seconds behind them; the words of a run may stand for
 the function. The output is, for each, [kind, text] of what differs, null where it is equal, or [refused, why].
 """
 
@@ -34,5 +34,5 @@ def answer(file: Path, function: str, world_size: int, seconds: float = 300) -> 
 
 
 if __name__ == "__main__":
-    asked = json.load(sys.stdin)
+    asked = json.loads(sys.argv[2])
     print(json.dumps([answer(Path(sys.argv[1]).resolve(), *each) for each in asked]))
