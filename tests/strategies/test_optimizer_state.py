@@ -10,6 +10,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import cache
+from itertools import product
 from typing import Any
 
 import pytest
@@ -50,7 +52,10 @@ FACTORIES: dict[str, Callable[..., Any]] = {
     "nadam": torch.optim.NAdam,
     "adafactor": torch.optim.Adafactor,
 }
-Saved = dict[tuple[str, int], CanonicalState]
+Saved = Callable[[str, int], CanonicalState]
+# From how many ranks each optimizer goes on in `make test`: on another number, or in another cut.
+ONE_SOURCE = dict(zip(RECIPES, (2, 4, 1) * 3, strict=True))
+slow = pytest.mark.slow
 MESHES = {"replicas": 2, "secondary_partition": 2}
 
 
@@ -118,34 +123,39 @@ def require_equal(one: CanonicalState, other: CanonicalState, where: str) -> Non
 
 @pytest.fixture(scope="module")
 def saved(ranks) -> Saved:
-    """By optimizer and number of ranks, after two steps; every layout has the bits of whole parameters."""
-    states: Saved = {}
-    makes = [
-        Make(name, *cut)
-        for name in RECIPES
-        for cut in [("ddp", "tensor"), *(("zero3", layout) for layout in layouts_of(name))]
-    ]
-    for size in SIZES:
-        answers = ranks(two_steps, makes, world_size=size)
-        for make, of_ranks in zip(makes, zip(*answers, strict=True), strict=True):
-            state = merge(of_ranks)
-            if make.stage == "zero3":
-                require_equal(state, states[make.name, size], f"{make} on {size}")
-            states[make.name, size] = state
-    return states
+    """An optimizer's state after two steps on a number of ranks; every layout has the bits of whole parameters."""
+
+    @cache
+    def state_of(name: str, size: int) -> CanonicalState:
+        cut = [Make(name, "zero3", layout) for layout in layouts_of(name)]
+        answers = ranks(two_steps, [Make(name, "ddp", "tensor"), *cut], world_size=size)
+        whole, *states = map(merge, zip(*answers, strict=True))
+        for make, state in zip(cut, states, strict=True):
+            require_equal(state, whole, f"{make} on {size}")
+        return whole
+
+    return state_of
 
 
-@pytest.mark.parametrize("size", [3, *(pytest.param(n, marks=pytest.mark.slow) for n in (1, 2, 4))])
-def test_a_state_of_any_number_of_ranks_goes_on(ranks, saved, size):
+@pytest.mark.parametrize(
+    ("size", "sources"),
+    [
+        pytest.param(3, list(ONE_SOURCE.items()), id="one by turns to 3"),
+        *(
+            pytest.param(n, list(product(RECIPES, SIZES)), id=f"each to {n}", marks=slow)
+            for n in SIZES
+        ),
+    ],
+)
+def test_a_state_of_any_number_of_ranks_goes_on(ranks, saved, size, sources):
     """In each layout by turns, as ranks that hold everything whole."""
-    sources = [(name, source) for name in RECIPES for source in SIZES]
     layouts = [layouts_of(name) for name, _ in sources]
     cut = [
         Make(name, "zero3", of_name[(i + size) % len(of_name)])
         for i, ((name, _), of_name) in enumerate(zip(sources, layouts, strict=True))
     ]
     whole = [Make(name, "ddp", "tensor") for name, _ in sources]
-    states = [saved[source] for source in sources]
+    states = [saved(*source) for source in sources]
     runs = [*zip(cut, states, strict=True), *zip(whole, states, strict=True)]
     answers = ranks(third_steps, runs, world_size=size)
     loaded, stepped = (
@@ -158,9 +168,7 @@ def test_a_state_of_any_number_of_ranks_goes_on(ranks, saved, size):
         require_equal(stepped[index], stepped[index + len(sources)], where)
 
 
-@pytest.mark.parametrize(
-    "mesh", ["replicas", pytest.param("secondary_partition", marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize("mesh", ["replicas", pytest.param("secondary_partition", marks=slow)])
 def test_a_mesh_changes_no_bit_of_a_state_and_goes_on_from_any(ranks, saved, mesh):
     """On four ranks, as ranks that hold everything whole there; groups of replicas add up apart, so as whole parameters
     of the same groups, whose steps tests/strategies/test_replicas.py compares with one process."""
@@ -171,10 +179,9 @@ def test_a_mesh_changes_no_bit_of_a_state_and_goes_on_from_any(ranks, saved, mes
         make.name: s for make, s in zip(makes, states, strict=True) if make.layout == LAYOUTS[0]
     }
     for make, state in zip(makes, states, strict=True):
-        expected = saved[make.name, 4] if mesh != "replicas" else whole[make.name]
+        expected = saved(make.name, 4) if mesh != "replicas" else whole[make.name]
         require_equal(state, expected, f"{make}")
-    sources = dict(zip(RECIPES, SIZES * 3, strict=False))
-    runs = [(make, saved[make.name, sources[make.name]]) for make in makes]
+    runs = [(make, saved(make.name, ONE_SOURCE[make.name])) for make in makes]
     answers = ranks(third_steps, runs, world_size=4)
     for index, (make, state) in enumerate(runs):
         loaded, stepped = (merge([answer[index][i] for answer in answers]) for i in (0, 1))
