@@ -35,6 +35,7 @@ import time
 import tomllib
 import traceback
 from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import thread as futures_thread
 from importlib.metadata import entry_points
 from itertools import zip_longest
 from multiprocessing import connection, forkserver
@@ -291,6 +292,8 @@ def _await(pid: int, told: Path) -> str:
 def _be_pytest(tree: Path, tests: list[str]) -> int:
     """In the child: 0 where all tests pass. Nothing of our own tree may be imported from here on."""
     os.setpgid(0, 0)
+    # This is a fork of one of the pool's threads, for which forks of it would wait as they end.
+    futures_thread._threads_queues.clear()  # pyright: ignore[reportAttributeAccessIssue]
     nothing = os.open(os.devnull, os.O_RDWR)
     for descriptor in (0, 1):
         os.dup2(nothing, descriptor)

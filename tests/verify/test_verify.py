@@ -20,6 +20,7 @@ ROOT = HERE.parents[1]
 # One of each engine of which a loop is written by hand, and faults that are explained in different ways.
 QUICK_RIGHT = [1, 8, 9]
 QUICK_BUGS = ["divided_twice", "norm_of_a_shard", "optimizer_before_sharding"]
+QUICK_BUGS += ["seeded_by_rank", "mean_of_ranks"]
 
 
 def answers(
