@@ -14,7 +14,7 @@ from torch import Tensor
 from tests.comm.test_collectives import chunks_of, gradients_of
 from tests.oracle import Outcome, Recipe, build_on_rank, outcome_of, pieces_of, run_steps
 from tests.strategies.engine import Ours
-from zeroexp.comm.base import Between, GatherPart, Pending, ReducePart
+from zeroexp.comm.base import Between, GatherPart, Pending, ReducePart, spans_of
 from zeroexp.comm.codec import decode, encode
 from zeroexp.comm.collectives import TRANSPORTS, Collectives
 from zeroexp.comm.direct import Direct
@@ -66,7 +66,7 @@ class RoundingByHand(Direct):
 
     def reduce_scatter(self, parts: Sequence[ReducePart], what: str) -> tuple[Pending, int]:
         for peer in self._peers:
-            spans = self._spans(parts, peer)
+            spans = spans_of(parts, peer)
             if self._left_out is not None and spans:
                 self._feed_back(spans, self._left_out, (what, peer))
             else:
