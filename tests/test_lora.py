@@ -203,7 +203,7 @@ WRONG = {
     "model=mixtral_tiny model.lora.r=2 model.lora.target_modules=[all-linear]": (
         "=['all-linear']: model.layers.0.mlp.gate is no layer that multiplies by its weight alone; set model.lora."
     ),
-    "model.lora.lora_alpha=3": "model.lora.lora_alpha=3.0: no effect with no adapters; set model.lora.r",
+    "model.lora.lora_alpha=3": "model.lora.lora_alpha=3.0: no effect, model.lora.r=null; set model.lora.r",
     "model.lora.r=0": "model.lora.r=0: ",
     "model.lora.r=3 model.lora.target_modules=[q]": (
         "model.lora.r=3: Target modules {'q'} not found in the base model. Please check the target modules and try "
@@ -212,7 +212,7 @@ WRONG = {
     "model.lora.r=3 model.lora.quantize=int8 precision=bf16_master": "precision=bf16_master: casts weights",
     "model.lora.r=3 model.lora.quantize=int8 strategy.gather_codec=int8": "gather_codec=int8: rounds weights",
     "model.lora.r=3 model.lora.quantize=int4": "model.lora.quantize=int4: ",
-    "model.lora.quantize=int8": "no effect with no adapters; set model.lora.r",
+    "model.lora.quantize=int8": "no effect, model.lora.r=null; set model.lora.r",
     "model=gpt2_tiny model.lora.r=3 model.lora.quantize=int8": "lie around no linear layer here",
     "model.lora.r=3 model.lora.layers_to_transform=[7]": "You specified 'layers_to_transform': [7]",
     "model.lora.r=3 model.lora.modules_to_save=[q]": "modules_to_save=q: no such module; name modules",

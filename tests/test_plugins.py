@@ -166,7 +166,7 @@ def test_words_of_a_plugin_are_options_and_have_settings(tmp_path, monkeypatch, 
     assert form_of(late, build_on_meta(late), "direct").optimizer.num_moments == 3
     for wrong, told in {
         "++optimizer.settings.rhoo=1": "has no such setting; did you mean rho? use one of rho",
-        "optimizer.betas=[0.1,0.2]": "optimizer.betas=[0.1, 0.2]: no effect with optimizer.name=op",
+        "optimizer.betas=[0.1,0.2]": "optimizer.betas=[0.1, 0.2]: no effect, optimizer.name=opt",
         "strategy=late_of_tes": "did you mean late_of_test?",
         "+model.settings.x=1": "model.family=llama has no such setting; leave it out",
     }.items():

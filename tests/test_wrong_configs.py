@@ -126,7 +126,7 @@ def test_no_number_may_be_beyond_its_bounds():
         config = deepcopy(composed())
         *groups, name = key.split(".")
         setattr(functools.reduce(getattr, groups, config), name, limit + step)
-        ((named, _, remedy),) = rules_of_one_key.check_bounds(config)
+        ((named, _, remedy),) = rules_of_one_key.check_values(config)
         assert (named, remedy) == (key, f"use {phrase} {limit}")
 
 

@@ -32,13 +32,13 @@ CODES = "world_size=2 strategy.parameters.dtype=float8"
 
 LINES = {
     # offload
-    f"{ON_HOST} strategy.offload=all": "whose parameters rest whole; use optimizer, or leave it out",
+    f"{ON_HOST} strategy.offload=all": "strategy=zero2 keeps parameters whole; use optimizer, or leave",
     f"{ON_HOST} strategy.offload_fraction=0": "too small; use more than 0",
     f"{ON_HOST} strategy.offload_fraction=1.5": "too large; use at most 1",
     f"{ON_HOST} strategy.offload_folder=nowhere": "no such folder; make it, on a disk, or leave it",
     f"{ON_HOST} optimizer=muon": "multiplies matrices, for which a host takes too long; leave it",
-    "strategy.offload_fraction=0.5": r"no effect with strategy\.offload=null; set strategy\.off",
-    "strategy.offload_folder=.": r"no effect with strategy\.offload=null; set strategy\.off",
+    "strategy.offload_fraction=0.5": r"no effect, strategy\.offload=null; set strategy\.off",
+    "strategy.offload_folder=.": r"no effect, strategy\.offload=null; set strategy\.off",
     "world_size=2 train.offload_activations=true train.compile=true": "use train.compile=false",
     "world_size=2 train.offload_activations=true strategy.implementation=deepspeed": (
         "deepspeed gathers inside of blocks|not installed"
@@ -54,7 +54,7 @@ LINES = {
         "one node, which no gather leaves; use cluster=slurm or"
     ),
     # codecs, and codes at rest
-    "world_size=2 strategy=zero2 strategy.error_feedback=true": "no effect with gradients that are",
+    "world_size=2 strategy=zero2 strategy.error_feedback=true": r"no effect, strategy\.reduce_codec=null; set",
     "world_size=2 strategy=zero2 strategy.gather_codec=int8": "zero2 never gathers parameters",
     "world_size=2 strategy=ddp strategy.reduce_codec=int8": "strategy=ddp all-reduces gradients",
     f"{CODES} strategy=zero2": "rest whole are computed with as they rest; use strategy=zero3 on",
@@ -73,7 +73,7 @@ LINES = {
     f"{MUON} strategy=zero3 strategy.matrix_step=owned": "use one of gather, alltoall",
     f"{MUON} strategy=ddp strategy.matrix_step=gather": "no matrix is cut",
     f"{MUON} {BY_PARAMETER} strategy.matrix_step=gather": "no matrix is cut",
-    "world_size=2 strategy.matrix_step=gather": "needs no whole matrices",
+    "world_size=2 strategy.matrix_step=gather": "no effect, optimizer.name=adamw needs no whole matrices; use",
     f"{MUON} {BY_PARAMETER} optimizer.settings.ns_steps=0": "use 1 to 99",
     f"{MUON} {BY_PARAMETER} optimizer.settings.adjust_lr=no": "match_rms_adamw",
     f"{MUON} {BY_PARAMETER} optimizer.settings.nesterov=maybe": "true or false",
@@ -101,7 +101,7 @@ ROWS = {
     "vectors={name: sgd, eps: 1e-4}": "a row of optimizer.name=sgd reads no such key",
     "vectors={lr: 0}": "use more than 0",
     "vectors={lr: high}": "no number",
-    "vectors={moments: int4}": "use null or bfloat16, int8",
+    "vectors={moments: int4}": "use one of bfloat16, int8",
     "vectors={name: sgd, moments: bfloat16}": "sgd keeps none",
     "vectors={betas: [0.9]}": "not two numbers",
     "vectors={betas: [0.9, 0.999], moments: bfloat16}": "rounding takes back",
@@ -111,10 +111,10 @@ ROWS = {
     "vectors={name: muon, momentum: 0.9}": "no block of the model has a trainable matrix",
     "vectors=1": "use some such as",
     "vectors={layout: parametr}": "did you mean parameter",
-    "vectors={master: bf16}": "use float32 or bfloat16",
+    "vectors={master: bf16}": "use one of float32, bfloat16",
     "vectors={master: float32}": "master weights are float32 anyway",
     "vectors={master: bfloat16}": "parameters are float32; use precision=bf16_master",
-    "vectors={over: every}": "use group or all",
+    "vectors={over: every}": "use one of group, all",
     "vectors={over: all}": "optimizer.kinds.vectors.over=all: one group is all ranks; set",
     "experts={lr: 1e-4}": "no trainable parameter of the model is left for this row",
     "*.nothing={lr: 1e-4}": "no trainable parameter of the model is left for this row",

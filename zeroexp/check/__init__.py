@@ -35,11 +35,7 @@ def check(config: Config, *, on_paper: bool = False) -> None:
     on_paper: nothing runs, so this machine does not have to be able to.
     """
     require(config, rules_of(rules_of_one_key), ConfigError)
-    several = (
-        *rules_of(rules_strategy),
-        *rules_of(rules_data),
-        *rules_batch.RULES,
-        *without_effect.RULES,
-        *(() if on_paper else rules_batch.RULES_OF_MACHINE),
-    )
-    require(config, several, UndefinedCombination)
+    modules = (rules_strategy, rules_data, rules_batch, without_effect)
+    several = (rule for module in modules for rule in rules_of(module))
+    left_out = rules_batch.RULES_OF_MACHINE if on_paper else ()
+    require(config, (rule for rule in several if rule not in left_out), UndefinedCombination)

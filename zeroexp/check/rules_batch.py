@@ -86,8 +86,6 @@ def check_retries(config: Config) -> Iterator[Refusal]:
     if retried and config.cluster.kind == "slurm":
         problem = "a job of Slurm that failed is over"
         yield f"events.{retried[0]}", problem, "use end, then zeroexp watch FOLDER --rerun failed"
-    if config.events.retries > 1 and not retried:
-        yield "events.retries", "nothing is tried again", "set events.stall=retry, or leave it 1"
 
 
 def check_memory_left_free(config: Config) -> Iterator[Refusal]:
@@ -122,12 +120,10 @@ def check_offload_folder(config: Config) -> Iterator[Refusal]:
         yield "strategy.offload_folder", "no such folder", "make it, on a disk, or leave it out"
 
 
-RULES = (
-    *(check_batch, check_warmup, check_requeue, check_retries),
-    *(check_memory_left_free, check_link),
-)
 # A run needs these rules about the machine, and a plan does not.
 RULES_OF_MACHINE = (
-    *(check_device, check_named_gpu, check_ranks_fit_machine),
+    check_device,
+    check_named_gpu,
+    check_ranks_fit_machine,
     check_offload_folder,
 )

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, fields, replace
 from typing import Any
 
@@ -25,6 +25,13 @@ from zeroexp.registry.did_you_mean import suggest_nearest, suggest_word
 RUN_FACTS = ("machine", "versions", "git", "engine", "transport", "load")
 
 MOST_RANKS = 1 << 24
+# Keys of a row of optimizer.kinds that have another name in the line.
+OF_ALL = {
+    "name": "optimizer.name",
+    "layout": "strategy.implementation",
+    "master": "precision.master",
+    "over": "strategy.optimizer.over",
+}
 # Whole numbers in a model's shape, which the key's last part names; a larger model would be built for minutes.
 MOST_OF_SHAPE = {
     **{"num_hidden_layers": 1000, "n_layer": 1000, "depth": 1000},
@@ -33,14 +40,24 @@ MOST_OF_SHAPE = {
 MOST_OF_ANY = (1 << 31) - 1
 MOST_MODULES = 10_000  # experts of all layers
 
-MASTERS = ("float32", "bfloat16")  # of a row of optimizer.kinds
-OVERS = ("group", "all")
-
-# The name of a folder contains no path separator, and file systems accept it.
-NAME = re.compile(r"[\w][\w .+-]{0,99}")
-SLURM_NAME = re.compile(r"\w[\w.,+@:-]{0,199}")
-SLURM_FEATURES = re.compile(r"[\w(\[][\w.,+@:*&|()\[\]!-]{0,199}")  # man sbatch, --constraint
-LINK_SPEED = re.compile(r"[1-9]\d{0,2}[mg]bit")  # man tc, RATES
+# Names of folders and of objects in MLflow: without a path separator, and of a length that file systems accept.
+NAME = r"\w[\w .+-]{0,99}", "no name", "use letters, digits, spaces and . _ + -, at most 100 in all"
+GROUPS = ("model", "data", "strategy", "cluster", "precision", "optimizer", "tracking", "study")
+OUTPUTS = "use outputs=outputs, or use outputs=$HOME/... without quotes"
+# Slurm would refuse other names after the submission, or read another word.
+OF_SLURM = "no name that Slurm could have", "use the site's, or null"
+OF_SITE = ("partition", "account", "qos")
+FEATURES = r"[\w(\[][\w.,+@:*&|()\[\]!-]{0,199}"  # man sbatch, --constraint
+SPEED = r"[1-9]\d{0,2}[mg]bit"  # man tc, RATES
+# A key -> what its text looks like, what is wrong with any other, and what to do.
+PATTERNS = {
+    **{f"{group}.name": NAME for group in GROUPS},
+    "tracking.experiment": NAME,
+    "outputs": (r"(?!~)[^$]+", "empty, or with a ~ or $ that no shell has replaced", OUTPUTS),
+    **{f"cluster.slurm.{name}": (r"\w[\w.,+@:-]{0,199}", *OF_SLURM) for name in OF_SITE},
+    "cluster.slurm.constraint": (FEATURES, *OF_SLURM),
+    "cluster.link": (SPEED, "no speed", "use one such as 1gbit or 200mbit, or null"),
+}
 SBATCH_OPTION = re.compile(r"[a-zA-Z][\w-]*")
 
 
@@ -69,19 +86,11 @@ def _values(tree: Any, parent: str = "") -> Iterator[tuple[str, Any]]:
         yield parent, tree
 
 
-def check_names(config: Config) -> Iterator[Refusal]:
-    """Require valid names for folders and for objects in MLflow."""
-    groups = ("model", "data", "strategy", "cluster", "precision", "optimizer", "tracking", "study")
-    for key in (*(f"{group}.name" for group in groups), "tracking.experiment"):
-        if (value := value_of(config, key)) is not None and not NAME.fullmatch(value):
-            remedy = "use letters, digits, spaces and . _ + -, at most 100 in all"
+def check_patterns(config: Config) -> Iterator[Refusal]:
+    for key, (pattern, problem, remedy) in PATTERNS.items():
+        if (value := value_of(config, key)) is not None and not re.fullmatch(pattern, value):
             shown = value if len(value) <= 100 else f"{value[:20]}..."
-            yield f"{key}={shown}", "no name", remedy
-    if not config.outputs:
-        yield "outputs", "no folder", "use outputs=outputs"
-    if config.outputs.startswith("~") or "$" in config.outputs:
-        problem = "would be a folder of that name here: no shell has replaced its ~ or $"
-        yield f"outputs={config.outputs}", problem, "use outputs=$HOME/..."
+            yield f"{key}={shown}", problem, remedy
 
 
 def check_lists(config: Config) -> Iterator[Refusal]:
@@ -109,26 +118,22 @@ def choices_of_keys() -> dict[str, list[str]]:
     }
 
 
-def check_choices(config: Config) -> Iterator[Refusal]:
-    choices_of = choices_of_keys()
-    # The dtypes of a strategy follow those of the precision, which the user wrote.
-    for key in sorted(choices_of, key=lambda key: key.startswith("strategy.")):
-        value, choices = value_of(config, key), choices_of[key]
-        if value not in choices and (value is not None or KEYS[key].default is not None):
-            yield key, "unknown word", suggest_word(key, value, choices)
-    for key, registries in REGISTRIES.items():
-        for registry in registries:
-            registry.get(value_of(config, key))
+def check_values(config: Config) -> Iterator[Refusal]:
+    """Require choices and bounds. The dtypes of a strategy follow those of the precision, which the user wrote."""
+    choices = choices_of_keys()
+    for key in sorted(KEYS, key=lambda key: key.startswith("strategy.")):
+        for problem, remedy in _wrong_value(key, value_of(config, key), choices):
+            yield key, problem, remedy
 
 
-def check_bounds(config: Config) -> Iterator[Refusal]:
-    for key, item in KEYS.items():
-        if (value := value_of(config, key)) is not None:
-            for problem, remedy in _out_of_bounds(value, item.metadata):
-                yield key, problem, remedy
-
-
-def _out_of_bounds(value: float, bounds: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+def _wrong_value(
+    key: str, value: Any, choices: Mapping[str, Sequence[str]]
+) -> Iterator[tuple[str, str]]:
+    default, bounds = KEYS[key].default, KEYS[key].metadata
+    if value is None and default is None:
+        return
+    if key in choices and value not in choices[key]:
+        yield "unknown word", suggest_word(key, value, choices[key])
     if (least := bounds.get("least")) is not None and value < least:
         yield "too small", f"use at least {least}"
     if (above := bounds.get("above")) is not None and value <= above:
@@ -178,34 +183,45 @@ def check_kinds(config: Config) -> Iterator[Refusal]:
 
 
 def _check_row(config: Config, row: str, own: dict[str, Any]) -> Iterator[Refusal]:
-    name = own.get("name", config.optimizer.name)
+    name, group = own.get("name", config.optimizer.name), f"optimizer.kinds.{row}"
     if name not in OPTIMIZERS:
-        yield (
-            f"optimizer.kinds.{row}.name={name}",
-            "unknown word",
-            suggest_nearest(name, OPTIMIZERS),
-        )
-        return
+        yield f"{group}.name={name}", "unknown word", suggest_nearest(name, OPTIMIZERS)
     kind = OPTIMIZERS[name]
     read = (*ROW_KEYS, *kind.keys)
     for key, value in own.items():
-        named = f"optimizer.kinds.{row}.{key}={value}"
+        named = f"{group}.{key}={value}"
         if key not in read:
             problem = f"a row of optimizer.name={name} reads no such key"
             yield named, problem, suggest_nearest(key, read)
         of_engine = _wrong_for_engine(config, key, value) if key in OF_ENGINE else ()
-        for problem, remedy in (*of_engine, *_wrong_in_row(key, value, kind)):
+        for problem, remedy in (*_wrong_in_row(key, value, kind), *of_engine):
             yield named, problem, remedy
     chosen = replace(config, optimizer=rows_of(config.optimizer)[row])
     for rule in (check_betas, check_momentum):
         for key, problem, remedy in rule(chosen):
-            in_row = f"optimizer.kinds.{row}.{key.removeprefix('optimizer.')}"
-            yield f"{in_row}={value_of(chosen, key)}", problem, remedy
+            value = value_of(chosen, key)
+            yield f"{group}.{key.removeprefix('optimizer.')}={value}", problem, remedy
+
+
+def _wrong_in_row(key: str, value: Any, kind: OptimizerKind) -> Iterator[tuple[str, str]]:
+    """Yield what is wrong with a value of a row, whose type nobody has checked."""
+    of_all = OF_ALL.get(key, f"optimizer.{key}")
+    default = KEYS[of_all].default
+    if key == "settings":
+        for word in value if isinstance(value, dict) else [value]:
+            if word not in kind.settings:
+                yield f"no such setting as {word}", suggest_nearest(word, kind.settings)
+    elif key == "betas" and not isinstance(value, list):
+        yield "not two numbers in [0, 1)", "use [0.9, 0.95]"
+    elif isinstance(default, float) and type(value) not in (int, float):
+        yield "no number", f"use one such as {default}"
+    else:
+        yield from _wrong_value(of_all, value, {**choices_of_keys(), OF_ALL["layout"]: [*LAYOUTS]})
 
 
 def _wrong_for_engine(config: Config, key: str, value: Any) -> Iterator[tuple[str, str]]:
-    """Yield what is wrong with what a row tells the engine of its layout, master weights and ranks."""
-    strategy = config.strategy
+    """Yield why our engine does not do what a row says of its layout, master weights and ranks."""
+    strategy, precision = config.strategy, config.precision
     if strategy.implementation not in LAYOUTS:
         does = {
             "layout": "cuts all parameters alike",
@@ -215,18 +231,24 @@ def _wrong_for_engine(config: Config, key: str, value: Any) -> Iterator[tuple[st
         remedy = "leave it out, or use strategy.implementation=buffer"
         yield f"{strategy.implementation} {does}", remedy
     elif key == "over":
-        yield from _wrong_over(strategy, value)
+        if value == strategy.optimizer.over:
+            why = f"no effect, strategy.optimizer.over={value} is for all parameters"
+            yield why, "leave it out"
+        elif value == "all" and (problem := why_no_optimizer_over_all(strategy)):
+            yield problem
     elif key == "master":
-        yield from _wrong_master(config, value)
-
-
-def _wrong_over(strategy: StrategyConfig, value: Any) -> Iterator[tuple[str, str]]:
-    if value not in OVERS:
-        yield "unknown word", f"use {' or '.join(OVERS)}"
-    elif value == strategy.optimizer.over:
-        yield f"no effect, strategy.optimizer.over={value} is for all parameters", "leave it out"
-    elif value == "all" and (problem := why_no_optimizer_over_all(strategy)):
-        yield problem
+        if value == precision.master:
+            yield f"no effect, master weights are {value} anyway", "leave it out"
+        elif "float16" in (precision.compute, precision.master) or precision.compute == "float32":
+            yield f"parameters are {precision.compute}", "use precision=bf16_master or bf16"
+        taken = {
+            "offload": strategy.offload,
+            "parameters.dtype": strategy.codes,
+            "outer": strategy.outer.every,
+        }
+        for word in (word for word in taken if taken[word]):
+            problem = f"strategy.{word} takes all master weights in one dtype"
+            yield problem, "leave one of the two out"
 
 
 def why_no_optimizer_over_all(strategy: StrategyConfig) -> tuple[str, str] | None:
@@ -235,46 +257,6 @@ def why_no_optimizer_over_all(strategy: StrategyConfig) -> tuple[str, str] | Non
     return why_not_over_all(
         strategy.replicas or 1, differ=differ, offload=strategy.offload, codes_rest=codes
     )
-
-
-def _wrong_master(config: Config, value: Any) -> Iterator[tuple[str, str]]:
-    precision, strategy = config.precision, config.strategy
-    if value not in MASTERS:
-        yield "unknown word", f"use {' or '.join(MASTERS)}"
-    elif value == precision.master:
-        yield f"no effect, master weights are {value} anyway", "leave it out"
-    elif "float16" in (precision.compute, precision.master) or precision.compute == "float32":
-        yield f"parameters are {precision.compute}", "use precision=bf16_master or bf16"
-    taken = {
-        "offload": strategy.offload,
-        "parameters.dtype": strategy.codes,
-        "outer": strategy.outer.every,
-    }
-    for key in (key for key, word in taken.items() if word):
-        yield f"strategy.{key} takes all master weights in one dtype", "leave one of the two out"
-
-
-def _wrong_in_row(key: str, value: Any, kind: OptimizerKind) -> Iterator[tuple[str, str]]:
-    """Yield what is wrong with a value, whose type nobody has checked."""
-    if key == "betas" and not isinstance(value, list):
-        yield "not two numbers in [0, 1)", "use [0.9, 0.95]"
-    if key == "moments" and value not in (
-        None,
-        *(words := KEYS["optimizer.moments"].metadata["choices"]),
-    ):
-        yield "unknown word", f"use null or {', '.join(words)}"
-    if key == "layout" and str(value) not in LAYOUTS:
-        yield "unknown word", suggest_nearest(str(value), LAYOUTS)
-    if key == "settings":
-        for word in value if isinstance(value, dict) else [value]:
-            if word not in kind.settings:
-                yield f"no such setting as {word}", suggest_nearest(word, kind.settings)
-    if key in ("lr", "weight_decay", "eps", "momentum"):
-        item = KEYS[f"optimizer.{key}"]
-        if isinstance(value, bool) or not isinstance(value, int | float):
-            yield "no number", f"use one such as {item.default}"
-        else:
-            yield from _out_of_bounds(value, item.metadata)
 
 
 def check_world_sizes(config: Config) -> Iterator[Refusal]:
@@ -314,16 +296,6 @@ def check_range_of_ports(config: Config) -> Iterator[Refusal]:
         yield "cluster.slurm.ports", "no range of ports", remedy
 
 
-def check_slurm_names(config: Config) -> Iterator[Refusal]:
-    """Require names that Slurm could have: it would refuse others after the submission, or read another word."""
-    for name in ("partition", "account", "qos", "constraint"):
-        key = f"cluster.slurm.{name}"
-        pattern = SLURM_FEATURES if name == "constraint" else SLURM_NAME
-        if (value := value_of(config, key)) is not None and not pattern.fullmatch(value):
-            problem = "no name that Slurm could have"
-            yield f"{key}={value[:100]}", problem, "use the site's, or null"
-
-
 def check_sbatch_options(config: Config) -> Iterator[Refusal]:
     for name, value in config.cluster.slurm.sbatch.items():
         key = f"cluster.slurm.sbatch.{name}"
@@ -332,11 +304,6 @@ def check_sbatch_options(config: Config) -> Iterator[Refusal]:
             yield f"{key}={as_typed(value)}", "no option of sbatch with one value", remedy
         if "\n" in str(value):
             yield f"{key}={value!r}", "more than one line", "use one line"
-
-
-def check_link(config: Config) -> Iterator[Refusal]:
-    if (speed := config.cluster.link) is not None and not LINK_SPEED.fullmatch(speed):
-        yield "cluster.link", "no speed", "use one such as 1gbit or 200mbit, or null"
 
 
 def check_study(config: Config) -> Iterator[Refusal]:

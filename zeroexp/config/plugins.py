@@ -25,7 +25,6 @@ from zeroexp.cut.layout import LAYOUTS
 from zeroexp.cut.owners import OWNERS
 from zeroexp.cut.stage import STAGES
 from zeroexp.registry import MODULES_OF_OTHERS, Registry
-from zeroexp.registry.did_you_mean import suggest_nearest
 
 NAMED = re.compile(r"[^\s\[\],'\"()]+")
 MODULE = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*")
@@ -122,26 +121,14 @@ def with_settings(config: Config) -> Config:
     changed: dict[str, Any] = {}
     for group, key in WITH_SETTINGS.items():
         section = getattr(config, group)
-        defaults = _settings_of(f"{group}.{key}", getattr(section, key))
+        defaults = settings_of_word(f"{group}.{key}", getattr(section, key))
         filled = {**deepcopy(dict(defaults)), **section.settings}
         changed[group] = replace(section, settings=filled)
     return replace(config, **changed)
 
 
-def check_settings(config: Config) -> Iterator[tuple[str, str, str]]:
-    """Yield (key, problem, remedy) of every setting that its word does not have: a rule of `zeroexp.check`."""
-    for group, key in WITH_SETTINGS.items():
-        section = getattr(config, group)
-        word = getattr(section, key)
-        defaults = _settings_of(f"{group}.{key}", word)
-        for given in section.settings:
-            if given not in defaults:
-                problem = f"{group}.{key}={word} has no such setting"
-                remedy = suggest_nearest(given, defaults) if defaults else "leave it out"
-                yield f"{group}.settings.{given}", problem, remedy
-
-
-def _settings_of(key: str, word: str) -> Mapping[str, Any]:
+def settings_of_word(key: str, word: str) -> Mapping[str, Any]:
+    """Return the own settings of a word of this key, with their defaults."""
     for registry in REGISTRIES[key]:
         if word in registry:
             return getattr(registry[word], "settings", {})
@@ -153,7 +140,7 @@ def settings_of_others() -> Iterator[tuple[str, str, Any]]:
     for group, key in WITH_SETTINGS.items():
         registries = REGISTRIES[f"{group}.{key}"]
         for word in (name for names in registries for name in names if name not in names.own):
-            for name, default in _settings_of(f"{group}.{key}", word).items():
+            for name, default in settings_of_word(f"{group}.{key}", word).items():
                 yield f"{group}.settings.{name}", f"{group}.{key}={word}", default
 
 
