@@ -11,7 +11,7 @@ import re
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import chdir, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -229,8 +229,12 @@ def trained(world: World, config: Config) -> tuple[list[StepRecord], Strategy]:
 
 @cache
 def seen_by_one_rank(line: Line) -> dict[str, Any]:
-    """What the second of ranks that do not exist holds, sends and does; alone, DDP's reducer is the real one."""
+    """What the second of ranks that do not exist holds, sends and does in a step of two microbatches.
+
+    Alone, DDP's reducer is the real one.
+    """
     config = config_of(line)
+    config = replace(config, train=replace(config.train, steps=1))
     alone = config.world_size == 1
     world_of_one_rank = joined_process_group() if alone else fake_world(1, config.world_size)
     with (
@@ -243,7 +247,10 @@ def seen_by_one_rank(line: Line) -> dict[str, Any]:
 
 
 def numbers_of(world: World, config: Config, folder: Path) -> str:
-    """A hash of losses, norms, and this rank's pieces of weights and moments; files are named as in the folder."""
+    """A hash of two steps' losses, norms, and this rank's pieces of weights and moments after them.
+
+    Files are named as in the folder.
+    """
     with chdir(folder):
         records, strategy = trained(world, config)
     numbers = hashlib.sha256(repr([(each.loss, each.grad_norm) for each in records]).encode())
@@ -303,9 +310,9 @@ class Walk:
             return seen_by_one_rank(line)[place]
         if line not in self._numbers:
             config = config_of(line)
-            self._numbers[line] = self._ranks(
-                numbers_of, config, Path.cwd(), world_size=config.world_size
-            )
+            size = config.world_size
+            config = replace(config, data=replace(config.data, global_batch_size=size))
+            self._numbers[line] = self._ranks(numbers_of, config, Path.cwd(), world_size=size)
         return self._numbers[line]
 
 

@@ -61,16 +61,16 @@ def check_model_shape(config: Config) -> Iterator[Refusal]:
 
 
 def check_effects(config: Config) -> Iterator[Refusal]:
-    for rows in (_of_model_and_data, _of_native_engines, _of_our_engine, _of_a_run, _of_needs):
-        for named, why, remedy in rows(config):
-            for key in (key for name in named.split() for key in _below(name)):
-                if value_of(config, key) != (default := default_of(KEYS[key])):
-                    leave = "leave it null" if default is None else "leave it out"
-                    yield key, f"no effect, {why}", f"{remedy}, or {leave}" if remedy else leave
+    rules = (_of_model_and_data, _of_native_engines, _of_our_engine, _of_a_run, _of_needs)
+    for named, why, remedy in (row for rule in rules for row in rule(config)):
+        for key in _keys_of(named.split()):
+            if value_of(config, key) != (default := default_of(KEYS[key])):
+                leave = "leave it null" if default is None else "leave it out"
+                yield key, f"no effect, {why}", f"{remedy}, or {leave}" if remedy else leave
 
 
-def _below(name: str) -> list[str]:
-    return [key for key in KEYS if key == name or key.startswith(f"{name}.")]
+def _keys_of(names: list[str]) -> list[str]:
+    return [key for name in names for key in KEYS if key == name or key.startswith(f"{name}.")]
 
 
 def _of_model_and_data(config: Config) -> Iterator[Idle]:
