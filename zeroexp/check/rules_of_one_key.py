@@ -230,25 +230,23 @@ def _wrong_for_engine(config: Config, key: str, value: Any) -> Iterator[tuple[st
         }[key]
         remedy = "leave it out, or use strategy.implementation=buffer"
         yield f"{strategy.implementation} {does}", remedy
-    elif key == "over":
-        if value == strategy.optimizer.over:
-            why = f"no effect, strategy.optimizer.over={value} is for all parameters"
-            yield why, "leave it out"
-        elif value == "all" and (problem := why_no_optimizer_over_all(strategy)):
-            yield problem
-    elif key == "master":
-        if value == precision.master:
-            yield f"no effect, master weights are {value} anyway", "leave it out"
-        elif "float16" in (precision.compute, precision.master) or precision.compute == "float32":
-            yield f"parameters are {precision.compute}", "use precision=bf16_master or bf16"
-        taken = {
-            "offload": strategy.offload,
-            "parameters.dtype": strategy.codes,
-            "outer": strategy.outer.every,
-        }
-        for word in (word for word in taken if taken[word]):
-            problem = f"strategy.{word} takes all master weights in one dtype"
-            yield problem, "leave one of the two out"
+    if key == "over" and value == strategy.optimizer.over:
+        yield f"no effect, strategy.optimizer.over={value} is for all parameters", "leave it out"
+    if key == "over" and value == "all" and (problem := why_no_optimizer_over_all(strategy)):
+        yield problem
+    if key != "master":
+        return
+    if value == precision.master:
+        yield f"no effect, master weights are {value} anyway", "leave it out"
+    if "float16" in (precision.compute, precision.master) or precision.compute == "float32":
+        yield f"parameters are {precision.compute}", "use precision=bf16_master or bf16"
+    taken = {
+        "offload": strategy.offload,
+        "parameters.dtype": strategy.codes,
+        "outer": strategy.outer.every,
+    }
+    for word in (word for word in taken if taken[word]):
+        yield f"strategy.{word} takes all master weights in one dtype", "leave one of the two out"
 
 
 def why_no_optimizer_over_all(strategy: StrategyConfig) -> tuple[str, str] | None:
