@@ -11,7 +11,7 @@ from hydra import compose, initialize_config_dir
 from hydra._internal.hydra import Hydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.types import RunMode
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import OmegaConf
 from pytest import MonkeyPatch
 
 from zeroexp.__main__ import BEHAVIOUR, store_schema
@@ -25,26 +25,7 @@ CONF = Path(__file__).resolve().parent.parent / "conf"
 @cache
 def composed(*overrides: str) -> Config:
     """The config of `zeroexp <overrides>`, not yet resolved. Shared: change a copy."""
-    return from_mapping(Config, _values(_composed(*overrides)))
-
-
-@cache
-def _composed(*overrides: str) -> DictConfig:
-    store_schema()
-    with initialize_config_dir(str(CONF), **BEHAVIOUR):
-        return compose("config", list(overrides))
-
-
-@cache
-def _pickled(*overrides: str) -> bytes:
-    """To make a copy of it takes a twentieth of deepcopy's time."""
-    return pickle.dumps(_composed(*overrides))
-
-
-def _values(config: DictConfig) -> dict[str, Any]:
-    values = OmegaConf.to_container(config, resolve=True)
-    assert isinstance(values, dict)
-    return {str(key): value for key, value in values.items()}
+    return from_mapping(Config, values_of(*overrides))
 
 
 def values_of(*words: str) -> dict[str, Any]:
@@ -54,7 +35,17 @@ def values_of(*words: str) -> dict[str, Any]:
     others = [word for word in words if word not in options]
     for word in OverridesParser.create().parse_overrides(others):
         OmegaConf.update(config, word.key_or_group, word.value(), force_add=word.is_add())
-    return _values(config)
+    values = OmegaConf.to_container(config, resolve=True)
+    assert isinstance(values, dict)
+    return {str(key): value for key, value in values.items()}
+
+
+@cache
+def _pickled(*options: str) -> bytes:
+    """What Hydra composes of options; a copy by pickle takes a twentieth of deepcopy's time."""
+    store_schema()
+    with initialize_config_dir(str(CONF), **BEHAVIOUR):
+        return pickle.dumps(compose("config", list(options)))
 
 
 def compose_once(patch: MonkeyPatch) -> None:

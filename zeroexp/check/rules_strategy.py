@@ -12,12 +12,7 @@ from zeroexp.config.job_shape import shape_of
 from zeroexp.config.keys import TORCH_DDP, Config, StrategyConfig
 from zeroexp.config.optimizer import OPTIMIZERS, master_of_kind, rows_of
 from zeroexp.cut.moment_blocks import CODES_PER_OCTAVE, INT8
-from zeroexp.cut.stage import (
-    STAGES,
-    Stage,
-    why_no_replicas,
-    why_no_secondary_copy,
-)
+from zeroexp.cut.stage import STAGES, Stage, why_no_replicas, why_no_secondary_copy
 
 # What a moment of this dtype may be multiplied by in a step at most, and get smaller.
 MOST_DECAY = {"bfloat16": 1 - 2**-8, INT8: (1 + 2 ** (-1 / CODES_PER_OCTAVE)) / 2}
@@ -229,9 +224,7 @@ def check_codes_at_rest(config: Config) -> Iterator[Refusal]:
         problem = "parameters that rest whole are computed with as they rest"
         yield key, problem, "use strategy=zero3 on two ranks or more, or leave it out"
     if config.model.lora.r is not None:
-        problem = (
-            "adapters freeze weights, which have no master: they would rest beside their codes"
-        )
+        problem = "adapters freeze weights, which have no master: they would rest beside codes"
         yield key, problem, "use strategy.gather_codec"
     if strategy.gather_codec is not None:
         problem = f"gathers send the codes of {key}={strategy.codes} as they rest"
@@ -275,39 +268,24 @@ def check_reduce_each(config: Config) -> Iterator[Refusal]:
         yield "strategy.reduce_each", problem, "use step, or strategy=zero2"
 
 
-def check_selective_recomputation(config: Config) -> Iterator[Refusal]:
-    if config.train.recompute_except and config.strategy.unit == "module":
-        # torch counts each operator of forward and of the recomputation, and those of gathers differ.
-        problem = "gathers inside of recomputed blocks, whose operators torch counts"
-        remedy = "use strategy.unit=block"
-        yield "train.recompute_except", f"strategy.unit=module {problem}", remedy
-
-
-def check_compiled_blocks(config: Config) -> Iterator[Refusal]:
-    """Refuse to compile blocks whose parts have hooks that gather, each of which would end a graph."""
-    strategy = config.strategy
-    if config.train.compile and (
-        strategy.unit == "module" or strategy.implementation == "deepspeed"
-    ):
-        unit = "deepspeed" if strategy.unit != "module" else "strategy.unit=module"
-        problem = f"{unit} gathers inside of blocks, where no graph goes on"
-        yield (
-            "train.compile",
-            problem,
-            "use strategy.unit=block under another engine, or leave it out",
-        )
-
-
-def check_offloaded_activations(config: Config) -> Iterator[Refusal]:
-    """Refuse what saves tensors in code of its own, or gathers weights where no hook tells what is one."""
-    key, name = "train.offload_activations", config.strategy.implementation
-    if not config.train.offload_activations:
-        return
-    if config.train.compile:
-        yield key, "compiled blocks save in code of their own", "use train.compile=false"
-    if name == "deepspeed":
-        problem = "gathers inside of blocks, whose weights would be copied to the host too"
-        yield key, f"{name} {problem}", "use strategy.implementation=buffer or torch"
+def check_whole_blocks(config: Config) -> Iterator[Refusal]:
+    """Refuse what takes a block as one piece of code where hooks gather inside of it, or code of its own saves."""
+    train, strategy = config.train, config.strategy
+    by_module, deepspeed = strategy.unit == "module", strategy.implementation == "deepspeed"
+    inside = f"{'deepspeed' if deepspeed else 'strategy.unit=module'} gathers inside of blocks"
+    remedy = (
+        "use strategy.implementation=buffer or torch" if deepspeed else "use strategy.unit=block"
+    )
+    if train.recompute_except and by_module:  # torch counts those of gathers too
+        yield "train.recompute_except", f"{inside}, whose operators torch counts", remedy
+    if train.compile and (by_module or deepspeed):
+        yield "train.compile", f"{inside}, where no graph goes on", remedy
+    if train.offload_activations and train.compile:
+        problem = "compiled blocks save in code of their own"
+        yield "train.offload_activations", problem, "use train.compile=false"
+    if train.offload_activations and deepspeed:
+        problem = f"{inside}, whose weights would be copied to the host too"
+        yield "train.offload_activations", problem, remedy
 
 
 def check_quantized(config: Config) -> Iterator[Refusal]:
@@ -320,11 +298,8 @@ def check_quantized(config: Config) -> Iterator[Refusal]:
     if dtypes != {"float32"} or mode.autocast:
         yield "precision", f"casts weights, and those of {key} are packed", "use precision=fp32"
     if strategy.gather_codec is not None:
-        yield (
-            "strategy.gather_codec",
-            f"rounds weights, and those of {key} are packed",
-            "leave it out",
-        )
+        problem = f"rounds weights, and those of {key} are packed"
+        yield "strategy.gather_codec", problem, "leave it out"
     if strategy.implementation in ENGINES and strategy.implementation != "torch":
         yield "strategy.implementation", f"not tried with {key}", "use buffer or torch"
 

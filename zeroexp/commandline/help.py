@@ -6,6 +6,7 @@ import inspect
 import re
 from collections.abc import Iterator
 from dataclasses import fields
+from functools import cache
 from importlib import metadata
 from pathlib import Path
 from typing import Any, get_type_hints
@@ -122,15 +123,18 @@ def _listed(names: list[str], indent: int) -> str:
 
 def _comment(key: str) -> list[str]:
     """Return what the source of keys.py says beside or above a key."""
-    schema: Any = Config
-    *parents, name = key.split(".")
-    for parent in parents:
-        schema = get_type_hints(schema)[parent]
-    field = re.search(
-        rf"((?:^    # .*\n)*)^    {name}: .*?(?:  # (.*))?$",
-        "".join(map(inspect.getsource, schema.__mro__[:-1])),
-        re.MULTILINE,
-    )
+    group, _, name = key.rpartition(".")
+    declared = rf"((?:^    # .*\n)*)^    {name}: .*?(?:  # (.*))?$"
+    field = re.search(declared, _source_of(group), re.MULTILINE)
     assert field, key
     above, beside = field.groups()
     return [beside] if beside else re.findall(r"# (.*)", above)
+
+
+@cache
+def _source_of(group: str) -> str:
+    """Return the source of the dataclass of a group, with those that it extends."""
+    schema: Any = Config
+    for part in filter(None, group.split(".")):
+        schema = get_type_hints(schema)[part]
+    return "".join(map(inspect.getsource, schema.__mro__[:-1]))
