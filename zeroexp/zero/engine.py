@@ -145,7 +145,8 @@ class Engine:
         """Hand over the reduced gradients, clip, update all masters at once, publish unit by unit; return the norm."""
         self._observer.step(is_gathered=any(unit.is_pinned for unit in self.units))
         self._schedule.drain()
-        handed = [each for unit in self.units for each in unit.hand_over()]
+        with unguarded():
+            handed = [each for unit in self.units for each in unit.hand_over()]
         self.wire.quiesce()
         self._loss_scale.divide(each.gradient for each in handed)
         self.wire.bus.to_host([(each.master, each.gradient) for each in handed])
@@ -155,7 +156,7 @@ class Engine:
         # Without clipping the sum of the norm may arrive during the update.
         scale = self._scale(sums)
         if self._loss_scale.allows(lambda: self._outer.norm(sums)):
-            self._update([each for each in handed if sums.has_gradient(each.parameter)], scale)
+            self._update(sums.with_gradient(), scale)
         are_equal = self._outer.after_update()
         # With `drain` nothing is gathered ahead: it would be in flight when the step ends.
         for unit in self.units:

@@ -81,7 +81,10 @@ class Gradients:
         return ReducePart(part.chunk, terms), keep
 
     def owned(self) -> list[Tensor]:
-        """Return the sums of the owned spans; where gradients rest replicated they are cut out of whole sums."""
+        """Return the sums of the owned spans; where gradients rest replicated they are cut out of whole sums.
+
+        Call it unguarded, as `_own`.
+        """
         if self._is_alone:
             self._sums = {member: self._own(member) for member in range(len(self._parameters))}
             return [*self._sums.values()]
@@ -112,27 +115,22 @@ class Gradients:
 
     def _gradients_in(self, part: Slice) -> list[Tensor]:
         """Return views of each range's gradient in the reduce dtype; the parameters keep no gradient."""
-        for each in part.ranges:
-            if each.member not in self._whole:
-                self._whole[each.member] = self._take_whole(each.member)
+        with unguarded():
+            for member in (each.member for each in part.ranges):
+                if member not in self._whole:
+                    self._whole[member] = self._own(member).reshape(-1)
+                    self._parameters[member].grad = None
         return [_part(self._whole[each.member], each.start, each.stop) for each in part.ranges]
 
-    def _take_whole(self, member: int) -> Tensor:
-        gradient = self._own(member).reshape(-1)
-        with unguarded():
-            self._parameters[member].grad = None
-        return gradient
-
     def _own(self, member: int) -> Tensor:
-        """Return what autograd left in a parameter, or zeros, in the reduce dtype."""
-        parameter, place = self._parameters[member], self._chunk.members[member]
-        with unguarded():
-            if parameter.grad is None:
-                numel = place.stop - place.start
-                return torch.zeros(numel, dtype=self._dtype, device=self._device)
-            self.present[member] = True
-            # A sparse embedding leaves a sparse gradient.
-            return parameter.grad.to_dense().to(self._dtype)
+        """Return what autograd left in a parameter, or zeros, in the reduce dtype; call it unguarded."""
+        gradient = self._parameters[member].grad
+        if gradient is None:
+            place = self._chunk.members[member]
+            return torch.zeros(place.stop - place.start, dtype=self._dtype, device=self._device)
+        self.present[member] = True
+        # A sparse embedding leaves a sparse gradient.
+        return gradient.to_dense().to(self._dtype)
 
     def _drop_reduced(self, part: Slice) -> None:
         """Drop members that are all on their way: buckets come last range first, so a member's first range ends it."""

@@ -63,8 +63,8 @@ def attach(unit: Unit, module: nn.Module, schedule: Schedule, observer: Observer
 
     module.register_forward_pre_hook(_uncompiled(before_forward), prepend=True)
     module.register_forward_hook(_uncompiled(after_forward), always_call=True)
-    for parameter in unit.trainable_parameters:
-        report = partial(_gradient_ready, weakref.ref(schedule), weakref.ref(unit))
+    for index, parameter in enumerate(unit.trainable_parameters):
+        report = partial(_gradient_ready, weakref.ref(schedule), weakref.ref(unit), index)
         parameter.register_post_accumulate_grad_hook(report)
 
 
@@ -74,7 +74,7 @@ def _uncompiled(hook: Callable[..., None]) -> Callable[..., None]:
 
 
 def _gradient_ready(
-    schedule: weakref.ref[Schedule], unit: weakref.ref[Unit], parameter: Tensor
+    schedule: weakref.ref[Schedule], unit: weakref.ref[Unit], index: int, _parameter: Tensor
 ) -> None:
     """Report a gradient to the schedule.
 
@@ -83,8 +83,7 @@ def _gradient_ready(
     """
     engine, its = schedule(), unit()
     if engine is not None and its is not None:
-        assert isinstance(parameter, nn.Parameter)
-        engine.gradient_ready(its, parameter)
+        engine.gradient_ready(its, index)
 
 
 def tensors_in(output: Any) -> Iterator[Tensor]:

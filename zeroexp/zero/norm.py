@@ -43,7 +43,7 @@ class StepSums:
         parameters: all trainable ones, in the same order on every rank.
         has_gradient: whether this rank has a gradient, for each of them.
         """
-        self._index = {parameter: 1 + index for index, parameter in enumerate(parameters)}
+        self._parameters, self._handed = parameters, handed
         self._all_here = all(has_gradient)
         self._is_fake = wire.world.is_fake
         self._is_on_gpu = wire.world.device.type == "cuda" and not self._is_fake
@@ -68,11 +68,12 @@ class StepSums:
         self._summed.wait()
         return self._sums[0].sqrt().float()
 
-    def has_gradient(self, parameter: nn.Parameter) -> bool:
-        """Tell whether any rank has a gradient for the parameter."""
+    def with_gradient(self) -> list[MasterGradient]:
+        """Return what was handed over of the parameters for which any rank has a gradient."""
         if self._all_here:
-            return True
-        return self._summed_values()[self._index[parameter]] > 0
+            return [*self._handed]
+        counts = dict(zip(self._parameters, self._summed_values()[1:], strict=False))
+        return [each for each in self._handed if counts[each.parameter] > 0]
 
     def copy_to_host(self) -> None:
         """Start a copy of the sums to the host, which `expect_same_gathers` reads, see [Note: without a stop]."""

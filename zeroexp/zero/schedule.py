@@ -41,8 +41,9 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import chain
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from zeroexp.comm.base import Pending
 from zeroexp.comm.collectives import Collectives
@@ -61,8 +62,8 @@ Ticks = tuple[int, int, int]
 class Progress:
     """How far one unit has come in this microbatch."""
 
-    # Parameters that have no gradient yet, and how many by bucket.
-    missing: set[nn.Parameter] = field(default_factory=set[nn.Parameter])
+    # Which of the unit's trainable parameters have no gradient yet, and how many by bucket.
+    missing: set[int] = field(default_factory=set[int])
     missing_in: list[int] = field(default_factory=list[int])
     first: int | None = None  # tick at which the unit's first forward began
     running: list[int] = field(
@@ -101,7 +102,7 @@ class Schedule:
         self._uses = {unit: Progress() for unit in units}
         self._open: dict[Unit, None] = {}  # used in this microbatch and not closed, or used again
         # Parameters that got no gradient in the previous microbatch.
-        self._silent: dict[Unit, set[nn.Parameter]] = {unit: set() for unit in units}
+        self._silent: dict[Unit, set[int]] = {unit: set() for unit in units}
         self._tick = 0
         self._num_running = 0  # forwards of modules that run now
         self._microbatch = 0  # number of microbatches so far
@@ -122,9 +123,8 @@ class Schedule:
         self._most_in_flight = wire.facts.reductions_in_flight if options.overlap else 0
         self._in_flight: deque[Pending] = deque()  # reductions
         self._reduced = False  # whether any reduction of this microbatch was launched
-        self._buckets_of = {unit: _buckets_by_parameter(unit) for unit in units}
-        # By unit, the number of parameters of which each bucket holds elements.
-        self._counts_of = {u: [len(u.parameters_in(each)) for each in u.buckets] for u in units}
+        # By unit, the buckets that hold elements of each trainable parameter.
+        self._buckets_of = {unit: unit.buckets_of_parameters() for unit in units}
 
     # -- forward ----------------------------------------------------------------------------------
 
@@ -138,7 +138,10 @@ class Schedule:
         self.gathers.begin_pass(in_microbatch=True)
         for unit in self._units:
             self._silent[unit] = self._uses[unit].missing
-            self._uses[unit] = Progress(set(unit.trainable_parameters), [*self._counts_of[unit]])
+            buckets_of, missing_in = self._buckets_of[unit], [0] * len(unit.buckets)
+            for index in chain.from_iterable(buckets_of):
+                missing_in[index] += 1
+            self._uses[unit] = Progress(set(range(len(buckets_of))), missing_in)
 
     def before_forward(self, unit: Unit) -> None:
         self._tick += 1
@@ -169,7 +172,8 @@ class Schedule:
     @contextmanager
     def closing_backward(self, loss: Tensor) -> Iterator[Tensor]:
         """Yield the loss whose backward, inside, closes units, see [Note: which backward]."""
-        self._expect_microbatch("backward", ": run forward and backward inside it")
+        if not self.in_microbatch:
+            raise _outside("backward", ": run forward and backward inside it")
         with self._closing.of_loss(loss) as loss:
             yield loss
 
@@ -201,7 +205,8 @@ class Schedule:
 
     def make_ready_for_backward(self, unit: Unit) -> None:
         """Gather the unit if need be, also where no output told that backward reaches it, or reaches it again."""
-        self._expect_microbatch(f"backward of {unit}")
+        if not self.in_microbatch:
+            raise _outside(f"backward of {unit}")
         self._uses[unit].in_backward = True
         self._open[unit] = None
         if unit is self._root and self._root_released:
@@ -210,10 +215,12 @@ class Schedule:
             self._inner[unit] = current_task()
         self.gathers.make_ready(unit)
 
-    def gradient_ready(self, unit: Unit, parameter: nn.Parameter) -> None:
+    def gradient_ready(self, unit: Unit, index: int) -> None:
+        """One of the unit's trainable parameters got its gradient."""
         use = self._uses[unit]
-        self._expect_microbatch(f"{unit} got a gradient", ", where nobody reduces it")
-        self._observer.gradient(unit, parameter, is_reduced=use.closed)
+        if not self.in_microbatch:
+            raise _outside(f"{unit} got a gradient", ", where nobody reduces it")
+        self._observer.gradient(unit, unit.trainable_parameters[index], is_reduced=use.closed)
         if self._scales_loss and not self._closing.is_open:
             raise RuntimeError(
                 f"{unit} got a gradient of a loss that is not scaled: with scales_loss=True call "
@@ -221,10 +228,10 @@ class Schedule:
             )
         if not self._closing.is_current():
             return
-        use.missing.discard(parameter)
+        use.missing.discard(index)
         if self._at_events_only:
             return
-        for bucket in self._buckets_of[unit][parameter]:
+        for bucket in self._buckets_of[unit][index]:
             use.missing_in[bucket] -= 1
         self._launch()
         # Gradients of inputs may still need frozen parameters.
@@ -314,10 +321,6 @@ class Schedule:
         """Tell whether the unit is gathered for use and none of its forwards runs."""
         in_use = unit in self.gathers.in_use and unit.residence is Residence.READY
         return in_use and not self._uses[unit].running
-
-    def _expect_microbatch(self, what: str, why: str = "") -> None:
-        if not self.in_microbatch:
-            raise RuntimeError(f"{what} outside of `with strategy.microbatch(last=...):`{why}")
 
     # -- how reductions start ---------------------------------------------------------------------
 
@@ -411,9 +414,5 @@ class ClosingBackward:
             self._task = current_task()
 
 
-def _buckets_by_parameter(unit: Unit) -> dict[nn.Parameter, list[int]]:
-    found: dict[nn.Parameter, list[int]] = {}
-    for index, bucket in enumerate(unit.buckets):
-        for parameter in unit.parameters_in(bucket):
-            found.setdefault(parameter, []).append(index)
-    return found
+def _outside(what: str, why: str = "") -> RuntimeError:
+    return RuntimeError(f"{what} outside of `with strategy.microbatch(last=...):`{why}")

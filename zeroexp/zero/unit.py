@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import accumulate
 
 import torch
 from torch import Tensor, nn
@@ -154,9 +155,9 @@ class Unit:
         self.arrive()
         if self.residence is Residence.READY:
             self._become(Residence.FREED)
-        self.show()
-        if self.full is not None and self.residence is Residence.FREED:
-            self.full.drop()
+            self.show()
+        assert self.full is not None
+        self.full.drop()
 
     # -- reduce: partial -> G, when gradients are ready ------------------------------------------
 
@@ -281,13 +282,15 @@ class Unit:
         """Return each parameter with the master weights that this rank updates of it."""
         return [pair for held in self.trainable for pair in held.parameters_with_masters()]
 
-    def parameters_in(self, bucket: Bucket) -> set[nn.Parameter]:
-        """Return the parameters of which the bucket holds elements."""
-        return {
-            self.trainable[part.index].parameters[each.member]
-            for part in bucket.slices
-            for each in part.ranges
-        }
+    def buckets_of_parameters(self) -> list[list[int]]:
+        """Return for each trainable parameter the indices of the buckets that hold elements of it."""
+        firsts = [*accumulate((len(held.parameters) for held in self.trainable), initial=0)]
+        found: list[list[int]] = [[] for _ in self.trainable_parameters]
+        for index, bucket in enumerate(self.buckets):
+            slices = bucket.slices
+            for member in {firsts[s.index] + each.member for s in slices for each in s.ranges}:
+                found[member].append(index)
+        return found
 
     @property
     def is_pinned(self) -> bool:

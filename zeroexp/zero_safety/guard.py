@@ -27,11 +27,25 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
-from zeroexp.zero.engine import Engine
 from zeroexp.zero.held import Held, unguarded
 from zeroexp.zero.observer import Observer
 from zeroexp.zero.unit import Unit
 from zeroexp.zero_safety import tensor_functions as functions
+
+
+@dataclass
+class State:
+    """Where the values and gradients of the parameters of one chunk are."""
+
+    plain: list[type[nn.Parameter]]  # the parameters' own classes
+    freed: bool = False
+    gradient_taken: bool = False
+    arrive: Callable[[], None] | None = None  # gathers the values again
+
+    def set_classes(self, parameters: Sequence[nn.Parameter]) -> None:
+        guarded = self.freed or self.gradient_taken
+        for parameter, plain in zip(parameters, self.plain, strict=True):
+            parameter.__class__ = GuardedParameter if guarded else plain
 
 
 @dataclass
@@ -40,11 +54,9 @@ class Guard:
 
     name: str
     shape: torch.Size
-    plain: type[nn.Parameter]  # the parameter's own class
-    freed: bool = False
-    gradient_taken: bool = False
-    nothing: Tensor | None = None  # what it shows while it is freed
-    arrive: Callable[[], None] | None = None  # gathers the values again
+    plain: type[nn.Parameter]
+    nothing: Tensor  # what it shows while it is freed
+    state: State  # that of all parameters of its chunk
 
     def __reduce__(self) -> tuple[Callable[[], None], tuple[()]]:
         """Pickle as None, since a parameter that was saved and loaded has no engine."""
@@ -70,9 +82,9 @@ class GuardedParameter(nn.Parameter):
         with unguarded():
             if func == functions.SET_DATA and args[1] is args[0]:
                 return None
-            if func in functions.NEEDS_SHAPE and _guard_of(args[0]).freed:
+            if func in functions.NEEDS_SHAPE and _guard_of(args[0]).state.freed:
                 return _of_freed(func, args, kwargs)
-            if func == functions.GET_DEVICE and _guard_of(args[0]).nothing is not None:
+            if func == functions.GET_DEVICE:
                 args = (_guard_of(args[0]).nothing,)  # a fake tensor of another class can not tell
             if func not in functions.HARMLESS:
                 for parameter in _guarded_among([*args, *kwargs.values()]):
@@ -81,16 +93,13 @@ class GuardedParameter(nn.Parameter):
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:
         guard = _guard_of(self)
-        if not guard.freed:
+        if not guard.state.freed:
             return super().__repr__()
         return f"Parameter {guard.name} of shape {list(guard.shape)}, freed"
 
     def __deepcopy__(self, memo: Any) -> Any:
         guard = _guard_of(self)
-        if guard.arrive is not None:
-            guard.arrive()
-        elif guard.freed:
-            raise _freed(guard)
+        _before_use(self, None)
         with unguarded():
             copy = guard.plain(self.data.clone(), self.requires_grad)
         memo[id(self)] = copy
@@ -100,31 +109,32 @@ class GuardedParameter(nn.Parameter):
 class Guards(Observer):
     """The guards of all parameters of one engine."""
 
-    _units: Sequence[Unit] = ()
     _are_taken = False  # whether gradients are marked as taken
 
-    def held(self, held: Held) -> None:
-        for parameter, member in zip(held.parameters, held.chunk.members, strict=True):
-            parameter.zeroexp_guard = Guard(member.name, parameter.shape, type(parameter))  # pyright: ignore[reportAttributeAccessIssue]
+    def __init__(self) -> None:
+        self._states: dict[int, tuple[Held, State]] = {}  # by the id of the chunk's tensors
 
-    def built(self, engine: Engine) -> None:
-        self._units = engine.units
+    def held(self, held: Held) -> None:
+        state = State([type(parameter) for parameter in held.parameters])
+        self._states[id(held)] = held, state
+        members = zip(held.parameters, held.chunk.members, held.nothing, strict=True)
+        for parameter, member, nothing in members:
+            its = Guard(member.name, parameter.shape, type(parameter), nothing, state)
+            parameter.zeroexp_guard = its  # pyright: ignore[reportAttributeAccessIssue]
 
     def shown(self, held: Held, *, there: bool) -> None:
-        for parameter, nothing in zip(held.parameters, held.nothing, strict=True):
-            guard = _guard_of(parameter)
-            guard.freed, guard.arrive = not there, None
-            guard.nothing = guard.nothing if there else nothing
-            _set_class(parameter, guard)
+        _, state = self._states[id(held)]
+        state.freed, state.arrive = not there, None
+        state.set_classes(held.parameters)
 
     def released(self, unit: Unit, gather_again: Callable[[], None]) -> None:
-        for parameter in unit.parameters:
-            guard = _guard_of(parameter)
-            guard.arrive = gather_again
-            _set_class(parameter, guard)
+        for held in unit.held:
+            self._states[id(held)][1].arrive = gather_again
 
     def gradient(self, unit: Unit, parameter: nn.Parameter, *, is_reduced: bool) -> None:
-        if _somebody_took_gradient(parameter):
+        hooks = parameter._post_accumulate_grad_hooks
+        # Without other hooks a custom function may have given none.
+        if hooks is not None and len(hooks) > 1 and _has_no_gradient(parameter):
             raise RuntimeError(
                 f"a hook of {unit} has taken a gradient before the engine reduced it over the ranks: an optimizer "
                 "inside backward updates by one rank's gradient; call strategy.step() instead"
@@ -137,6 +147,10 @@ class Guards(Observer):
             )
 
     def begin_microbatch(self) -> None:
+        for held, _ in self._states.values():
+            for parameter in held.parameters:
+                if "zeroexp_guard" not in parameter.__dict__:
+                    _guard_of(parameter)  # raises
         self._mark_gradients(taken=False)
 
     def backward_ended(self) -> None:
@@ -144,18 +158,26 @@ class Guards(Observer):
 
     def end_microbatch(self, *, last: bool) -> None:
         self._mark_gradients(taken=True)
+        self._forget_released()
+
+    def abandon_microbatch(self, *, reduced: bool) -> None:
+        self._forget_released()
 
     def zero_grad(self) -> None:
         self._mark_gradients(taken=False)
+
+    def _forget_released(self) -> None:
+        """Nothing is gathered again after the microbatch in which it was released."""
+        for _, state in self._states.values():
+            state.arrive = None
 
     def _mark_gradients(self, *, taken: bool) -> None:
         if taken is self._are_taken:
             return
         self._are_taken = taken
-        for parameter in (p for unit in self._units for p in unit.trainable_parameters):
-            guard = _guard_of(parameter)
-            guard.gradient_taken = taken
-            _set_class(parameter, guard)
+        for held, state in self._states.values():
+            state.gradient_taken = taken and held.is_trainable
+            state.set_classes(held.parameters)
 
 
 def is_guarded(parameter: nn.Parameter) -> bool:
@@ -163,20 +185,13 @@ def is_guarded(parameter: nn.Parameter) -> bool:
     return vars(parameter).get("zeroexp_guard") is not None
 
 
-def _somebody_took_gradient(parameter: nn.Parameter) -> bool:
-    """Tell whether an earlier hook took the gradient; without other hooks a custom function may have given none."""
+def _has_no_gradient(parameter: nn.Parameter) -> bool:
     with unguarded():
-        hooks = parameter._post_accumulate_grad_hooks
-        return parameter.grad is None and hooks is not None and len(hooks) > 1
+        return parameter.grad is None
 
 
 def _nothing() -> None:
     return None
-
-
-def _set_class(parameter: nn.Parameter, guard: Guard) -> None:
-    plain = not (guard.freed or guard.gradient_taken)
-    parameter.__class__ = guard.plain if plain else GuardedParameter
 
 
 def _guard_of(parameter: Any) -> Guard:
@@ -201,7 +216,7 @@ def _guarded_among(values: Any) -> Iterator[GuardedParameter]:
 
 
 def _freed_among(values: Sequence[Any]) -> bool:
-    return any(_guard_of(each).freed for each in _guarded_among(values))
+    return any(_guard_of(each).state.freed for each in _guarded_among(values))
 
 
 def _as_edges(inputs: Sequence[Any]) -> list[Any]:
@@ -219,26 +234,23 @@ def _of_freed(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, A
     return func(*args, **kwargs)
 
 
-def _before_use(parameter: GuardedParameter, func: Callable[..., Any]) -> None:
+def _before_use(parameter: GuardedParameter, func: Callable[..., Any] | None) -> None:
+    """Raise, or gather the values again, before a function uses them or the gradient."""
     guard = _guard_of(parameter)
     if func in functions.OF_GRADIENT:
-        if guard.gradient_taken:
+        if guard.state.gradient_taken:
             raise RuntimeError(
                 f"the gradient of {guard.name} was reduced and taken by the engine: clip with max_grad_norm, "
                 "change gradients by parameter.register_hook, clear them with strategy.zero_grad()"
             )
-    elif guard.arrive is not None:
-        guard.arrive()
-    elif guard.freed:
-        raise _freed(guard)
-
-
-def _freed(guard: Guard) -> RuntimeError:
-    return RuntimeError(
-        f"parameter {guard.name} is freed: its values are there only while the module runs with which it is gathered "
-        "(its block, or the whole model; a part that is called alone has to be a block); read it inside `with "
-        "strategy.gathered():`, save with strategy.state_dict()"
-    )
+    elif guard.state.arrive is not None:
+        guard.state.arrive()
+    elif guard.state.freed:
+        raise RuntimeError(
+            f"parameter {guard.name} is freed: its values are there only while the module runs with which it is "
+            "gathered (its block, or the whole model; a part that is called alone has to be a block); read it inside "
+            "`with strategy.gathered():`, save with strategy.state_dict()"
+        )
 
 
 def _unchanged(parameter: GuardedParameter, converted: Tensor) -> GuardedParameter:
