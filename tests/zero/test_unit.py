@@ -17,7 +17,7 @@ from zeroexp.process.world import World, fake_world
 from zeroexp.zero.assemble import make_units
 from zeroexp.zero.grouping import group_parameters
 from zeroexp.zero.held import Residence
-from zeroexp.zero.options import Dtypes, Options, settle_options
+from zeroexp.zero.options import Dtypes, Options
 from zeroexp.zero.unit import Unit
 from zeroexp.zero_safety.refusals import Refusals
 
@@ -36,9 +36,9 @@ def make(world: World) -> Unit:
     module = nn.Sequential(nn.Linear(3, 5), nn.Linear(3, 5))
     wire = Collectives(world, transport="gloo")
     options, stage = Options(), STAGES["zero3"]
-    settled = settle_options(options, stage, wire.facts, 1)  # a unit is one bucket
+    options = options.settled(stage, wire.facts, 1)  # a unit is one bucket
     groups = group_parameters(module, ["0", "1"], "block")
-    return make_units(groups, stage, options, settled, FP32, wire, Refusals())[1]
+    return make_units(groups, stage, options, FP32, wire, Refusals())[1]
 
 
 def arrive(unit: Unit) -> None:

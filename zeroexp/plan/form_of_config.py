@@ -21,7 +21,7 @@ from zeroexp.models.outline import outline_of
 from zeroexp.plan.closed_forms import ClosedForm, ShardedForm
 from zeroexp.plan.form_terms import OptimizerForm, OuterForm, PrecisionForm, ScheduleForm
 from zeroexp.zero.grouping import group_parameters, specs_of, stage_for_world
-from zeroexp.zero.options import Options, settle_options
+from zeroexp.zero.options import Options
 
 
 def build_on_meta(config: Config, vocab_size: int | None = None) -> BuiltModel:
@@ -60,14 +60,14 @@ def _sharded_form(config: Config, model: BuiltModel, transport: str, between: st
         transport = between = "gloo"
     if options.shares_updates and not TRANSPORTS[between].is_collective:
         between = "gloo"
-    settled = settle_options(options, stage, TRANSPORTS[transport], world_size)
+    settled = options.settled(stage, TRANSPORTS[transport], world_size)
     groups = group_parameters(model.module, model.blocks, options.unit, of_optimizer)
     specs = [specs_of(group) for group in groups]
     layout = options.lay_out(specs, world_size)
     schedule = ScheduleForm(
         accumulation=_accumulation(config),
         keep=options.keep,
-        reduce_each=settled.reduce_each,
+        reduce_each=settled.reduce_each or "step",
         bucket_bytes=settled.bucket_bytes,
         transport=transport,
         transport_between=between,

@@ -20,7 +20,7 @@ from zeroexp.process import world as worlds
 from zeroexp.zero.grouping import Group, specs_of
 from zeroexp.zero.held import Held, allocate
 from zeroexp.zero.observer import Observer
-from zeroexp.zero.options import Dtypes, Options, SettledOptions
+from zeroexp.zero.options import Dtypes, Options
 from zeroexp.zero.unit import Unit
 
 # What a checksum takes at once, since it needs 24 bytes for each. Replicas are compared so after a step: with more the
@@ -102,7 +102,6 @@ def make_units(
     groups: Sequence[Group],
     stage: Stage,
     options: Options,
-    settled: SettledOptions,
     dtypes: Dtypes,
     wire: Collectives,
     observer: Observer,
@@ -111,7 +110,7 @@ def make_units(
     """Cut every group and move its parameters, or their `values`, to where they rest."""
     specs = [specs_of(group) for group in groups]
     layout = _agreed_layout(options, specs, wire)
-    bucket_bytes = settled.bucket_bytes
+    bucket_bytes = options.bucket_bytes
     in_group = [[chunk.for_ranks(wire.group.size) for chunk in chunks] for chunks in layout]
     _reserve(in_group, stage, dtypes, wire, bucket_bytes)
     units: list[Unit] = []

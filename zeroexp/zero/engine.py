@@ -35,8 +35,8 @@ from zeroexp.zero.hooks import SavedViews, attach
 from zeroexp.zero.matrices import bring_matrices_together
 from zeroexp.zero.norm import StepSums
 from zeroexp.zero.observer import Observer
-from zeroexp.zero.options import Dtypes, Options, own_dtypes, settle_options
-from zeroexp.zero.outer import MOMENTUM, make_outer_step, prefix_of
+from zeroexp.zero.options import Dtypes, Options, own_dtypes
+from zeroexp.zero.outer import MOMENTUM, OuterStep, prefix_of
 from zeroexp.zero.schedule import Schedule
 from zeroexp.zero.state_dict import held_pieces
 from zeroexp.zero.unit import MasterGradient, Unit
@@ -88,14 +88,12 @@ class Engine:
         settings = [str(stage), options, dtypes, max_grad_norm, list(blocks), scales_loss]
         start_alike(self.model, settings, param_groups, values, self.wire)
         self.wire.connect()
-        settled = settle_options(options, stage, self.wire.facts, world.size)
-        self.settings = settled.as_record(options, stage, self.wire.facts, self.wire.facts_between)
+        options = options.settled(stage, self.wire.facts, world.size)
+        self.settings = options.as_record(stage, self.wire.facts, self.wire.facts_between)
         groups = group_parameters(module, blocks, options.unit, param_groups)
-        self.units = make_units(
-            groups, stage, options, settled, dtypes, self.wire, self._observer, values
-        )
+        self.units = make_units(groups, stage, options, dtypes, self.wire, self._observer, values)
         self._schedule = Schedule(
-            self.units, self.wire, options, settled, self._observer, scales_loss=scales_loss
+            self.units, self.wire, options, self._observer, scales_loss=scales_loss
         )
         self._saved = SavedViews(self._schedule)
         for unit, group in zip(self.units, groups, strict=True):
@@ -107,7 +105,7 @@ class Engine:
             )
         self._loss_scale = LossScale(self.optimizer, is_used=scales_loss, is_fake=world.is_fake)
         bring_matrices_together(self.optimizer, self.units, stage, self.wire, options.matrix_step)
-        self._outer = make_outer_step(self.units, self.wire, options.outer, dtypes.master)
+        self._outer = OuterStep(self.units, self.wire, options.outer, dtypes.master)
         names = names_in(module, param_groups)
         self._saved_state = SavedState(module, world, self.optimizer, names)
         self._reads_late = world.device.type != "cpu" and not world.is_fake

@@ -152,55 +152,39 @@ class Options:
         of_names = {name: getattr(self, name) for name in names}
         return {**of_names, "sums_each_step": self.outer is None}
 
+    def settled(self, stage: Stage, facts: Facts, world_size: int) -> Options:
+        """Return these with the value for each open option that is best for this stage over this transport."""
+        bucket_mb = self.bucket_mb
+        if bucket_mb is None and facts.bucket_bytes is not None and world_size > 1:
+            bucket_mb = facts.bucket_bytes / MIB
+        # Where the gathering rank copies by itself, gathering ahead gains nothing and costs memory.
+        prefetch = int(not facts.moves_on_wait) if self.prefetch is None else self.prefetch
+        return replace(
+            self,
+            bucket_mb=bucket_mb,
+            prefetch=prefetch if self.overlap else 0,
+            reduce_each=self.reduce_each or default_reduce_each(stage.gradients.value),
+        )
 
-@dataclass(frozen=True)
-class SettledOptions:
-    """The options that may stay open, with the values they got."""
+    @property
+    def bucket_bytes(self) -> int | None:
+        """The most bytes of one reduction; None: a whole unit."""
+        return None if self.bucket_mb is None else int(self.bucket_mb * MIB)
 
-    prefetch: int
-    reduce_each: str
-    bucket_bytes: int | None  # the most bytes of one reduction; None: a whole unit
-
-    def as_record(
-        self, options: Options, stage: Stage, facts: Facts, between: Facts | None = None
-    ) -> dict[str, Any]:
-        """Return what a run writes down of its engine; None: not applicable. `between`: of sums between replicas."""
+    def as_record(self, stage: Stage, facts: Facts, between: Facts | None) -> dict[str, Any]:
+        """Return what a run writes down of settled ones; None: not applicable. `between`: of sums between replicas."""
         sharded = stage.parameters is Placement.SHARD
         replicas: dict[str, Any] = {}
         if between is not None:
-            replicas = {"replicas": options.replicas, "transport_between_replicas": between.name}
-            replicas["optimizer_over"] = options.optimizer_over
-        if options.outer is not None:
-            replicas["outer"] = f"{options.outer}, by design not equal to one process"
+            replicas = {"replicas": self.replicas, "transport_between_replicas": between.name}
+            replicas["optimizer_over"] = self.optimizer_over
+        if self.outer is not None:
+            replicas["outer"] = f"{self.outer}, by design not equal to one process"
         return {
             **replicas,
             "transport": facts.name,
             "bucket_mb": None if self.bucket_bytes is None else self.bucket_bytes / MIB,
             "prefetch": self.prefetch if sharded else None,
             "reduce_each": self.reduce_each,
-            "reductions_in_flight": facts.reductions_in_flight if options.overlap else 0,
+            "reductions_in_flight": facts.reductions_in_flight if self.overlap else 0,
         }
-
-
-def settle_options(options: Options, stage: Stage, facts: Facts, world_size: int) -> SettledOptions:
-    """Give each open option the value that is best for this stage over this transport."""
-    bucket_bytes = facts.bucket_bytes if world_size > 1 else None
-    if options.bucket_mb is not None:
-        bucket_bytes = int(options.bucket_mb * MIB)
-    return SettledOptions(
-        prefetch=_prefetch(options, facts),
-        reduce_each=options.reduce_each or default_reduce_each(stage.gradients.value),
-        bucket_bytes=bucket_bytes,
-    )
-
-
-def _prefetch(options: Options, facts: Facts) -> int:
-    """Return how many units are gathered ahead.
-
-    Without overlap, or where the gathering rank copies by itself, gathering ahead gains nothing and costs memory.
-    """
-    if not options.overlap:
-        return 0
-    if options.prefetch is None:
-        return 0 if facts.moves_on_wait else 1
-    return options.prefetch

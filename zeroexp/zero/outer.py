@@ -25,8 +25,7 @@ moments.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from types import MappingProxyType
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -48,92 +47,62 @@ def prefix_of(replica: int) -> str:
     return f"{OUTER}{replica}." if replica else ""
 
 
-def make_outer_step(
-    units: Sequence[Unit], wire: Collectives, outer: Outer | None, dtype: torch.dtype
-) -> NoOuterStep:
-    """Return what joins the replicas, see `OuterStep`; without `outer` they are never apart."""
-    return NoOuterStep() if outer is None else OuterStep(units, wire, outer, dtype)
+class OuterStep:
+    """The outer optimizer of one rank's master weights, and how many steps of the interval are done.
 
+    Without one (None) replicas are never apart, since each step sums over all ranks.
+    """
 
-class NoOuterStep:
-    """Replicas that are never apart, since each step sums over all ranks: what the engine asks of `OuterStep` too."""
-
-    has_own_moments = False  # whether what the inner optimizer keeps differs between replicas
-    replica = 0  # this rank's
-    tensors: Sequence[Tensor] = ()  # that are kept beside the masters
-    momentum_of: Mapping[Tensor, Tensor] = MappingProxyType({})
-
-    def norm(self, sums: StepSums) -> Tensor:
-        """Return the norm of the gradients of the ranks that step together."""
-        return sums.norm()
-
-    def factor(self, clips: Tensor | None) -> Tensor | None:
-        """Return the factor for gradients, given the one that clips them; None leaves them bit for bit."""
-        return clips
-
-    def before_update(self) -> None:
-        """The optimizer is about to step."""
-
-    def after_update(self) -> bool:
-        """The optimizer has stepped. Return whether all replicas are equal now."""
-        return True
-
-    def require_joined(self, call: str) -> None:
-        """Raise RuntimeError if the replicas hold different weights."""
-
-    def own_state(self, state: CanonicalState) -> CanonicalState:
-        """Return of a state what this rank's replica loads."""
-        return state
-
-    def load(self, state: CanonicalState, targets: Sequence[HeldPiece]) -> None:
-        """Take from a state what is kept beside the masters."""
-
-
-class OuterStep(NoOuterStep):
-    """The outer optimizer of one rank's master weights, and how many steps of the interval are done."""
-
-    has_own_moments = True
-
-    def __init__(self, units: Sequence[Unit], wire: Collectives, outer: Outer, dtype: torch.dtype):
+    def __init__(
+        self, units: Sequence[Unit], wire: Collectives, outer: Outer | None, dtype: torch.dtype
+    ):
         """`dtype`: of the masters, and of what is kept beside them."""
         self._units, self._wire, self._settings = units, wire, outer
         self._nothing = torch.empty(0, dtype=dtype, device=wire.world.device)
-        masters = [master for unit in units for _, master in unit.parameters_with_masters()]
+        masters: list[Tensor] = []
+        if outer is not None:
+            masters = [master for unit in units for _, master in unit.parameters_with_masters()]
         self._masters = [master.detach() for master in masters]
         self._before = [torch.empty_like(master) for master in self._masters]
-        momenta = [torch.zeros_like(m) for m in self._masters] if outer.momentum else []
-        self._momenta = momenta
-        self.momentum_of = dict(zip(masters, momenta, strict=False))
-        self.tensors = [*self._before, *momenta]
+        has_momentum = outer is not None and outer.momentum
+        self._momenta = [torch.zeros_like(m) for m in self._masters] if has_momentum else []
+        self.momentum_of = dict(zip(masters, self._momenta, strict=False))
+        self.tensors = [*self._before, *self._momenta]  # that are kept beside the masters
+        # Whether what the inner optimizer keeps differs between replicas, and which of these this rank belongs to.
+        self.has_own_moments = outer is not None
+        self.replica = wire.holders.rank if self.has_own_moments else 0
         self._num_replicas = wire.holders.size
-        self.replica = wire.holders.rank
         self._num_done = 0  # steps since the last outer one
 
-    @property
-    def is_between(self) -> bool:
-        """Whether the replicas hold different weights."""
-        return self._num_done > 0
-
     def norm(self, sums: StepSums) -> Tensor:
-        return sums.norm() * self._num_replicas
+        """Return the norm of the gradients of the ranks that step together."""
+        norm = sums.norm()
+        return norm if self._settings is None else norm * self._num_replicas
 
-    def factor(self, clips: Tensor | None) -> Tensor:
-        """Return the factor for gradients of a replica, which count as those of all."""
+    def factor(self, clips: Tensor | None) -> Tensor | None:
+        """Return the factor for gradients of a replica, which count as those of all, given the one that clips them.
+
+        None leaves them bit for bit.
+        """
+        if self._settings is None:
+            return clips
         return (self._nothing.new_ones(()) if clips is None else clips) * self._num_replicas
 
     @torch.no_grad()
     def before_update(self) -> None:
         """Keep the weights that an interval begins with."""
-        if not self._num_done and self._masters:
+        if self._masters and not self._num_done:
             torch._foreach_copy_(self._before, self._masters)
 
     @torch.no_grad()
     def after_update(self) -> bool:
         """Take the outer step if one is due, and return whether the replicas are equal now."""
-        self._num_done = (self._num_done + 1) % self._settings.every
+        settings, masters = self._settings, self._masters
+        if settings is None:
+            return True
+        self._num_done = (self._num_done + 1) % settings.every
         if self._num_done:
             return False
-        masters, lr, momentum = self._masters, self._settings.lr, self._settings.momentum
         if masters:  # [Note: no memory in between]
             torch._foreach_add_(masters, self._before, alpha=-1)
             torch._foreach_mul_(masters, -1 / self._num_replicas)
@@ -144,11 +113,11 @@ class OuterStep(NoOuterStep):
         self._wire.finish_sums()
         if not masters:
             return True
-        if momentum:
-            torch._foreach_mul_(self._momenta, momentum)
+        if settings.momentum:
+            torch._foreach_mul_(self._momenta, settings.momentum)
             torch._foreach_add_(self._momenta, masters)
-            torch._foreach_add_(masters, self._momenta, alpha=momentum)
-        torch._foreach_mul_(masters, -lr)
+            torch._foreach_add_(masters, self._momenta, alpha=settings.momentum)
+        torch._foreach_mul_(masters, -settings.lr)
         torch._foreach_add_(masters, self._before)
         return True
 
@@ -164,7 +133,7 @@ class OuterStep(NoOuterStep):
 
     def require_joined(self, call: str) -> None:
         """Raise RuntimeError where replicas hold different weights, of which there is no one state to give or write."""
-        if self.is_between:
+        if self._settings is not None and self._num_done:
             raise RuntimeError(
                 f"strategy.{call} {self._num_done} steps after the last outer step, where each replica holds "
                 f"weights of its own: call it after a multiple of {self._settings.every} steps"
@@ -173,16 +142,13 @@ class OuterStep(NoOuterStep):
     def own_state(self, state: CanonicalState) -> CanonicalState:
         """Return the state with the moments of this rank's replica, or the first one's if it was saved without it."""
         prefix = prefix_of(self.replica)
-        has_own = bool(prefix) and any(key.startswith(prefix) for e in state.values() for key in e)
+        if not prefix or not any(key.startswith(prefix) for e in state.values() for key in e):
+            return state
         own: CanonicalState = {}
         for name, entry in state.items():
-            own[name] = {k: v for k, v in entry.items() if not (has_own and is_moment(k))}
-            if has_own:
-                own[name] |= {
-                    key.removeprefix(prefix): value
-                    for key, value in entry.items()
-                    if key.startswith(prefix)
-                }
+            own[name] = {k: v for k, v in entry.items() if not is_moment(k)}
+            moments = {k: v for k, v in entry.items() if k.startswith(prefix)}
+            own[name] |= {key.removeprefix(prefix): value for key, value in moments.items()}
         return own
 
     @torch.no_grad()

@@ -51,7 +51,7 @@ from zeroexp.cut.bucket import Bucket
 from zeroexp.zero.gathers import Gathers, current_task
 from zeroexp.zero.held import Residence
 from zeroexp.zero.observer import Observer
-from zeroexp.zero.options import Options, SettledOptions
+from zeroexp.zero.options import Options
 from zeroexp.zero.unit import Unit
 
 # The ticks (events so far) at which a use of a module began and ended, and the number of its microbatch.
@@ -83,7 +83,6 @@ class Schedule:
         units: Sequence[Unit],
         wire: Collectives,
         options: Options,
-        settled: SettledOptions,
         observer: Observer,
         *,
         scales_loss: bool,
@@ -94,7 +93,7 @@ class Schedule:
         self._observer, self._wire = observer, wire
         self._units = list(units)  # the root first, then in order of definition
         self._root = self._units[0]
-        self.gathers = Gathers(units, depth=settled.prefetch, overlap=options.overlap)
+        self.gathers = Gathers(units, depth=options.prefetch or 0, overlap=options.overlap)
         self._keep = options.keep
         self._overlap = options.overlap
         # Where a gather needs all ranks, reductions start only at events, see [Note: one order].
@@ -119,7 +118,7 @@ class Schedule:
         self._order = [*reversed(trainable[1:]), *trainable[:1]]  # of reductions
         self._turn = 0  # index in the order of the unit whose buckets may be launched
         self._closed: list[Unit] = []  # units closed in this microbatch, in order
-        self._reduces_each_microbatch = settled.reduce_each == "microbatch"
+        self._reduces_each_microbatch = options.reduce_each == "microbatch"
         self._most_in_flight = wire.facts.reductions_in_flight if options.overlap else 0
         self._in_flight: deque[Pending] = deque()  # reductions
         self._reduced = False  # whether any reduction of this microbatch was launched

@@ -9,11 +9,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from zeroexp.interface.held_pieces import ALONE, HeldPiece
-from zeroexp.zero.outer import NoOuterStep
+from zeroexp.zero.outer import OuterStep
 from zeroexp.zero.unit import Unit
 
 
-def held_pieces(units: Sequence[Unit], outer: NoOuterStep) -> list[HeldPiece]:
+def held_pieces(units: Sequence[Unit], outer: OuterStep) -> list[HeldPiece]:
     """Return what this rank holds of each parameter; masters must be published after they are filled."""
     pieces: list[HeldPiece] = []
     for held in (held for unit in units for held in unit.held):

@@ -54,6 +54,7 @@ class Unit:
         self.is_root = not name
         self.held = held
         self.residence = Residence.READY
+        self.is_pinned = False  # whether the parameters lie whole in memory of their own (whole.py)
         self.is_sharded = stage.gather is Move.ALL_GATHER and bool(held)
         self.full: FullStorage | None = None  # of the full parameters, where they rest sharded
         self.secondary: SecondaryCopy | None = None  # for gathers inside of the node
@@ -291,11 +292,6 @@ class Unit:
             for member in {firsts[s.index] + each.member for s in slices for each in s.ranges}:
                 found[member].append(index)
         return found
-
-    @property
-    def is_pinned(self) -> bool:
-        """Whether the parameters lie whole in memory of their own, see whole.py."""
-        return any(held.pinned is not None for held in self.held)
 
     def _become(self, residence: Residence) -> None:
         if residence not in MAY_BECOME[self.residence]:

@@ -107,12 +107,14 @@ def _pin(unit: Unit) -> None:
     unit.gather_into(copies)
     for held, copy in zip(unit.held, copies, strict=True):
         held.pinned = copy
+    unit.is_pinned = True
     unit.show()
 
 
 def _unpin(unit: Unit) -> None:
     for held in unit.held:
         held.pinned = None
+    unit.is_pinned = False
     if unit.is_sharded:
         unit.show()
 
