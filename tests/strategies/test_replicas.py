@@ -1,4 +1,8 @@
-"""Replicas are groups of ranks that hold all states each, sharded inside. One process that adds by groups agrees."""
+"""Meshes of ranks: replicas, their optimizers over all ranks, copies in nodes. One process that adds by groups agrees.
+
+Replicas are groups of ranks that hold all states each, sharded inside. What holds of the other two alone is in
+test_optimizer_over.py and test_secondary.py.
+"""
 
 from __future__ import annotations
 
@@ -36,8 +40,23 @@ from zeroexp.process.world import World, fake_world
 from zeroexp.zero.options import Options
 
 STAGES_IN_GROUPS = [name for name in STAGES if name != "ddp"]
-MESH: dict[str, Any] = {**AXES, "stage": STAGES_IN_GROUPS, "world_size": [4], "replicas": [2]}
-ROWS = pairwise(MESH, every=("stage", "layout", "transport"), legal=legal)
+MESHES: dict[str, dict[str, Any]] = {
+    "replicas": {"replicas": 2},
+    "over all": {"replicas": 2, "optimizer_over": "all"},
+    "copies": {"replicas": 1, "secondary_partition": 2},
+}
+MESH = {**AXES, "stage": STAGES_IN_GROUPS, "world_size": [4], "mesh": list(MESHES)}
+
+
+def legal_on_a_mesh(row: Row) -> bool:
+    mesh = row.get("mesh")
+    if mesh in ("over all", "copies") and row.get("offload") == "all":
+        return False
+    has_copies = row.get("stage", "zero3") == "zero3" and row.get("transport") != "direct"
+    return legal(row) and (mesh != "copies" or has_copies)
+
+
+ROWS = pairwise(MESH, every=("stage", "layout", "mesh"), legal=legal_on_a_mesh)
 # Three things at once, which pairs leave out: sums of several microbatches are summed between groups once.
 ROWS += [
     {name: values[0] for name, values in MESH.items()}
@@ -53,14 +72,15 @@ def rules_of(row: Row) -> Rules:
 
 
 def check(ranks: Any, rows: list[Row]) -> None:
+    """All of one world size; those with a `mesh` have its words."""
+    rows = [{**row, **MESHES.get(row.get("mesh", ""), {})} for row in rows]
+    of_mesh = ("replicas", "optimizer_over", "matrix_step", "secondary_partition")
     makes = [ours(row) for row in rows]
-    groups = [
-        {name: row[name] for name in ("replicas", "optimizer_over", "matrix_step") if name in row}
-        for row in rows
-    ]
     makes = [
-        replace(make, options=replace(make.options, **words))
-        for make, words in zip(makes, groups, strict=True)
+        replace(
+            m, options=replace(m.options, **{name: row[name] for name in of_mesh if name in row})
+        )
+        for m, row in zip(makes, rows, strict=True)
     ]
     recipes = [replace(recipe_of(row), kinds=row.get("kinds", "{}")) for row in rows]
     answers = ranks(
@@ -68,7 +88,8 @@ def check(ranks: Any, rows: list[Row]) -> None:
     )
     for index, (row, recipe) in enumerate(zip(rows, recipes, strict=True)):
         # A ring of two adds in any order.
-        bound = tolerance({**row, "world_size": 2 if row["world_size"] == 4 else 3}, recipe)
+        adds = 2 if (row["world_size"], row["replicas"]) == (4, 2) else 3
+        bound = tolerance({**row, "world_size": adds}, recipe)
         expected = train_oracle(replace(recipe, checkpointing=False), rules_of(row))
         try:
             outcome = outcome_of([answer[index] for answer in answers])
@@ -78,8 +99,8 @@ def check(ranks: Any, rows: list[Row]) -> None:
 
 
 @pytest.mark.parametrize("stage", STAGES_IN_GROUPS)
-def test_two_groups_of_two_equal_one_process(ranks, stage):
-    """Every stage x layout x transport; accumulation, clipping and all other settings by pairs."""
+def test_four_ranks_on_a_mesh_equal_one_process(ranks, stage):
+    """Every stage x layout x mesh; transport, accumulation, clipping and all other settings by pairs."""
     check(ranks, [row for row in ROWS if row["stage"] == stage])
 
 

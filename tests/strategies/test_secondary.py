@@ -1,4 +1,7 @@
-"""A secondary copy inside each node (hpZ): it changes no bit of what is trained, and which bytes leave a node."""
+"""A secondary copy inside each node (hpZ): which bytes leave a node, and until when it serves.
+
+That it changes no bit of what is trained test_replicas.py says.
+"""
 
 from __future__ import annotations
 
@@ -12,51 +15,15 @@ import torch
 from tests.comm.test_issued import engine_of_nine_units
 from tests.composing import composed
 from tests.models_for_tests import microbatch_of
-from tests.oracle import Recipe, assert_same, build_on_rank, outcome_of, pieces_of, run_steps
+from tests.oracle import Recipe, build_on_rank, outcome_of, pieces_of, run_steps
 from tests.strategies.engine import Ours
-from tests.strategies.pairwise import Row, pairwise
 from tests.strategies.test_codecs import assert_equal, train
-from tests.strategies.test_parity import (
-    AXES,
-    legal,
-    oracle,
-    ours,
-    recipe_of,
-    tolerance,
-    train_rows,
-)
 from tests.strategies.test_replicas import issued_in_a_step
 from zeroexp.check import check
 from zeroexp.interface.canonical import merge
 from zeroexp.process import world as worlds
 from zeroexp.process.world import World, fake_world
 from zeroexp.zero.options import Options
-
-MESH: dict[str, Any] = {
-    **AXES,
-    "stage": ["zero3"],
-    "world_size": [4],
-    "transport": ["auto", "gloo", "native"],
-    "offload": [None, "optimizer"],
-}
-ROWS = pairwise(MESH, every=("layout", "transport"), legal=legal)
-
-
-@pytest.mark.parametrize("layout", AXES["layout"])
-def test_two_nodes_of_two_equal_one_process(ranks, layout):
-    """Every layout x transport; accumulation, what is kept, units and all other settings by pairs."""
-    rows: list[Row] = [row for row in ROWS if row["layout"] == layout]
-    makes = [ours(row) for row in rows]
-    makes = [replace(m, options=replace(m.options, secondary_partition=2)) for m in makes]
-    recipes = [recipe_of(row) for row in rows]
-    answers = ranks(train_rows, list(zip(recipes, makes, strict=True)), world_size=4)
-    for index, (row, recipe) in enumerate(zip(rows, recipes, strict=True)):
-        bound = tolerance(row, recipe)
-        outcome = outcome_of([answer[index] for answer in answers])
-        try:
-            assert_same(outcome, oracle(recipe, row["reduce_each"]), rtol=bound, atol=bound)
-        except AssertionError as error:
-            raise AssertionError(f"{row}: {error}") from error
 
 
 def train_with_and_without(world: World, recipe: Recipe, options: Options):
