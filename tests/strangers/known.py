@@ -9,7 +9,6 @@ EVERYWHERE = (*REPLICATED, "zero3")
 SHOWS_OLD_VALUES = "an alias kept across a step shows what lay there when it was made"
 NO_GRADIENT = "a hook after accumulation that came later finds no gradient"
 OTHER_RANKS_WAIT = "rank 1 is refused, rank 0 waits for it"
-WORDS_OF_TORCH = "torch says it in words of its own"
 
 # The stage as in a setting's name, or with the unit behind it.
 KNOWN_TODAY: dict[str, tuple[tuple[str, ...], str]] = {
@@ -19,8 +18,6 @@ KNOWN_TODAY: dict[str, tuple[tuple[str, ...], str]] = {
     "an_optimizer_inside_backward_registered_after": (EVERYWHERE, NO_GRADIENT),
     "an_error_on_one_rank_and_then_on_forward": (EVERYWHERE, OTHER_RANKS_WAIT),
     "an_error_on_one_rank_and_then_on_backward": (EVERYWHERE, OTHER_RANKS_WAIT),
-    "selective_checkpoints": (("zero3-module",), WORDS_OF_TORCH),
-    "a_penalised_critic": (("zero3-module",), WORDS_OF_TORCH),
 }
 
 

@@ -153,7 +153,7 @@ def a_checkpoint_wrapper(lab: Lab) -> None:
     lab.train(lab.wrap(model), num_microbatches=2)
 
 
-@scenario()
+@scenario(EVERY_WAY)
 def selective_checkpoints(lab: Lab) -> None:
     """Matrix products are kept, the rest is computed again."""
 

@@ -36,7 +36,7 @@ def two_networks_against_each_other(lab: Lab) -> None:
         d.zero_grad()
 
 
-@scenario()
+@scenario(EVERY_WAY)
 def a_penalised_critic(lab: Lab) -> None:
     """WGAN-GP: the critic is penalised for its slope between real and fake."""
     g, d = lab.wrap(Generating()), lab.wrap(Net())

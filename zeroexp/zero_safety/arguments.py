@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -65,9 +65,7 @@ class Arguments(Observer):
         world: World,
     ) -> None:
         """Raise ValueError in one line that names what is wrong, its value and the remedy."""
-        refuse_options(options, stage, world.size)
-        _refuse_groups_of_ranks(options, stage, world.size)
-        _refuse_outer(options)
+        _refuse_options(options, stage, world.size)
         _refuse_missing_or_double_values(module, values)
         if max_grad_norm is not None and not (_is_number(max_grad_norm) and max_grad_norm > 0):
             raise ValueError(f"max_grad_norm={max_grad_norm!r}: use a number above 0, or None")
@@ -216,113 +214,102 @@ def _refuse_overlaps(module: nn.Module) -> None:
             )
 
 
-def refuse_options(options: Options, stage: Stage, world_size: int) -> None:
-    """Raise ValueError in one line that names the option, its value and what to use."""
+def _refuse_options(options: Options, stage: Stage, world_size: int) -> None:
+    """Raise ValueError in one line that names the option, its value, what is wrong and what to use."""
+    for problems in (_of_values, _of_moves, _of_host, _of_groups, _of_outer):
+        for key, problem in problems(options, stage, world_size):
+            value = getattr(options, key)
+            raise ValueError(f"options.{key}={value if key in WORDS else repr(value)}: {problem}")
+
+
+Problems = Iterator[tuple[str, str]]  # an option, and what is wrong with its value
+
+
+def _of_values(options: Options, *_: object) -> Problems:
     for key, words in WORDS.items():
         if getattr(options, key) not in words:
-            raise ValueError(
-                f"options.{key}={getattr(options, key)}: use {', '.join(map(str, words))}"
-            )
+            yield key, f"use {', '.join(map(str, words))}"
     for key in ("overlap", "reductions_apart", "codes_rest", "error_feedback"):
         if not isinstance(getattr(options, key), bool):
-            raise ValueError(f"options.{key}={getattr(options, key)!r}: use True or False")
-    depth = options.prefetch
+            yield key, "use True or False"
+    depth, size = options.prefetch, options.bucket_mb
     if depth is not None and not (isinstance(depth, int) and depth >= 0):
-        raise ValueError(f"options.prefetch={depth!r}: use 0 or more units, or None")
-    size = options.bucket_mb
+        yield "prefetch", "use 0 or more units, or None"
     if size is not None and not (_is_number(size) and size > 0):
-        raise ValueError(f"options.bucket_mb={size!r}: use a size in MiB above 0, or None")
+        yield "bucket_mb", "use a size in MiB above 0, or None"
+
+
+def _of_moves(options: Options, stage: Stage, world_size: int) -> Problems:
     if options.gather_codec and stage.parameters is not Placement.SHARD:
-        raise ValueError(
-            f"options.gather_codec={options.gather_codec}: parameters that rest replicated are not gathered, use zero3"
-        )
+        yield "gather_codec", "parameters that rest replicated are not gathered, use zero3"
     if options.codes_rest and (options.gather_codec is None or world_size == options.replicas):
-        raise ValueError(
-            "options.codes_rest=True: no codes are gathered, set gather_codec, on two ranks or more that shard"
-        )
-    if options.codes_rest and options.offload == ALL:
-        raise ValueError("options.offload=all: codes rest on the device, use optimizer")
+        remedy = "set gather_codec, on two ranks or more that shard"
+        yield "codes_rest", f"no codes are gathered, {remedy}"
     if options.reduce_codec and stage.gradients is Placement.REPLICATE:
-        raise ValueError(
-            f"options.reduce_codec={options.reduce_codec}: gradients are all-reduced, use zero1, zero2 or zero3"
-        )
+        yield "reduce_codec", "gradients are all-reduced, use zero1, zero2 or zero3"
     if options.error_feedback and options.reduce_codec is None:
-        raise ValueError(
-            "options.error_feedback=True: gradients are not rounded, set reduce_codec, or use False"
-        )
-    if options.offload == ALL and stage.parameters is not Placement.SHARD:
-        raise ValueError(
-            "options.offload=all: parameters that rest whole stay on the device, use optimizer, or zero3"
-        )
-    _refuse_part_on_host(options)
+        yield "error_feedback", "gradients are not rounded, set reduce_codec, or use False"
     for what, is_set in (
         ("a codec saves nothing", options.gather_codec or options.reduce_codec),
         ("a secondary copy saves nothing", options.secondary_partition),
         ("no piece can be on the host", options.offload == ALL),
     ):
         if is_set and options.transport == "direct":
-            raise ValueError(
-                f"options.transport=direct: ranks read each other's memory, so that {what}; use auto"
-            )
+            yield "transport", f"ranks read each other's memory, so that {what}; use auto"
     if stage.gradients is Placement.PARTIAL and options.reduce_each == "microbatch":
-        raise ValueError(
-            "reduce_each=microbatch: gradients that rest partial are reduced once, use step or zero2"
-        )
+        yield "reduce_each", "gradients that rest partial are reduced once, use step or zero2"
 
 
-def _refuse_part_on_host(options: Options) -> None:
-    part, folder = options.offload_fraction, options.offload_folder
-    if not (_is_number(part) and 0 < part <= 1):
-        raise ValueError(f"options.offload_fraction={part!r}: use a share above 0, up to 1")
-    if options.codes_rest and (part != 1 or folder is not None):
-        raise ValueError(
-            f"options.offload_fraction={part}, offload_folder={folder}: not beside codes at rest, leave them out"
-        )
-    if options.offload is None and (part != 1 or folder is not None):
-        raise ValueError(
-            f"options.offload_fraction={part}, offload_folder={folder}: nothing is offloaded, set offload"
-        )
+def _of_host(options: Options, stage: Stage, *_: object) -> Problems:
+    if options.offload == ALL and options.codes_rest:
+        yield "offload", "codes rest on the device, use optimizer"
+    if options.offload == ALL and stage.parameters is not Placement.SHARD:
+        yield "offload", "parameters that rest whole stay on the device, use optimizer, or zero3"
+    if not (_is_number(options.offload_fraction) and 0 < options.offload_fraction <= 1):
+        yield "offload_fraction", "use a share above 0, up to 1"
+    for key, default in (("offload_fraction", 1), ("offload_folder", None)):
+        if getattr(options, key) != default and options.codes_rest:
+            yield key, "not beside codes at rest, leave it out"
+        if getattr(options, key) != default and options.offload is None:
+            yield key, "nothing is offloaded, set offload"
 
 
-def _refuse_groups_of_ranks(options: Options, stage: Stage, world_size: int) -> None:
-    """Raise ValueError unless these ranks can form the groups and nodes, and the optimizer rest where it is to."""
+def _of_groups(options: Options, stage: Stage, world_size: int) -> Problems:
+    """Whether these ranks can form the groups and nodes, and the optimizer rest where it is to."""
     replicas, num_ranks, differ = options.replicas, options.secondary_partition, bool(options.outer)
     if type(replicas) is not int or replicas < 1:
-        raise ValueError(f"options.replicas={replicas!r}: use a number of groups, 1 or more")
-    node = f"options.secondary_partition={num_ranks!r}"
+        yield "replicas", "use a number of groups, 1 or more"
     if num_ranks is not None and (type(num_ranks) is not int or num_ranks < 2):
-        raise ValueError(f"{node}: use the number of ranks of a node, 2 or more, or None")
-    problems: dict[str, tuple[str, str] | None] = {}
-    if replicas > 1:
-        why = why_no_replicas(replicas, stage, world_size, differ=differ)
-        problems[f"options.replicas={replicas}"] = why
+        yield "secondary_partition", "use the number of ranks of a node, 2 or more, or None"
+    if replicas > 1 and (why := why_no_replicas(replicas, stage, world_size, differ=differ)):
+        yield "replicas", "; ".join(why)
     if "all" in (options.optimizer_over, *dict(options.over_of_kinds).values()):
+        key = "optimizer_over" if options.optimizer_over == "all" else "over_of_kinds"
         words = {"differ": differ, "offload": options.offload, "codes_rest": options.codes_rest}
-        problems["options.optimizer_over=all"] = why_not_over_all(replicas, **words)
+        if why := why_not_over_all(replicas, **words):
+            yield key, "; ".join(why)
     if num_ranks is not None:
-        problems[node] = why_no_secondary_copy(num_ranks, stage, world_size // replicas)
+        if why := why_no_secondary_copy(num_ranks, stage, world_size // replicas):
+            yield "secondary_partition", "; ".join(why)
         if options.offload == ALL:
-            what = "keeps on the device what options.offload=all puts on the host"
-            problems[node] = problems[node] or (what, "use one of them")
-    for key, problem in problems.items():
-        if problem is not None:
-            raise ValueError(f"{key}: {'; '.join(problem)}")
+            where = "keeps on the device what options.offload=all puts on the host"
+            yield "secondary_partition", f"{where}; use one of them"
 
 
-def _refuse_outer(options: Options) -> None:
+def _of_outer(options: Options, *_: object) -> Problems:
     outer = options.outer
     if outer is None:
         return
     if not isinstance(outer, Outer) or type(outer.every) is not int or outer.every < 1:
-        raise ValueError(f"options.outer={outer!r}: use Outer(every=...) with 1 step or more")
+        yield "outer", "use Outer(every=...) with 1 step or more"
     if not (_is_number(outer.lr) and outer.lr > 0 and _is_number(outer.momentum)):
-        raise ValueError(f"options.outer={outer!r}: use an lr above 0, as 0.7")
+        yield "outer", "use an lr above 0, as 0.7"
     if not 0 <= outer.momentum < 1:
-        raise ValueError(f"options.outer={outer!r}: use a momentum of 0 up to 1, as 0.9")
+        yield "outer", "use a momentum of 0 up to 1, as 0.9"
     if options.replicas == 1:
-        raise ValueError(f"options.outer={outer!r}: there is one replica, set replicas")
+        yield "outer", "there is one replica, set replicas"
     if options.offload is not None:
-        raise ValueError("options.offload: what `outer` keeps stays on the device; leave it None")
+        yield "offload", "what `outer` keeps stays on the device; leave it None"
 
 
 def _is_number(value: object) -> bool:

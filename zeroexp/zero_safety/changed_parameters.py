@@ -11,8 +11,9 @@ program does after each step (a WGAN's clipping) is seen, at the cost of reading
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from operator import is_
 from typing import Any
 
 import torch
@@ -25,10 +26,8 @@ from zeroexp.zero.unit import Unit
 from zeroexp.zero.whole import written_while_reading
 
 AS_INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
-# Where a module holds a parameter or a child: its dict, the key and value when the engine was built, the full name.
-Place = tuple[Mapping[str, Any], str, Any, str]
-# The dict of a module, its length when the engine was built, the module's name.
-Size = tuple[Mapping[str, Any], int, str]
+# What a module holds, its dict of parameters or of children: it, a copy from when the engine was built, its name.
+Registered = tuple[Mapping[str, Any], Mapping[str, Any], str]
 
 
 class ChangedParameters(Observer):
@@ -37,8 +36,8 @@ class ChangedParameters(Observer):
     def built(self, engine: Engine) -> None:
         self._units, world = engine.units, engine.wire.world
         named = list(engine.model.named_modules())
-        self._held, self._num_held = _registered([(n, m._parameters) for n, m in named])
-        self._children, self._num_children = _registered([(n, m._modules) for n, m in named])
+        self._held = [(m._parameters, dict(m._parameters), n) for n, m in named]
+        self._children = [(m._modules, dict(m._modules), n) for n, m in named]
         names = engine.model.named_parameters(remove_duplicate=False)
         self._names = {parameter: name for name, parameter in names}
         masters = [pair for unit in self._units for pair in unit.parameters_with_masters()]
@@ -132,20 +131,18 @@ class ChangedParameters(Observer):
 
     def _refuse_other_modules(self) -> None:
         """Raise RuntimeError if a module or parameter was replaced, removed or added."""
-        for name in _replaced(self._held):
-            raise _changed(name, "was replaced or removed")
-        for name in _replaced(self._children):
-            raise RuntimeError(
-                f"module {name} was replaced or removed after the engine was built: change the model before"
-            )
-        for name, child in _added(self._num_children):
+        for name, is_new, _ in _changes(self._held):
+            raise _changed(name, "was added" if is_new else "was replaced or removed")
+        for name, is_new, child in _changes(self._children):
+            if not is_new:
+                raise RuntimeError(
+                    f"module {name} was replaced or removed after the engine was built: change the model before"
+                )
             if child is not None and not self._names.keys() >= set(child.parameters()):
                 raise RuntimeError(
                     f"module {name} was added after the engine was built, and nobody would train it: change the "
                     "model before"
                 )
-        for name, _ in _added(self._num_held):
-            raise _changed(name, "was added")
 
     def _refuse_other_values(self) -> None:
         """Raise RuntimeError if a parameter was thawed, given other memory or moved."""
@@ -168,26 +165,14 @@ def is_compared(num_steps: int) -> bool:
     return 0 < num_steps <= 2 or (num_steps > 0 and num_steps % 100 == 0)
 
 
-def _registered(
-    dicts: Sequence[tuple[str, Mapping[str, Any]]],
-) -> tuple[list[Place], list[Size]]:
-    """Return where everything in the modules' dicts is, and how much each dict holds."""
-    places = [
-        (each, k, v, f"{name}.{k}".lstrip(".")) for name, each in dicts for k, v in each.items()
-    ]
-    return places, [(each, len(each), name) for name, each in dicts]
-
-
-def _replaced(places: Iterable[Place]) -> Iterator[str]:
-    """Yield the names of what is no longer there."""
-    return (name for now, key, value, name in places if now.get(key) is not value)
-
-
-def _added(sizes: Iterable[Size]) -> Iterator[tuple[str, Any]]:
-    """Yield what came later, with its name."""
-    for now, count, name in sizes:
-        if len(now) > count:
-            yield from ((f"{name}.{key}".lstrip("."), now[key]) for key in list(now)[count:])
+def _changes(registered: Iterable[Registered]) -> Iterator[tuple[str, bool, Any]]:
+    """Yield the name of what is no longer there, and of what came later; whether it did, and what is there now."""
+    for now, before, module in registered:
+        if len(now) == len(before) and all(map(is_, now.values(), before.values())):
+            continue
+        for key in {**before, **now}:
+            if now.get(key) is not before.get(key):
+                yield f"{module}.{key}".lstrip("."), key not in before, now.get(key)
 
 
 def _shown_otherwise(unit: Unit) -> Iterator[nn.Parameter]:

@@ -18,25 +18,14 @@ class OwnMethods(Observer):
     """Methods of a module and its optimizer, replaced or guarded for as long as an engine trains them."""
 
     may_load = False  # whether weights may be loaded into the module now
-    _is_stepping = False
 
     def built(self, engine: Engine) -> None:
         self._module, optimizer = engine.model, engine.optimizer
         optimizer.zero_grad = engine.zero_grad
         optimizer.add_param_group = _refuse_group
-        optimizer.register_step_pre_hook(self._refuse_foreign_step)
         self._module.zero_grad = _ZeroGrad(self._module, engine.zero_grad)
         for each in self._module.modules():
             each.register_load_state_dict_pre_hook(partial(_refuse_loading, weakref.ref(self)))
-
-    @contextmanager
-    def updating(self) -> Iterator[None]:
-        """Allow `optimizer.step()` inside, which the engine calls."""
-        self._is_stepping = True
-        try:
-            yield
-        finally:
-            self._is_stepping = False
 
     @contextmanager
     def gathered(self, *, write: bool, in_microbatch: bool) -> Iterator[None]:
@@ -50,12 +39,6 @@ class OwnMethods(Observer):
     def holds(self, module: nn.Module) -> bool:
         """Tell whether `module` is part of the trained one, and not of a copy that took its hooks along."""
         return module in set(self._module.modules())
-
-    def _refuse_foreign_step(self, *_: object) -> None:
-        if not self._is_stepping:
-            raise RuntimeError(
-                "optimizer.step() was called directly: strategy.step() reduces, clips, updates and publishes"
-            )
 
 
 def _refuse_loading(

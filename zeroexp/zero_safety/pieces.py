@@ -74,6 +74,7 @@ class OwnPieces(Observer):
         self._pieces = [piece for piece in pieces if type(piece) is nn.Parameter]  # no fake tensor
         # torch calls them in order; it is typed as a dict.
         self._hooks = cast("OrderedDict[int, Any]", optimizer._optimizer_step_pre_hooks)
+        self._is_updating = False
         self._num_running = 0  # a step may call that of the class it inherits from
         self._opening = optimizer.register_step_pre_hook(self._open)
         optimizer.register_step_post_hook(self._close)
@@ -83,13 +84,18 @@ class OwnPieces(Observer):
     def updating(self) -> Iterator[None]:
         """Let the optimizer's step run inside. Others' hooks before it find the pieces guarded, and so after."""
         self._hooks.move_to_end(self._opening.id)
+        self._is_updating = True
         try:
             yield
         finally:
-            self._num_running = 0
+            self._is_updating, self._num_running = False, 0
             self._guard(True)
 
     def _open(self, *_: Any) -> None:
+        if not self._is_updating:
+            raise RuntimeError(
+                "optimizer.step() was called directly: strategy.step() reduces, clips, updates and publishes"
+            )
         self._num_running += 1
         self._guard(False)
 
