@@ -27,6 +27,7 @@ from zeroexp.interface.strategy import (
     OptimizerFactory,
 )
 from zeroexp.interface.values import Values, make_places
+from zeroexp.measure.verb_seconds import meter
 from zeroexp.process.world import World
 from zeroexp.zero.assemble import make_units, start_alike
 from zeroexp.zero.grouping import group_parameters, groups_of_lists, stage_for_world
@@ -96,8 +97,10 @@ class Engine:
             self.units, self.wire, options, self._observer, scales_loss=scales_loss
         )
         self._saved = SavedViews(self._schedule)
-        for unit, group in zip(self.units, groups, strict=True):
-            attach(unit, group.module, self._schedule, self._observer)
+        # A rank that moves nothing needs no events; by them a loss that is not scaled is found.
+        if self.wire.group.size > 1 or self._schedule.gathers.sharded or scales_loss:
+            for unit, group in zip(self.units, groups, strict=True):
+                attach(unit, group.module, self._schedule, self._observer)
         self._trainable = [p for unit in self.units for p in unit.trainable_parameters]
         with self.wire.bus.at(self.wire.bus.places[0]):
             self.optimizer = make_optimizer(
@@ -143,7 +146,7 @@ class Engine:
         """Hand over the reduced gradients, clip, update all masters at once, publish unit by unit; return the norm."""
         self._observer.step(is_gathered=any(unit.is_pinned for unit in self.units))
         self._schedule.drain()
-        with unguarded():
+        with meter.issuing("hand_over", "all units"), unguarded():
             handed = [each for unit in self.units for each in unit.hand_over()]
         self.wire.quiesce()
         self._loss_scale.divide(each.gradient for each in handed)

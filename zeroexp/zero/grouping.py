@@ -5,8 +5,8 @@ that lies outside all of them, belongs to the root unit, whose parameters are th
 least until backward reaches its first block.
 
 [Note: world of one] The piece of a single rank is the whole, and its own gradient is the sum. So one rank carries out
-every stage as ddp, unless its pieces are on the host: it gathers, reduces and publishes nothing, and gradients stay
-where autograd left them (`Gradients.owned`).
+every stage as ddp, unless its pieces are on the host: it gathers, reduces and publishes nothing, gradients stay where
+autograd left them (`Gradients.owned`), and its modules run without hooks.
 """
 
 from __future__ import annotations

@@ -145,10 +145,6 @@ class Held:
         start = each.start + span.start - self.summed[index].start
         return index, slice(start, start + span.numel)
 
-    def casts(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield the owned elements with their masters, where these have another dtype."""
-        return zip(self.elements, self.masters, strict=False)
-
     @torch.no_grad()
     def write_parameter(self, member: int, read: Read) -> None:
         """Copy the values of one parameter to where they rest, and to its masters before any rounding."""

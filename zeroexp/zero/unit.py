@@ -77,6 +77,7 @@ class Unit:
         self.buckets = cut_in_buckets(
             [held.chunk for held in self.trainable], itemsize, bucket_bytes
         )
+        self._casts = [*self._masters_to_cast()]
         # By bucket, what holders of this rank's sums update of each part, and those parts of pieces; None: all of it.
         self._shares: list[list[Chunk | None]] = [[] for _ in self.buckets]
         self._parts_between: list[GatherPart] = []
@@ -99,6 +100,14 @@ class Unit:
         if self._sums_by is not Move.REDUCE_SCATTER:
             return None
         return self._wire.residuals_of([part.chunk for part in bucket.slices])
+
+    def _masters_to_cast(self) -> Iterator[tuple[int, list[Tensor], list[nn.Parameter]]]:
+        """Yield by place the owned elements and their masters, where these have another dtype or place."""
+        for place in (ON_DEVICE, ON_HOST):
+            there = [h for h in self.trainable if h.chunk.on_host == place and h.elements]
+            if there:
+                masters = [master for held in there for master in held.masters]
+                yield place, [each for held in there for each in held.elements], masters
 
     def __repr__(self) -> str:
         return f"unit {self.name or '(root)'}"
@@ -190,7 +199,6 @@ class Unit:
 
     # -- hand_over: G -> O, before the optimizer's step ------------------------------------------
 
-    @timed_as_verb("hand_over")
     def hand_over(self) -> list[MasterGradient]:
         """Carry out G -> O: return each master weight with its gradient, in its dtype if on its device."""
         handed: list[MasterGradient] = []
@@ -210,12 +218,9 @@ class Unit:
     def publish(self) -> None:
         """Start O -> P: masters become parameters everywhere. `arrive` ends it."""
         self.generation += 1
-        for place in (ON_DEVICE, ON_HOST):
-            there = (held for held in self.trainable if held.chunk.on_host == place)
-            if casts := [pair for held in there for pair in held.casts()]:
-                elements, masters = zip(*casts, strict=True)
-                with torch.no_grad(), unguarded():
-                    self._wire.bus.to_device(elements, masters, place)
+        for place, elements, masters in self._casts:
+            with torch.no_grad(), unguarded():
+                self._wire.bus.to_device(elements, masters, place)
         if self._parts_between:  # pieces are offered below
             self._wire.gather_between(self._parts_between, str(self)).wait()
         if self.is_sharded:
