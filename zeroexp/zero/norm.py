@@ -58,7 +58,10 @@ class StepSums:
         is_alone = wire.stepping is not wire.world
         counted = [each.gradient for each in handed if is_alone or each.alike.rank == 0]
         if counted:
-            self._sums[0] = sum_squares(counted, wire)
+            # Norms in bfloat16 would keep three digits, and a sum in float32 not every element.
+            dtype = torch.promote_types(counted[0].dtype, torch.float32)
+            norms = torch._foreach_norm(counted, dtype=dtype)
+            self._sums[0] = torch.stack(list(norms)).double().square().sum()
         self._summed = wire.sum_scalar_later(self._sums, "norm", wire.stepping)
         self._counts: list[float] = []
         self._on_host: Tensor | None = None
@@ -108,14 +111,3 @@ class StepSums:
         if self._is_on_gpu:
             self._copied.synchronize()
         return list(self._on_host.numpy())
-
-
-def sum_squares(gradients: Sequence[Tensor], wire: Collectives) -> Tensor:
-    """Sum the squares of all elements in float64, so that every element counts; 0-dim."""
-    total = torch.zeros((), dtype=torch.float64, device=wire.world.device)
-    if gradients:
-        # Norms in bfloat16 would keep three digits only.
-        dtype = torch.promote_types(gradients[0].dtype, torch.float32)
-        norms = torch._foreach_norm(list(gradients), dtype=dtype)
-        total += torch.stack(list(norms)).double().square().sum()
-    return total

@@ -42,17 +42,17 @@ class ChangedParameters(Observer):
         self._names = {parameter: name for name, parameter in names}
         masters = [pair for unit in self._units for pair in unit.parameters_with_masters()]
         self._names |= {master: self._names[parameter] for parameter, master in masters}
-        self._all = [p for unit in self._units for p in unit.parameters]
-        self._all += [master for _, master in masters]
         chunks = [held for unit in self._units for held in unit.held]
         # Plain code may write parameters on a single rank whose optimizer updates the parameters themselves.
-        self._is_alone = world.size == 1 and not any(
+        may_write = world.size == 1 and not any(
             unit.is_sharded or held.master_flat is not None
             for unit in self._units
             for held in unit.trainable
         )
         whole = [] if world.is_fake else [u for u in self._units if not u.is_sharded]
-        self._summed = [] if self._is_alone else [p for u in whole for p in u.trainable_parameters]
+        written = [p for u in self._units for p in u.parameters] + [m for _, m in masters]
+        self._all = [] if may_write else written
+        self._summed = [] if may_write else [p for u in whole for p in u.trainable_parameters]
         self._num_steps = 0
         self._may_write = False  # inside of `gathered(write=True)`
         self._frozen = [p for held in chunks if not held.is_trainable for p in held.parameters]
@@ -68,7 +68,6 @@ class ChangedParameters(Observer):
     def begin_microbatch(self) -> None:
         """Raise RuntimeError if something was changed; it names the parameter or module and the remedy."""
         self._refuse_writes_between()
-        self._versions = self._read_versions()
         self._refuse_other_modules()
         with unguarded():
             self._refuse_other_values()
@@ -80,7 +79,7 @@ class ChangedParameters(Observer):
         """
         pairs = zip(self._versions, self._read_versions(), strict=True)
         for parameter, (before, now) in zip(self._all, pairs, strict=True):
-            if before != now and not self._is_alone:
+            if before != now:
                 raise RuntimeError(
                     f"parameter {self._names[parameter]} was written in place inside a microbatch, by its module's "
                     "forward perhaps (max_norm of an embedding is one such): write weights between steps, inside "
@@ -96,7 +95,7 @@ class ChangedParameters(Observer):
             self._may_write = outer
         if in_microbatch:
             return  # its end refuses what was written
-        if not (write or outer or self._is_alone) and self._were_written():
+        if not (write or outer) and self._were_written():
             raise written_while_reading()
         self.weights_changed()
 
@@ -123,7 +122,7 @@ class ChangedParameters(Observer):
             return [parameter._version for parameter in self._all]
 
     def _refuse_writes_between(self) -> None:
-        if not self._is_alone and self._were_written():
+        if self._were_written():
             raise RuntimeError(
                 "parameters were written in place between two steps, while other ranks may still have been reading "
                 "them: write weights inside `with strategy.gathered(write=True):`"
