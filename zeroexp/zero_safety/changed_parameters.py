@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from operator import is_
 from typing import Any
 
 import torch
@@ -26,8 +25,9 @@ from zeroexp.zero.unit import Unit
 from zeroexp.zero.whole import written_while_reading
 
 AS_INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
-# What a module holds, its dict of parameters or of children: it, a copy from when the engine was built, its name.
-Registered = tuple[Mapping[str, Any], Mapping[str, Any], str]
+# A module's dict of parameters or of children, a copy of it from when the engine was built, ids of the values in it
+# then, and the module's name.
+Registered = tuple[Mapping[str, Any], Mapping[str, Any], list[int], str]
 
 
 class ChangedParameters(Observer):
@@ -36,8 +36,8 @@ class ChangedParameters(Observer):
     def built(self, engine: Engine) -> None:
         self._units, world = engine.units, engine.wire.world
         named = list(engine.model.named_modules())
-        self._held = [(m._parameters, dict(m._parameters), n) for n, m in named]
-        self._children = [(m._modules, dict(m._modules), n) for n, m in named]
+        self._held = [_registered(n, m._parameters) for n, m in named]
+        self._children = [_registered(n, m._modules) for n, m in named]
         names = engine.model.named_parameters(remove_duplicate=False)
         self._names = {parameter: name for name, parameter in names}
         masters = [pair for unit in self._units for pair in unit.parameters_with_masters()]
@@ -164,10 +164,14 @@ def is_compared(num_steps: int) -> bool:
     return 0 < num_steps <= 2 or (num_steps > 0 and num_steps % 100 == 0)
 
 
+def _registered(module: str, now: Mapping[str, Any]) -> Registered:
+    return now, dict(now), [*map(id, now.values())], module
+
+
 def _changes(registered: Iterable[Registered]) -> Iterator[tuple[str, bool, Any]]:
     """Yield the name of what is no longer there, and of what came later; whether it did, and what is there now."""
-    for now, before, module in registered:
-        if len(now) == len(before) and all(map(is_, now.values(), before.values())):
+    for now, before, ids, module in registered:
+        if [*now] == [*before] and [*map(id, now.values())] == ids:
             continue
         for key in {**before, **now}:
             if now.get(key) is not before.get(key):
