@@ -134,6 +134,8 @@ def _wrong_value(
         return
     if key in choices and value not in choices[key]:
         yield "unknown word", suggest_word(key, value, choices[key])
+    if value is None:  # as optimizer.max_grad_norm, whose default is a number
+        return
     if (least := bounds.get("least")) is not None and value < least:
         yield "too small", f"use at least {least}"
     if (above := bounds.get("above")) is not None and value <= above:
