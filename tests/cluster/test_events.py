@@ -10,6 +10,7 @@ from tests.cluster.test_sweep import ONE, jobs, statuses, zeroexp
 from zeroexp.cluster.job import Outcome, event_of
 from zeroexp.config.keys import EventsConfig
 from zeroexp.run.rank import NotFinite
+from zeroexp.tracking import attempt
 from zeroexp.tracking.files import read_records
 
 # In the rank's process, for its first two attempts: the second optimizer step asks for what no machine has.
@@ -58,7 +59,10 @@ def test_a_run_that_lacked_memory_is_tried_as_often_as_asked(folder: Path) -> No
     (job,) = jobs(folder).values()
     assert sorted(path.name for path in job.folder.glob("earlier/*")) == ["1", "2"]
     assert [record.step for record in read_records(job.folder)] == [0, 1, 2]
+    *failed, last = attempt.read(job.folder)
     told = (folder / "told").read_text().splitlines()
+    assert told == [f"{job.folder}: out_of_memory: {each['reason']}" for each in failed]
+    assert "reason" not in last
     assert len(told) == 2 and all("out_of_memory: rank 0 on " in line for line in told)
 
 

@@ -13,9 +13,10 @@ from typing import Any, Literal
 from zeroexp.checkpoint.folders import complete_checkpoints, step_of
 from zeroexp.config.keys import Config, DamagedFile, load
 from zeroexp.measure.record import verdict_of
+from zeroexp.tracking import attempt
 from zeroexp.tracking.files import drop_records, read_json, write_json
 from zeroexp.tracking.json_files import remove_unfinished
-from zeroexp.tracking.run import SLURM_FILE, read_state
+from zeroexp.tracking.run import SLURM_FILE, UNFINISHED, read_state
 
 Ending = Literal["done", "failed", "out_of_memory", "node_lost", "timed_out", "cancelled"]
 Status = Literal[Ending, "pending", "running", "requeued", "preempted", "skipped"]
@@ -76,6 +77,9 @@ class Job:
         Records that a checkpoint continues stay: only the steps behind the checkpoint are dropped, since they run
         again. A checkpoint before which steps are lost from the records moves too; the error that says so is returned.
         """
+        state = self.state
+        if state["status"] not in UNFINISHED:  # else nobody saw how it ended
+            attempt.explain(self.folder, state["reason"] or state["status"])
         lost = None
         moved = ["failure.json", "state.json", SLURM_FILE, "logs"]
         num_steps = self.config.train.warmup_steps + self.config.train.steps
@@ -98,11 +102,11 @@ class Job:
         remove_unfinished(self.folder)
         earlier = self.folder / "earlier"
         earlier.mkdir(exist_ok=True)
-        attempt = earlier / str(len(list(earlier.iterdir())) + 1)
-        attempt.mkdir()
+        there = earlier / str(len(list(earlier.iterdir())) + 1)
+        there.mkdir()
         for name in moved:
             if (self.folder / name).exists():
-                (self.folder / name).rename(attempt / Path(name).name)
+                (self.folder / name).rename(there / Path(name).name)
         return lost
 
     def _has_results(self) -> bool:

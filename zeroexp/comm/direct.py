@@ -7,6 +7,7 @@ other. gloo's own reduce-scatter is an all-reduce inside, which sends twice the 
 from __future__ import annotations
 
 import itertools
+import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -27,7 +28,7 @@ from zeroexp.comm.facts import TRANSPORTS, Facts
 from zeroexp.comm.messages import Channel, GlooChannel
 from zeroexp.comm.offers import MOST_OFFERS
 from zeroexp.comm.packing import begin_alike
-from zeroexp.comm.shared_memory import Arena, SharedChannel, neighbour_identity
+from zeroexp.comm.shared_memory import Arena, Probe, SharedChannel, neighbour_identity, probe
 from zeroexp.comm.sizes import num_slots
 from zeroexp.process import world as worlds
 from zeroexp.process.watchdog.differs import Moves
@@ -74,13 +75,30 @@ class Direct(Transport):
     def connect(self) -> None:
         if self._world.size == 1:
             return
-        mine = neighbour_identity(), self._first_tag
-        hosts, first_tags = zip(*worlds.gather_objects(mine), strict=True)
-        self._first_tag = max(first_tags)
-        if self._share_memory:
-            hosts = [hosts[number] for number in self._world.numbers]
-            self._neighbours = [p for p in self._peers if hosts[p] == hosts[self._rank]]
+        with probe() as shown:
+            mine = neighbour_identity(), shown, self._first_tag
+            hosts, probes, first_tags = zip(*worlds.gather_objects(mine), strict=True)
+            self._first_tag = max(first_tags)
+            if self._share_memory:
+                self._neighbours = self._find_neighbours(hosts, probes)
         self._facts = self._find_facts()
+
+    def _find_neighbours(self, hosts: Sequence[Any], probes: Sequence[Probe]) -> list[int]:
+        """Return the peers of this host; none if any of its ranks can not open a peer's file, so that all do alike."""
+        number_of = self._world.numbers
+        own = number_of[self._rank]
+        peers = [p for p in self._peers if hosts[number_of[p]] == hosts[own]]
+        problems = [probes[number_of[p]].problem() for p in peers]
+        of_all = worlds.gather_objects(next(filter(None, problems), ""))
+        ranks = [number for number, host in enumerate(hosts) if host == hosts[own]]
+        found = [of_all[number] for number in ranks if of_all[number]]
+        if found and own == ranks[0]:
+            way = "so what they exchange is sent as messages, which takes longer"
+            warnings.warn(
+                f"ranks {ranks} of one host can not open each other's memory ({found[0]}), {way}",
+                stacklevel=2,
+            )
+        return [] if found else peers
 
     def _find_facts(self) -> Facts:
         """Return the facts of shared memory where all peers are neighbours, else those of messages to some or all."""

@@ -20,7 +20,8 @@ import mmap
 import os
 import warnings
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -39,16 +40,55 @@ def neighbour_identity() -> tuple[Any, ...]:
     """Return a value that is equal for processes of one boot of a machine that may open each other's memory.
 
     Those of two network namespaces may too, and are two nodes: what crosses between them is to cross the link.
+    Whether the kernel really lets them is found out with a `Probe`.
     """
-    spaces = [os.stat(f"/proc/self/ns/{kind}").st_ino for kind in ("user", "pid", "net")]
-    with open("/proc/sys/kernel/random/boot_id", encoding="utf-8") as file:
-        return file.read().strip(), os.geteuid(), *spaces
+    try:
+        spaces = [os.stat(f"/proc/self/ns/{kind}").st_ino for kind in ("user", "pid", "net")]
+        with open("/proc/sys/kernel/random/boot_id", encoding="utf-8") as file:
+            return file.read().strip(), os.geteuid(), *spaces
+    except OSError:  # as where /proc shows processes alone
+        return os.uname().nodename, os.geteuid()
+
+
+def own_folder() -> str:
+    """Return where others open files of this process: its number in /proc, which may count another namespace's."""
+    return f"/proc/{os.readlink('/proc/self')}/fd"
+
+
+class Probe(NamedTuple):
+    """A file that ranks of a host open of each other before they rely on it: where it is, and what it holds."""
+
+    path: str
+    content: bytes
+
+    def problem(self) -> str:
+        """Return why this process can not open the file; nothing if it can."""
+        try:
+            with open(self.path, "rb") as file:
+                return "" if file.read() == self.content else f"{self.path} is another file"
+        except OSError as error:
+            return error.strerror or str(error)
+
+
+@contextmanager
+def probe() -> Generator[Probe]:
+    """Show a file to other ranks as an arena is shown; where there can be none, one that nobody can open."""
+    with ExitStack() as opened:
+        content = os.urandom(16)
+        try:
+            file = os.memfd_create("zeroexp-probe")
+            opened.callback(os.close, file)
+            os.write(file, content)
+            path = f"{own_folder()}/{file}"
+        except OSError as error:
+            path = f"no file, for {error.strerror}"
+        yield Probe(path, content)
 
 
 class Shown(NamedTuple):
-    """What the neighbours of a rank open: the process, and the numbers of its files."""
+    """What the neighbours of a rank open: the folder of its files, and their numbers."""
 
-    process: int
+    folder: str
     memory: int
     board: int
     pipes: Mapping[int, int]  # by the rank that writes there
@@ -89,11 +129,11 @@ class Arena:
 
     @property
     def shown(self) -> Shown:
-        return Shown(os.getpid(), self.file, self.board.file, self.bell.pipes)
+        return Shown(own_folder(), self.file, self.board.file, self.bell.pipes)
 
     def channel_to(self, peer: int, shown: Shown) -> SharedChannel:
         """Return the channel to a neighbour, whose files are opened anew: the kernel lets those of one user do so."""
-        folder = f"/proc/{shown.process}/fd"
+        folder = shown.folder
         try:
             self.bell.add(peer, f"{folder}/{shown.pipes[self._rank]}")
             with (
@@ -103,9 +143,8 @@ class Arena:
                 words = Board(board.fileno(), self._num_ranks)
                 channel = SharedChannel(self._rank, peer, self, _map(memory.fileno()), words)
         except OSError as error:
-            problem = f"rank {self._rank} can not open the memory of rank {peer} ({error.strerror})"
             raise ConnectionError(
-                f"{problem}: use options.transport=gloo, which sends it"
+                f"rank {self._rank} can not open the memory of rank {peer} ({error.strerror})"
             ) from error
         self.channels.append(channel)
         return channel

@@ -69,6 +69,13 @@ def end(folder: Path, reason: str) -> None:
     _write(folder, attempts)
 
 
+def explain(folder: Path, reason: str) -> None:
+    """Record why the newest attempt ended, as who watched it knows, unless it said so itself."""
+    if attempts := read(folder):
+        attempts[-1].setdefault("reason", reason)
+        _write(folder, attempts)
+
+
 def refuse_superseded(folder: Path) -> None:
     """Call this before writing into a run's folder. Raises Superseded."""
     number = own_number()
