@@ -249,9 +249,13 @@ def test_a_plan_is_what_the_engine_holds_and_sends(stage, layout) -> None:
 
 
 @pytest.mark.parametrize(
-    ("precision", "master"), [("bf16_master", "bfloat16"), ("bf16", "float32")]
+    ("stage", "precision", "master"),
+    [
+        ("ddp", "bf16", "float32"),
+        ("zero1", "bf16_master", "bfloat16"),
+        ("zero3", "bf16", "float32"),
+    ],
 )
-@pytest.mark.parametrize("stage", ["ddp", "zero1", "zero3"])
 def test_a_plan_counts_the_master_of_each_row(stage, precision, master) -> None:
     words = ("model=tiny", f"strategy={stage}", f"precision={precision}", *TWO)
     rows = (f"+optimizer.kinds.{row}.master={master}" for row in ("vectors", "embeddings"))
@@ -264,15 +268,17 @@ OF_MATRICES = "name: muon, momentum: 0.9"
 
 
 @pytest.mark.parametrize(
-    ("layout", "rows"),
+    ("stage", "layout", "rows"),
     [
-        ("buffer", (OVER_ALL, "+optimizer.kinds.embeddings.over=all")),
-        ("tensor", (f"+optimizer.kinds.matrices={{{OF_MATRICES}, over: all}}",)),
-        ("buffer", (f"+optimizer.kinds.matrices={{{OF_MATRICES}, over: group}}", OVER_OTHERS)),
-        ("parameter", (f"+optimizer.kinds.matrices={{{OF_MATRICES}}}", OVER_ALL)),
+        ("zero1", "buffer", (OVER_ALL, "+optimizer.kinds.embeddings.over=all")),
+        ("zero2", "tensor", (f"+optimizer.kinds.matrices={{{OF_MATRICES}, over: all}}",)),
+        (
+            *("zero3", "buffer"),
+            (f"+optimizer.kinds.matrices={{{OF_MATRICES}, over: group}}", OVER_OTHERS),
+        ),
+        ("zero1", "parameter", (f"+optimizer.kinds.matrices={{{OF_MATRICES}}}", OVER_ALL)),
     ],
 )
-@pytest.mark.parametrize("stage", ["zero1", "zero2", "zero3"])
 def test_a_plan_counts_the_ranks_of_each_row(stage, layout, rows) -> None:
     engine = (f"strategy={stage}", f"strategy.implementation={layout}")
     groups = ("world_size=6", "data.global_batch_size=6", "strategy.replicas=3")

@@ -150,13 +150,13 @@ def go_on(world: World, recipe: Recipe, make: Any, state: CanonicalState) -> Any
     return loaded, pieces_of(strategy)
 
 
-@pytest.mark.parametrize("moments", [None, "bfloat16"])
 @pytest.mark.parametrize(
-    ("first", "last"),
+    ("moments", "first", "last"),
     [
-        (("zero1", "buffer"), ("zero3", "parameter")),
-        (("zero3", "tensor"), ("zero1", "torch")),
-        (("zero3", "torch"), ("zero2", "buffer")),
+        (None, ("zero1", "buffer"), ("zero3", "parameter")),
+        ("bfloat16", ("zero3", "tensor"), ("zero1", "torch")),
+        (None, ("zero3", "torch"), ("zero2", "buffer")),
+        ("bfloat16", ("zero3", "torch"), ("zero2", "buffer")),
     ],
 )
 def test_a_load_gives_moments_the_dtype_of_who_goes_on(ranks, moments, first, last) -> None:
@@ -228,14 +228,14 @@ def whole(canonical: Any) -> torch.Tensor:
 SHARE = {"bfloat16": 0.51, "int8": 0.35}
 
 
-@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
 @pytest.mark.parametrize(
-    ("stage", "layout", "moments"),
+    ("stage", "layout", "moments", "optimizer"),
     [
-        *(("ddp", "parameter", word) for word in SHARE),
-        *(("zero2", "parameter", word) for word in SHARE),
-        *(("zero3", layout, "int8") for layout in ("tensor", "buffer")),
-        ("zero3", "parameter", "bfloat16"),
+        *(("ddp", "parameter", *each) for each in zip(SHARE, ("adamw", "muon"), strict=True)),
+        *(("zero2", "parameter", *each) for each in zip(SHARE, ("muon", "adamw"), strict=True)),
+        ("zero3", "tensor", "int8", "adamw"),
+        ("zero3", "buffer", "int8", "muon"),
+        ("zero3", "parameter", "bfloat16", "adamw"),
     ],
 )
 def test_a_plan_is_what_the_engine_holds_and_sends(stage, layout, moments, optimizer) -> None:
