@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import fcntl
+import multiprocessing
 import os
+import shutil
 import signal
 import sqlite3
 import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
@@ -26,11 +27,7 @@ from zeroexp.tracking.uploads import Uploads
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 
-MAKE = """
-import sys
-from zeroexp.tracking.mlflow import MlflowTracker
-MlflowTracker(sys.argv[1], "x").write_views("sweep")
-"""
+EMPTY = "empty.db"  # a copy of the store as it was made
 
 
 def statuses_in_mlflow(outputs: Path) -> list[str]:
@@ -46,22 +43,36 @@ def num_tables(database: Path) -> int:
         return 0
 
 
-def test_a_store_whose_maker_was_killed_is_made_by_the_next(tmp_path: Path) -> None:
-    store = tmp_path / "mlflow.db"
-    maker = subprocess.Popen([sys.executable, "-c", MAKE, f"sqlite:///{store}"])
-    beside = tmp_path / f".mlflow.db.{maker.pid}"
-    while num_tables(beside) < 20:
-        assert maker.poll() is None and not store.exists()
+def kill_a_maker(database: Path) -> None:
+    """A fork of this process, which has imported MLflow, dies amid its tables."""
+    store._client_class()
+    maker = multiprocessing.get_context("fork").Process(target=store._make_tables, args=(database,))
+    maker.start()
+    while num_tables(database.with_name(f".{database.name}.{maker.pid}")) < 20:
+        assert maker.is_alive() and not database.exists()
         time.sleep(0.01)
     maker.kill()
-    maker.wait()
-    assert not store.exists()
-    sent = Uploads(TrackingConfig(), tmp_path, "sweep")
-    folder = write_run(tmp_path / "sweep" / "run", num_steps=4)
+    maker.join()
+    assert not database.exists() and len(list(database.parent.glob(".mlflow.db*"))) >= 1
+
+
+@pytest.fixture(scope="module")
+def outputs() -> Iterator[Path]:
+    """A folder that everybody may enter, with a store whose first maker was killed."""
+    with open_to_all() as folder:
+        kill_a_maker(folder / "mlflow.db")
+        MlflowTracker(None, "x", folder).write_views("made")
+        shutil.copy(folder / "mlflow.db", folder / EMPTY)
+        yield folder
+
+
+def test_a_store_whose_maker_was_killed_is_made_by_the_next(outputs: Path) -> None:
+    sent = Uploads(TrackingConfig(), outputs, "sweep")
+    folder = write_run(outputs / "sweep" / "run", num_steps=4)
     sent.send(folder)
     sent.conclude(folder.parent)
-    assert statuses_in_mlflow(tmp_path) == ["FINISHED"]
-    assert list(tmp_path.glob(".mlflow.db*")) == []
+    assert "FINISHED" in statuses_in_mlflow(outputs)
+    assert list(outputs.glob(".mlflow.db*")) == []
 
 
 def interrupted(path: Path) -> None:
@@ -102,7 +113,9 @@ def end(process: subprocess.Popen[str]) -> tuple[str, str]:
     return out, err
 
 
-def test_a_store_that_is_held_delays_no_step_and_no_ctrl_c_and_an_open_one_hears_of_it(tmp_path):
+def test_a_store_that_is_held_delays_no_step_and_no_ctrl_c_and_an_open_one_hears_of_it(
+    outputs: Path, tmp_path: Path
+) -> None:
     words = [*LIGHT, FOR_EVER, "tracking=mlflow", "world_size=1"]
     with held(tmp_path / "outputs" / "mlflow.db.lock"):
         process = start(tmp_path, *words)
@@ -117,10 +130,9 @@ def test_a_store_that_is_held_delays_no_step_and_no_ctrl_c_and_an_open_one_hears
     assert "mlflow.db.lock, which another process holds)" in out
 
     (sweep,) = {job.folder.parent for job in jobs(tmp_path).values()}
+    shutil.copy(outputs / EMPTY, tmp_path / "outputs" / "mlflow.db")
     again = start(tmp_path, "--rerun", str(sweep))
-    while not (tmp_path / "outputs" / "mlflow.db").exists() or not any(
-        statuses_in_mlflow(tmp_path / "outputs")
-    ):
+    while not statuses_in_mlflow(tmp_path / "outputs"):
         assert again.poll() is None
         time.sleep(0.1)
     wait_for_steps(tmp_path, 3, again)
@@ -130,14 +142,6 @@ def test_a_store_that_is_held_delays_no_step_and_no_ctrl_c_and_an_open_one_hears
 
 
 # -- a sound store that does not take what is sent now ----------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def outputs() -> Iterator[Path]:
-    """A folder that everybody may enter, with a store."""
-    with open_to_all() as folder:
-        MlflowTracker(None, "x", folder).write_views("made")
-        yield folder
 
 
 def test_a_store_that_another_program_has_locked_is_told_as_such(
@@ -171,3 +175,4 @@ def test_a_store_of_somebody_else_is_told_as_a_matter_of_permission(outputs: Pat
         MlflowTracker(None, "x", outputs).write_views("x")
     assert "this user may not write it" in str(unreadable.value)
     assert "move it away" not in str(unreadable.value)
+    database.chmod(0o644)

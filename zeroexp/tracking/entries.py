@@ -16,14 +16,14 @@ from zeroexp.tracking.json_files import loads
 
 MIB = 2**20
 LAST_OF_STEP = "traffic/step_sent_mib"  # a store that has it has all of its step
-KIND_NAMES = {
+# What is named otherwise here than in the files.
+NAMES = {
     "parameters": "params",
     "gradients": "grads",
     "optimizer": "optim",
-    "master": "master",
-    "secondary": "secondary",
-    "buffers": "buffers",
-    "outer": "outer",
+    "sent": "sent_per_step",
+    "link": "link_per_step",
+    "bus": "bus_per_step",
 }
 
 
@@ -143,10 +143,10 @@ def _verb_entries(summary: RunSummary) -> dict[str, float]:
 
 def _memory_entries(summary: RunSummary) -> dict[str, float]:
     memory = summary.memory
-    spreads = {f"memory/{KIND_NAMES[kind]}_mib": ranks for kind, ranks in memory.by_kind.items()}
+    spreads = dict(memory.by_kind)
     for name in ("total", "peak", "build_peak", "host", "host_peak", "files", "resident"):
-        spreads[f"memory/{name}_mib"] = getattr(memory, name)
-    return _spread_entries(spreads)
+        spreads[name] = getattr(memory, name)
+    return _spread_entries({f"memory/{NAMES.get(n, n)}_mib": ranks for n, ranks in spreads.items()})
 
 
 def _traffic_entries(summary: RunSummary) -> dict[str, float]:
@@ -167,12 +167,8 @@ def _spread_entries(spreads: Mapping[str, Spread | None]) -> dict[str, float]:
 
 def _plan_entries(summary: RunSummary) -> dict[str, float]:
     """Return what was planned, and by how much the measurement differs; zero means to the byte."""
-    whole = {"total": "total", "after_backward": "after_backward"}
-    whole |= {"sent": "sent_per_step", "link": "link_per_step"}
-    whole |= {"host": "host", "files": "files", "bus": "bus_per_step"}
-    names = {**KIND_NAMES, **whole}
-    planned = {f"plan_{names[name]}_mib": _mib(v) for name, v in summary.plan.items()}
-    errors = {f"plan_error_{names[name]}_mib": _mib(v) for name, v in summary.plan_errors.items()}
+    planned = {f"plan_{NAMES.get(n, n)}_mib": _mib(v) for n, v in summary.plan.items()}
+    errors = {f"plan_error_{NAMES.get(n, n)}_mib": _mib(v) for n, v in summary.plan_errors.items()}
     if (peak := summary.rehearsed.get("peak")) is not None:
         planned["plan_peak_mib"] = _mib(peak)
         if summary.memory.peak:

@@ -147,12 +147,7 @@ def write(
         return
     try:
         os.link(beside, folder / FAILURE)  # fails if it exists, also between machines
-    except FileExistsError:
-        beside.unlink()
-    except OSError:  # a file system without hard links: the second of two writers at once may win
-        if (folder / FAILURE).exists():
-            beside.unlink()
-        else:
+    except OSError:  # without hard links, the second of two writers at once may win
+        if not (folder / FAILURE).exists():
             beside.replace(folder / FAILURE)
-    else:
-        beside.unlink()
+    beside.unlink(missing_ok=True)

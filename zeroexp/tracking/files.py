@@ -17,7 +17,6 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from functools import lru_cache
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from zeroexp.config.keys import DamagedFile
@@ -64,12 +63,7 @@ class RecordWriter:
     def __enter__(self) -> RecordWriter:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 

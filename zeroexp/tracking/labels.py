@@ -7,7 +7,7 @@ from pathlib import Path
 
 from zeroexp.measure.record import StepRecord
 from zeroexp.tracking.files import ENGINE, RECORDS, SUMMARY
-from zeroexp.tracking.run import Run
+from zeroexp.tracking.run import UNFINISHED, Run
 
 FILES = (
     "config.yaml",
@@ -34,18 +34,12 @@ ENVIRONMENT = {  # tag -> key of a run's environment
     "mlflow.source.name": "command",
 }
 FINISHED, FAILED, KILLED, RUNNING = "FINISHED", "FAILED", "KILLED", "RUNNING"
-MLFLOW_STATUS = {
-    "done": FINISHED,
-    "failed": FAILED,
-    "out_of_memory": FAILED,
-    "node_lost": FAILED,
-    "timed_out": FAILED,
-    "cancelled": KILLED,
-    "pending": RUNNING,
-    "running": RUNNING,
-    "requeued": RUNNING,
-    "preempted": RUNNING,
-}
+
+
+def mlflow_status(status: str) -> str:
+    """Return MLflow's word for a status of state.json."""
+    ended = {"done": FINISHED, "cancelled": KILLED}
+    return RUNNING if status in UNFINISHED else ended.get(status, FAILED)
 
 
 def run_params(run: Run) -> dict[str, str]:

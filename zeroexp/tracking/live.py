@@ -20,6 +20,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from zeroexp.config.keys import TrackingConfig, load
+from zeroexp.tracking.failure import FAILURE
+from zeroexp.tracking.files import SUMMARY
 
 LOG = "mlflow.log"  # beside the logs of the ranks; empty if nothing goes wrong
 END_SECONDS = 5  # the sender's time from our hanging up to its end
@@ -64,12 +66,25 @@ def main() -> None:
         signal.signal(number, signal.SIG_IGN)
     over = threading.Event()
     threading.Thread(target=_await_the_end, args=(over, end_seconds), daemon=True).start()
-    sends, pause = _Sends(folder), FIRST_PAUSE_SECONDS
-    sends.now("running")
-    while not over.wait(pause):
-        sends.now("running")
+    # Which the task of rank 0 does not need.
+    from zeroexp.process.reachable import without_password
+    from zeroexp.tracking.mlflow import MlflowTracker
+
+    tracking = load(folder / "config.yaml").tracking
+    tracker = MlflowTracker(tracking.uri, tracking.experiment, folder.parents[1])
+    pause, is_over, has_warned = FIRST_PAUSE_SECONDS, False, False
+    while True:
+        try:
+            tracker.log_run(folder, _end_of(folder) if is_over else "running")
+        except Exception as error:  # a server or the network may raise anything
+            if not has_warned:
+                first = without_password(str(error).partition("\n")[0])
+                print(f"MLflow does not take the steps now ({type(error).__name__}: {first})")
+            has_warned = True
+        if is_over:
+            return
+        is_over = over.wait(pause)
         pause = min(pause * PAUSE_GROWTH, LONGEST_PAUSE_SECONDS)
-    sends.now(_end_of(folder))
 
 
 def _await_the_end(over: threading.Event, end_seconds: int) -> None:
@@ -79,33 +94,8 @@ def _await_the_end(over: threading.Event, end_seconds: int) -> None:
     over.set()
 
 
-class _Sends:
-    """Sends the run again and again, each step once; an error is printed once."""
-
-    def __init__(self, folder: Path) -> None:
-        from zeroexp.tracking.mlflow import MlflowTracker  # which the task of rank 0 does not need
-
-        tracking = load(folder / "config.yaml").tracking
-        self._tracker = MlflowTracker(tracking.uri, tracking.experiment, folder.parents[1])
-        self._folder, self._warned = folder, False
-
-    def now(self, status: str) -> None:
-        from zeroexp.process.reachable import without_password
-
-        try:
-            self._tracker.log_run(self._folder, status)
-        except Exception as error:  # a server or the network may raise anything
-            if not self._warned:
-                first = without_password(str(error).partition("\n")[0])
-                print(f"MLflow does not take the steps now ({type(error).__name__}: {first})")
-            self._warned = True
-
-
 def _end_of(folder: Path) -> str:
     """Return how the run ended; of any other end than a good one `zeroexp watch` or `zeroexp sync` tells."""
-    from zeroexp.tracking.failure import FAILURE
-    from zeroexp.tracking.files import SUMMARY
-
     finished = (folder / SUMMARY).exists() and not (folder / FAILURE).exists()
     return "done" if finished else "running"
 

@@ -101,9 +101,9 @@ class MlflowTracker:
         summary = [] if run.summary is None else entries.summary_entries(ended, run.summary)
         self.log_steps(run_id, records, attempt.newest(folder))
         self.store.send(run_id, summary, labels.run_params(run), labels.run_tags(run, status))
-        if labels.MLFLOW_STATUS[status] != labels.RUNNING:
+        if (word := labels.mlflow_status(status)) != labels.RUNNING:
             self.store.send(run_id, entries.system_entries(folder))
-            self._close(folder, run_id, labels.MLFLOW_STATUS[status], ended)
+            self._close(folder, run_id, word, ended)
         return run_id
 
     def log_page(self, sweep: Path) -> str | None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import io
 import os
 import socket
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -32,7 +33,7 @@ _owned: dict[Path, io.FileIO | None] = {}
 class Owner:
     host: str
     pid: int
-    locked: bool  # it held the lock when it wrote this
+    locked: bool = False  # it held the lock when it wrote this
 
     def __str__(self) -> str:
         return f"process {self.pid} on {self.host}"
@@ -40,18 +41,7 @@ class Owner:
     @classmethod
     def of(cls, sweep: Path) -> Owner | None:
         content = read_json(sweep / OWNER)
-        if content is None:
-            return None
-        return cls(content["host"], content["pid"], content.get("locked", False))
-
-    def is_gone(self, sweep: Path) -> bool:
-        """Tell whether the process is known to be dead."""
-        if self.host != socket.gethostname() or not self.locked:
-            return False
-        try:
-            return not locks.is_held(sweep / LOCK)
-        except (locks.NoLocks, PermissionError):
-            return False
+        return None if content is None else cls(**content)
 
 
 def take_ownership(sweep: Path) -> None:
@@ -100,4 +90,8 @@ def release_ownership(sweep: Path) -> None:
 def is_abandoned(run: Path) -> str | None:
     """Return a message if the process that was to run this point is known to be dead; else None."""
     owner = Owner.of(run.parent)
-    return f"{owner}, which ran it, has died" if owner and owner.is_gone(run.parent) else None
+    if owner and owner.locked and owner.host == socket.gethostname():
+        with suppress(locks.NoLocks, PermissionError):
+            if not locks.is_held(run.parent / LOCK):
+                return f"{owner}, which ran it, has died"
+    return None

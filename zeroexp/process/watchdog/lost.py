@@ -19,7 +19,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from selectors import EVENT_READ, DefaultSelector
 from time import monotonic
-from types import TracebackType
 
 from zeroexp.process import ports
 from zeroexp.process.watchdog.connection import BEAT, BYE, Connection, Stranger
@@ -137,12 +136,7 @@ class Heartbeat:
     def __enter__(self) -> Heartbeat:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         for peer in self._peers():
             peer.send(BYE)
         for each in self._connections:
