@@ -33,12 +33,7 @@ CODES = "world_size=2 strategy.parameters.dtype=float8"
 LINES = {
     # offload
     f"{ON_HOST} strategy.offload=all": "strategy=zero2 keeps parameters whole; use optimizer, or leave",
-    f"{ON_HOST} strategy.offload_fraction=0": "too small; use more than 0",
-    f"{ON_HOST} strategy.offload_fraction=1.5": "too large; use at most 1",
-    f"{ON_HOST} strategy.offload_folder=nowhere": "no such folder; make it, on a disk, or leave it",
     f"{ON_HOST} optimizer=muon": "multiplies matrices, for which a host takes too long; leave it",
-    "strategy.offload_fraction=0.5": r"no effect, strategy\.offload=null; set strategy\.off",
-    "strategy.offload_folder=.": r"no effect, strategy\.offload=null; set strategy\.off",
     "world_size=2 train.offload_activations=true train.compile=true": "use train.compile=false",
     "world_size=2 train.offload_activations=true strategy.implementation=deepspeed": (
         "deepspeed gathers inside of blocks|not installed"
