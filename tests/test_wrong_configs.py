@@ -116,27 +116,32 @@ def test_a_wrong_value_is_one_line_and_nothing_runs(line, here, offline):
     assert not list(here.glob("**/state.json")), "a run folder was made"
 
 
-def refused_with(key: str, value: object) -> tuple[str, ...]:
-    """The refusal of a config in which this key has this value."""
+def refused_with(key: str, value: object) -> list[tuple[str, ...]]:
+    """The refusals of a config in which this key has this value."""
     config = deepcopy(composed())
     *groups, name = key.split(".")
     setattr(functools.reduce(getattr, groups, config), name, value)
-    (refusal,) = rules_of_one_key.check_values(config)
-    return refusal
+    return [*rules_of_one_key.check_values(config)]
 
 
 def test_no_number_may_be_beyond_its_bounds():
     phrases = {"least": ("at least", -1), "above": ("more than", 0), "most": ("at most", 1)}
     for key, (bound, (phrase, step)) in itertools.product(KEYS, phrases.items()):
         if (limit := KEYS[key].metadata.get(bound)) is not None:
-            named, _, remedy = refused_with(key, limit + step)
+            ((named, _, remedy),) = refused_with(key, limit + step)
             assert (named, remedy) == (key, f"use {phrase} {limit}")
 
 
 def test_no_word_may_be_another_than_those_of_its_key():
     for key, words in rules_of_one_key.choices_of_keys().items():
         remedy = f"did you mean {words[0]}? use one of {', '.join(words)}"
-        assert refused_with(key, f"{words[0]}x") == (key, "unknown word", remedy)
+        assert refused_with(key, f"{words[0]}x") == [(key, "unknown word", remedy)]
+
+
+def test_null_is_taken_where_the_type_of_a_key_says_so():
+    """Of a number too: optimizer.max_grad_norm=null turns clipping off, and is not its default."""
+    for key in (key for key, item in KEYS.items() if "None" in str(item.type)):
+        assert refused_with(key, None) == []
 
 
 @pytest.mark.parametrize("shown", ["job", "all"])

@@ -130,12 +130,10 @@ def _wrong_value(
     key: str, value: Any, choices: Mapping[str, Sequence[str]]
 ) -> Iterator[tuple[str, str]]:
     default, bounds = KEYS[key].default, KEYS[key].metadata
-    if value is None and default is None:
-        return
+    if value is None and (default is None or key not in choices):
+        return  # optimizer.max_grad_norm may be null too, whose default is a number
     if key in choices and value not in choices[key]:
         yield "unknown word", suggest_word(key, value, choices[key])
-    if value is None:  # as optimizer.max_grad_norm, whose default is a number
-        return
     if (least := bounds.get("least")) is not None and value < least:
         yield "too small", f"use at least {least}"
     if (above := bounds.get("above")) is not None and value <= above:
