@@ -155,7 +155,11 @@ def join_process_group(*, device: str = "cpu", timeout_seconds: float = 600.0) -
     alone = place.size == 1 and "MASTER_ADDR" not in os.environ
     meeting: dict[str, object] = {"store": dist.HashStore()} if alone else {}
     if rendezvous := os.environ.get("ZEROEXP_RENDEZVOUS"):
-        meeting = _rendezvous_arguments(rendezvous, place, timeout_seconds)
+        meeting = {"init_method": rendezvous}
+        if rendezvous.startswith(SCHEME):
+            rank, size = place.rank, place.size
+            store = open_store(rendezvous, rank=rank, size=size, timeout_seconds=timeout_seconds)
+            meeting = {"store": store}
     dist.init_process_group(
         backend,
         rank=place.rank,
@@ -171,15 +175,6 @@ def join_process_group(*, device: str = "cpu", timeout_seconds: float = 600.0) -
 def device_index(local_rank: int, num_visible: int) -> int:
     """Return which of the visible devices is this rank's: the only one, where a site shows each rank no more."""
     return 0 if num_visible == 1 else local_rank
-
-
-def _rendezvous_arguments(
-    address: str, place: RankInfo, timeout_seconds: float
-) -> dict[str, object]:
-    if not address.startswith(SCHEME):
-        return {"init_method": address}
-    rank, size = place.rank, place.size
-    return {"store": open_store(address, rank=rank, size=size, timeout_seconds=timeout_seconds)}
 
 
 def current(

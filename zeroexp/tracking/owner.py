@@ -50,32 +50,25 @@ def take_ownership(sweep: Path) -> None:
     if sweep in _owned:
         return
     try:
-        held = locks.take(sweep / LOCK)
-        has_locks = True
+        held, has_locks = locks.take(sweep / LOCK), True
     except locks.NoLocks:
         held, has_locks = None, False
-    me = Owner(socket.gethostname(), os.getpid(), locked=has_locks)
-    if refusal := _why_not(sweep, me, taken=has_locks and held is None):
+    before, here, refusal = Owner.of(sweep), socket.gethostname(), None
+    if has_locks and held is None:
+        refusal = f"{before or 'another process'} runs its points; wait for it or end it"
+    elif before and before.host != here:
+        remedy = f"if that machine is gone, remove {sweep / OWNER}"
+        refusal = f"{before} runs its points; wait for it or end it; {remedy}"
+    elif before and not (before.locked and has_locks):
+        refusal = f"{before} ran its points, and {WITHOUT_LOCKS} {sweep / OWNER}"
+    if refusal:
         if held:
             held.close()
-        raise ConfigError(refusal)
+        raise ConfigError(f"{sweep}: {refusal}")
     _owned[sweep] = held
     if held:
         remove_unfinished(sweep)
-    write_json(sweep / OWNER, asdict(me))
-
-
-def _why_not(sweep: Path, me: Owner, *, taken: bool) -> str | None:
-    """Return why this process may not own the sweep; None if it may. taken: another process holds the lock."""
-    owner, file = Owner.of(sweep), sweep / OWNER
-    if taken:
-        return f"{sweep}: {owner or 'another process'} runs its points; wait for it or end it"
-    if owner and owner.host != me.host:
-        remedy = f"wait for it or end it; if that machine is gone, remove {file}"
-        return f"{sweep}: {owner} runs its points; {remedy}"
-    if owner and not (owner.locked and me.locked):
-        return f"{sweep}: {owner} ran its points, and {WITHOUT_LOCKS} {file}"
-    return None
+    write_json(sweep / OWNER, asdict(Owner(here, os.getpid(), locked=has_locks)))
 
 
 def release_ownership(sweep: Path) -> None:

@@ -45,7 +45,7 @@ class Connection:
         self._unread = b""  # the beginning of a line; all of an introduction
         it.setblocking(False)
         it.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # no line waits for an answer
-        self._say(self._mine)
+        self.send(self._mine)
 
     def read(self, now: float) -> bool:
         """Read what has arrived; return False if a task's connection is closed. Raises Stranger."""
@@ -65,10 +65,6 @@ class Connection:
             self.heard = now
         return bool(packet)
 
-    def send(self, kind: str, report: str = "") -> None:
-        """Send a beat or a goodbye."""
-        self._say(f"{kind}{report}")
-
     def _understand(self, line: str) -> None:
         if self.name:
             self.left = self.left or line.startswith(BYE)
@@ -77,7 +73,7 @@ class Connection:
             if not CHALLENGE.fullmatch(line) or line == self._mine:
                 raise Stranger("it sent no challenge")
             self._theirs = line
-            self._say(f"{self._me} {self._proof(self._theirs, self._mine, self._me)}")
+            self.send(f"{self._me} {self._proof(self._theirs, self._mine, self._me)}")
         else:
             proof = PROOF.fullmatch(line)
             if not proof or not hmac.compare_digest(
@@ -91,7 +87,7 @@ class Connection:
     def _proof(self, asked: str, asking: str, name: str) -> str:
         return hmac.new(self._secret, f"{asked} {asking} {name}".encode(), "sha256").hexdigest()
 
-    def _say(self, line: str) -> None:
+    def send(self, line: str) -> None:
         """Send a line. Errors are ignored: the reading side reports the loss, and a buffer that takes none is of an end
         that has read nothing for long."""
         with suppress(OSError):

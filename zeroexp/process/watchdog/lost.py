@@ -121,7 +121,7 @@ class Heartbeat:
             self.sights = [self._child.look(self._period / BEATS_PER_PERIOD)]
             report = self.sights[0].line()
         for peer in self._peers():
-            peer.send(BEAT, report)
+            peer.send(f"{BEAT}{report}")
 
     def wait_for_goodbyes(self, seconds: float) -> None:
         """Wait until every task that ever came has left, at most for so long."""
