@@ -23,8 +23,8 @@ from zeroexp.cut.codes import CODE_BITS, CODES_IN_BLOCK, encoded_bytes
 from zeroexp.cut.stage import STAGES
 from zeroexp.measure.traffic import WireMeter
 from zeroexp.plan.closed_forms import ShardedForm
-from zeroexp.plan.form_terms import ScheduleForm
 from zeroexp.process.world import World, barrier
+from zeroexp.zero.options import Options
 
 SIZES = (0, 1, 5, 127, 128, 129, 1000)
 
@@ -85,12 +85,13 @@ def check_moves(world: World, codec: str, transport: str) -> list[tuple[str, int
     for case in CASES:
         chunks = chunks_of(case, world.size)
         codecs: dict[str, Any] = {"gather_codec": codec, "reduce_codec": codec}
-        schedule = ScheduleForm(transport=wire.facts.name, keep="all", **codecs)
-        form = ShardedForm([chunks], STAGES["zero3"], world.size, schedule).traffic(world.rank)
+        options, stage = Options(keep="all", **codecs), STAGES["zero3"]
+        form = ShardedForm([chunks], stage, world.size, options, transport=wire.facts.name)
         _gather(wire, world, codec, chunks)
         _reduce(wire, world, codec, chunks)
         counted = wire.take_traffic()
-        pairs = [(counted.bytes_by_kind[k], form.bytes_by_kind[k]) for k in ("gather", "reduce")]
+        of_form = form.traffic(world.rank).bytes_by_kind
+        pairs = [(counted.bytes_by_kind[k], of_form[k]) for k in ("gather", "reduce")]
         found.append((case, *pairs[0], *pairs[1]))
         barrier()
     return found

@@ -25,7 +25,7 @@ from zeroexp.cut.layout import lay_out
 from zeroexp.cut.stage import STAGES
 from zeroexp.measure.traffic import WireMeter
 from zeroexp.plan.closed_forms import ShardedForm
-from zeroexp.plan.form_terms import PrecisionForm, ScheduleForm
+from zeroexp.plan.form_terms import PrecisionForm
 from zeroexp.process import progress
 from zeroexp.process.watchdog.differs import Moves
 from zeroexp.process.world import World, barrier, current, fake_world, leave_process_group
@@ -185,8 +185,8 @@ def check_all(world: World, name: str, transport: str) -> list[tuple[str, int, i
                 [chunks_of(case, world.size)],
                 STAGES[stage],
                 world.size,
-                ScheduleForm(transport=transport),
-                PrecisionForm(*[str(dtype).removeprefix("torch.")] * 3),
+                transport=transport,
+                precision=PrecisionForm(*[str(dtype).removeprefix("torch.")] * 3),
             )
             counted_bytes = CHECKS[name](world, transport, case, dtype)
             # One rank reduces nothing.

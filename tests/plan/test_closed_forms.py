@@ -26,7 +26,7 @@ from zeroexp.measure.record import MOMENTS, Traffic
 from zeroexp.plan.closed_forms import ShardedForm
 from zeroexp.plan.form_of_config import build_on_meta
 from zeroexp.plan.form_of_config import form_of as form_of_config
-from zeroexp.plan.form_terms import OptimizerForm, OuterForm, PrecisionForm, ScheduleForm
+from zeroexp.plan.form_terms import OptimizerForm, PrecisionForm
 from zeroexp.plan.outcome import plan_point
 from zeroexp.process.world import World, fake_world
 from zeroexp.zero.grouping import stage_for_world
@@ -100,21 +100,16 @@ def form_of(
     strategy: Sharded,
     stage: str,
     options: Options,
-    schedule: ScheduleForm,
+    accumulation: int,
     precision: PrecisionForm = PRECISIONS[0],
     optimizer: str = "sgd",
 ) -> ShardedForm:
     """Built as a planner builds it, from the layouts of the units."""
     units = [tuple(tensors.fine for tensors in unit.held) for unit in strategy.units]
-    world_size = strategy.wire.world.size
-    row = stage_for_world(STAGES[stage], world_size // options.replicas, options.offload)
-    kind, outer = OPTIMIZERS[optimizer][1], options.outer
-    names = ("replicas", "offload", "codes_rest", "secondary_partition")
-    more = {name: getattr(options, name) for name in names}
-    more["shares_updates"] = options.optimizer_over == "all"
-    more["in_files"] = options.offload_folder is not None
-    more["outer"] = outer and OuterForm(2 if outer.momentum else 1)
-    return ShardedForm(units, row, world_size, schedule, precision, kind, **more)
+    size, transport = strategy.wire.world.size, options.transport
+    row = stage_for_world(STAGES[stage], size // options.replicas, options.offload)
+    form = ShardedForm(units, row, size, options, accumulation, transport)
+    return replace(form, precision=precision, optimizer=OPTIMIZERS[optimizer][1])
 
 
 def run_step(
@@ -182,29 +177,20 @@ def situations(draw):
         options = replace(options, outer=outer, replicas=alone)
     elif options.replicas > 1 and options.offload != "all" and not codes_rest:
         options = replace(options, optimizer_over=draw(st.sampled_from(["group", "all"])))
-    schedule = ScheduleForm(
-        accumulation=draw(st.integers(1, 3)),
-        keep=options.keep,
-        reduce_each=options.reduce_each,
-        bucket_bytes=options.bucket_mb and int(options.bucket_mb * MIB),
-        transport=options.transport,
-        gather_codec=options.gather_codec,
-        reduce_codec=options.reduce_codec,
-        error_feedback=options.error_feedback,
-    )
+    accumulation = draw(st.integers(1, 3))
     rank = draw(st.integers(0, world_size - 1))
     precision = draw(st.sampled_from(PRECISIONS))
-    return stage, rank, world_size, options, schedule, precision
+    return stage, rank, world_size, options, accumulation, precision
 
 
 @settings(max_examples=80, deadline=None, derandomize=True)
 @given(situation=situations(), optimizer=st.sampled_from(list(OPTIMIZERS)))
 def test_bytes_and_calls_of_a_step_and_bytes_held_at_every_named_moment(situation, optimizer):
-    stage, rank, world_size, options, schedule, precision = situation
+    stage, rank, world_size, options, accumulation, precision = situation
     with fake_world(rank, world_size) as world:
         strategy = engine(world, stage, options, precision, optimizer)
-        form = form_of(strategy, stage, options, schedule, precision, optimizer)
-        check_step(strategy, form, schedule.accumulation)
+        form = form_of(strategy, stage, options, accumulation, precision, optimizer)
+        check_step(strategy, form, accumulation)
 
 
 @pytest.mark.parametrize("transport", ["gloo", "native"])
@@ -215,11 +201,10 @@ def test_uneven_shares_of_an_optimizer_over_all_ranks(stage, layout, transport):
     for size in (None, 40 / MIB):
         words = {"layout": layout, "transport": transport, "bucket_mb": size, "prefetch": 0}
         more = {"keep": "none", "reduce_each": "step", "replicas": 2, "optimizer_over": "all"}
-        options, most = Options(**words, **more), size and int(size * MIB)
-        schedule = ScheduleForm(1, "none", bucket_bytes=most, transport=transport)
+        options = Options(**words, **more)
         with fake_world(3, 4) as world:
             strategy = engine(world, stage, options, PRECISIONS[2], "adamw")
-            form = form_of(strategy, stage, options, schedule, PRECISIONS[2], "adamw")
+            form = form_of(strategy, stage, options, 1, PRECISIONS[2], "adamw")
             check_step(strategy, form, 1)
 
 
@@ -231,7 +216,7 @@ def test_the_steps_between_two_that_drain_send_as_much_as_others(keep):
         for prefetch in (0, 1, NUM_BLOCKS):
             options = Options(keep=keep, prefetch=prefetch, transport="gloo", reduce_each="step")
             strategy = engine(world, "zero3", options, PRECISIONS[0], "sgd")
-            form = form_of(strategy, "zero3", options, ScheduleForm(2, keep))
+            form = form_of(strategy, "zero3", options, 2)
             run_step(strategy, 2)
             run_step(strategy, 2, drain=True)
             sent = Counter[str]()

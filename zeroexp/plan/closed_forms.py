@@ -4,7 +4,7 @@
     form.traffic(rank=3)                          what `Collectives` counts in one step, by kind
     form.held_bytes("after_backward", rank=3)     what `Strategy.model_states` returns at that moment, by kind
 
-The arithmetic uses no torch. For evenly cut chunks and the plain schedule (nothing kept, one microbatch) the bytes are
+For evenly cut chunks and the plain schedule (nothing kept, one microbatch) the bytes are
 those of the table in README.md times (N-1)/N: 2P, or 3P for zero3 and zero1_allreduce. What exists for a moment beside
 these, and so the peak, is known by a rehearsal alone (rehearse.py).
 
@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 from functools import cache, cached_property
 from typing import ClassVar, NamedTuple
 
-from zeroexp.comm.facts import ALL, TRANSPORTS
+from zeroexp.comm.facts import ALL, TRANSPORTS, Facts
 from zeroexp.comm.message_layout import message_layout_of
 from zeroexp.comm.sizes import aligned, num_slots, slot_bytes, slot_bytes_of_sums, sums_of
 from zeroexp.cut.bucket import Bucket, cut_in_buckets
@@ -35,12 +35,11 @@ from zeroexp.plan.form_terms import (
     ITEMSIZE,
     HeldElements,
     OptimizerForm,
-    OuterForm,
     PrecisionForm,
-    ScheduleForm,
     owned_of,
     sum_of_owned,
 )
+from zeroexp.zero.options import Options
 
 # Size of each number that ranks sum before a step (norm.py): the sum of squares, and one for each parameter.
 TALLY_BYTES = 8
@@ -138,33 +137,45 @@ class UnitsOfOneShape(NamedTuple):
 class ShardedForm(ClosedForm):
     """The traffic and memory of one model, stage and world size.
 
-    units: the root first, then the others as the model lists them. stage: the row as `world_size` ranks carry it out.
-    gathers: of each unit in one microbatch; None: one for each forward and backward of a unit that is freed between
-    them, else one for both. replicas: groups of neighbours that are sharded inside; shares_updates: of some chunks what
-    a rank holds there is cut again for the replicas, which update a share each; they are given so, and marked.
-    secondary_partition: ranks of a node that keep a secondary copy; then one gather of a unit in a step goes over all
-    ranks, and the others stay there.
+    units: the root first, then the others as the model lists them, as `Options.lay_out` cuts them. stage: the row as
+    `world_size` ranks carry it out. options: those of the engine, but for the transport. gathers: of each unit in one
+    microbatch; None: one for each forward and backward of a unit that is freed between them, else one for both.
 
+    With a secondary copy in each node one gather of a unit in a step goes over all ranks, and the others stay there.
     `place` is the number of a rank in its group, by which chunks are cut.
     """
 
     units: Sequence[Unit]
     stage: Stage
     world_size: int
-    schedule: ScheduleForm = field(default_factory=ScheduleForm)
+    options: Options = field(default_factory=Options)
+    accumulation: int = 1  # microbatches in a step
+    transport: str = "gloo"  # direct (ranks of one host) | mixed (of several) | gloo | native
+    transport_between: str = "gloo"  # that of sums between replicas
     precision: PrecisionForm = field(default_factory=PrecisionForm)
     optimizer: OptimizerForm = field(default_factory=OptimizerForm)
     gathers: Sequence[int] | None = None
-    replicas: int = 1
-    shares_updates: bool = False
     matrices: Sequence[Sequence[CutMatrix]] = ()
-    offload: str | None = None  # see Options; chunks say of themselves whether they are on the host
-    in_files: bool = False  # what rests on the host
-    codes_rest: bool = False
-    secondary_partition: int | None = None
-    outer: OuterForm | None = None
+    outer_share: tuple[int, int] = (1, 1)  # outer steps, of so many measured steps
     at_rest = "compute"
     of_states = "master"
+
+    @property
+    def replicas(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return self.options.replicas
+
+    @property
+    def shares_updates(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return self.options.shares_updates
+
+    @property
+    def facts(self) -> Facts:
+        """How the transport between ranks that shard among themselves carries moves."""
+        return TRANSPORTS[self.transport]
+
+    @cached_property
+    def settled(self) -> Options:
+        return self.options.settled(self.stage, self.facts, self.world_size)
 
     # -- bytes sent --------------------------------------------------------------------------------
 
@@ -176,7 +187,7 @@ class ShardedForm(ClosedForm):
             gathered = self._gather_bytes(chunks, place) if num_gathers else 0
             _add(traffic, "gather", num_units * num_over_all, gathered)
             if num_in_node := num_gathers - num_over_all:
-                kept = self._gather_bytes(chunks, rank, self.secondary_partition)
+                kept = self._gather_bytes(chunks, rank, self.options.secondary_partition)
                 _add(traffic, "secondary", num_units * num_in_node, kept)
             if not trainable(chunks):
                 continue
@@ -198,22 +209,24 @@ class ShardedForm(ClosedForm):
                 num_bytes[self._number(rank, over_all=over_all)]
                 for over_all, num_bytes in self._matrix_bytes.items()
             )
-        if self.outer is not None:
-            _times(traffic, "replicas", *self.outer.share)
-        size = self.world_size if self.outer is None else self.group_size  # that step together
+        if self.options.outer is not None:
+            _times(traffic, "replicas", *self.outer_share)
+        size = (
+            self.world_size if self.options.outer is None else self.group_size
+        )  # that step together
         if size > 1:
-            compared = self.schedule.facts.is_collective
+            compared = self.facts.is_collective
             num_checks = NUM_CHECKS if compared and self.stage.gather is Move.ALL_GATHER else 0
             num_parameters = sum(
                 num * len(chunk.members) for chunk, num in self._chunks if chunk.kind != FROZEN
             )
             num_bytes = TALLY_BYTES * (1 + num_parameters + num_checks)
             _add(traffic, "norm", 1, 2 * num_bytes * (size - 1) // size)
-        if self.offload:
+        if self.options.offload:
             owned = self._held_by(place, self._number(rank, over_all=True), on_host=True).owned
-            elements = self._gathered_pieces(place) if self.offload == ALL else owned
+            elements = self._gathered_pieces(place) if self.options.offload == ALL else owned
             codes = self._section_bytes(rank, self.group_size)
-            to_device = codes if self.codes_rest else self._compute * elements
+            to_device = codes if self.options.codes_rest else self._compute * elements
             ways = {"to_host": self._reduce * owned, "to_device": to_device}
             traffic.bus_bytes = {way: size for way, size in ways.items() if size}
         return traffic
@@ -237,7 +250,7 @@ class ShardedForm(ClosedForm):
 
     def _gathered_chunks(self, chunks: Unit) -> tuple[Unit, int]:
         """Return what an all-gather of these chunks moves, and the bytes of one element of it."""
-        if (codec := self.schedule.gather_codec) and chunks:
+        if (codec := self.options.gather_codec) and chunks:
             return (encoded_chunk(codec, chunks),), 1
         return chunks, self._compute
 
@@ -246,11 +259,11 @@ class ShardedForm(ClosedForm):
 
         Each peer gets the terms that it sums; in an all-reduce it also gets this rank's sums.
         """
-        if codec := self.schedule.reduce_codec:
+        if codec := self.options.reduce_codec:
             peers = (rank for rank in range(self.group_size) if rank != place)
             terms = (sum(chunk.real_numel(rank) for chunk in chunks) for rank in peers)
             return sum(encoded_bytes(codec, numel) for numel in terms)
-        if self.reduction is Move.ALL_REDUCE and self.schedule.facts.is_collective:
+        if self.reduction is Move.ALL_REDUCE and self.facts.is_collective:
             # In the backend's ring every rank sends as much.
             total = self._all_reduced_numel(chunks)
             return 2 * total * self._reduce * (self.group_size - 1) // self.group_size
@@ -261,7 +274,7 @@ class ShardedForm(ClosedForm):
     def _all_reduced_numel(self, chunks: Sequence[Chunk]) -> int:
         """Return the elements of the backend's all-reduce: padded where replicas sum between its two halves."""
         numel, size = sum(chunk.unpadded_numel for chunk in chunks), self.group_size
-        sums_between = self.replicas > 1 and self.outer is None
+        sums_between = self.replicas > 1 and self.options.outer is None
         return -(-numel // size) * size if sums_between else numel
 
     def _sum_bytes(self, bucket: Bucket, fine: Bucket, rank: int) -> Iterator[int]:
@@ -281,9 +294,9 @@ class ShardedForm(ClosedForm):
         replica, place = divmod(rank, self.group_size)
         chunk = sums_of(bucket, place, self.replicas)
         peers = self.replicas - 1
-        if self.schedule.facts.is_collective:
+        if self.facts.is_collective:
             numel = chunk.unpadded_numel
-            if self.reduction is Move.ALL_REDUCE and self.outer is None:
+            if self.reduction is Move.ALL_REDUCE and self.options.outer is None:
                 numel = self._all_reduced_numel([p.chunk for p in bucket.slices]) // self.group_size
             return 2 * numel * self._summed * peers // self.replicas
         own = chunk.real_numel(replica)
@@ -304,7 +317,7 @@ class ShardedForm(ClosedForm):
     @property
     def _summed(self) -> int:
         """Bytes of one element of what replicas sum: gradients, or the changes of master weights."""
-        return self._reduce if self.outer is None else ITEMSIZE[self.precision.master]
+        return self._reduce if self.options.outer is None else ITEMSIZE[self.precision.master]
 
     @cached_property
     def _matrix_bytes(self) -> dict[bool, list[int]]:
@@ -324,7 +337,7 @@ class ShardedForm(ClosedForm):
 
     def _moved_numel(self, chunks: Sequence[Chunk], place: int, itemsize: int) -> tuple[int, int]:
         """Return the elements of a move of these chunks, and of a rank's part; only the backend sends padding."""
-        if self.schedule.facts.is_collective:
+        if self.facts.is_collective:
             layout = message_layout_of(tuple(chunks), itemsize)
             return layout.numel, layout.part_numel(place)
         own = sum(chunk.real_numel(place) for chunk in chunks)
@@ -341,12 +354,12 @@ class ShardedForm(ClosedForm):
     def _num_reductions(self) -> int:
         if self.group_size == 1:
             return 0
-        return self.schedule.accumulation if self.schedule.reduce_each == "microbatch" else 1
+        return self.accumulation if self.settled.reduce_each == "microbatch" else 1
 
     @property
     def _num_sums_between(self) -> int:
         """Sums between replicas of one bucket in a step: what rests sharded is summed in the last microbatch."""
-        each = self.reduction is Move.ALL_REDUCE and self.outer is None
+        each = self.reduction is Move.ALL_REDUCE and self.options.outer is None
         return self._num_reductions if each else 1
 
     @cached_property
@@ -362,11 +375,11 @@ class ShardedForm(ClosedForm):
 
     def _num_over_all(self, num_gathers: int) -> int:
         """Return how many of a unit's gathers in a step go over all ranks that shard."""
-        return min(num_gathers, 1) if self.secondary_partition else num_gathers
+        return min(num_gathers, 1) if self.options.secondary_partition else num_gathers
 
     def is_kept(self, index: int) -> bool:
         """Tell whether a unit stays gathered between forward and backward; the first one is the root."""
-        return self.schedule.keep == "all" or (self.schedule.keep == "last" and index == 0)
+        return self.options.keep == "all" or (self.options.keep == "last" and index == 0)
 
     # -- what is alike -----------------------------------------------------------------------------
 
@@ -377,7 +390,7 @@ class ShardedForm(ClosedForm):
         for unit, num_gathers in zip(self.units, self._num_gathers, strict=True):
             key = num_gathers, tuple(_cut_without_names(chunk) for chunk in unit)
             same.setdefault(key, []).append(unit)
-        most, found = self.schedule.bucket_bytes, list[UnitsOfOneShape]()
+        most, found = self.settled.bucket_bytes, list[UnitsOfOneShape]()
         for (num, _), (fine, *others) in same.items():
             chunks = tuple(chunk.for_ranks(self.group_size) for chunk in fine)
             cut = [cut_in_buckets(trainable(each), self._reduce, most) for each in (chunks, fine)]
@@ -391,10 +404,6 @@ class ShardedForm(ClosedForm):
         return [(chunk, each.num_units) for each in self.units_by_shape for chunk in each.chunks]
 
     # -- bytes held --------------------------------------------------------------------------------
-
-    @property
-    def accumulation(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
-        return self.schedule.accumulation
 
     def held_elements(self, rank: int) -> HeldElements:
         return self._held_by(rank % self.group_size, self._number(rank, over_all=True))
@@ -421,26 +430,29 @@ class ShardedForm(ClosedForm):
     def held_bytes(self, moment: str, rank: int) -> dict[str, int]:
         held = super().held_bytes(moment, rank)
         held["secondary"] = self._secondary_bytes(rank)
-        if self.outer is not None:
-            master = ITEMSIZE[self.precision.master]
-            held[OUTER] = self.outer.num_tensors * master * self.held_elements(rank).owned
+        if self.options.outer is not None:  # weights before the interval, and momentum
+            num_tensors = 2 if self.options.outer.momentum else 1
+            each = ITEMSIZE[self.precision.master] * self.held_elements(rank).owned
+            held[OUTER] = num_tensors * each
         codes = 0
-        if self.codes_rest:  # beside them pieces: masters, and what is frozen in its own dtype
+        if (
+            self.options.codes_rest
+        ):  # beside them pieces: masters, and what is frozen in its own dtype
             codes, place = self._section_bytes(rank, self.group_size), rank % self.group_size
             trained = ((chunk, num) for chunk, num in self._chunks if chunk.kind != FROZEN)
             numel = sum(num * chunk.section_numel(place) for chunk, num in trained)
             frozen = self.held_elements(rank).resting - numel
             held["parameters"] = codes + self._compute * frozen
             held["master"] = ITEMSIZE[self.precision.master] * numel
-        if self.offload is None:
+        if self.options.offload is None:
             return held
         number = self._number(rank, over_all=True)
         there = self._held_by(rank % self.group_size, number, on_host=True)
-        if self.codes_rest:  # pieces are on the host, and masters are the pieces
+        if self.options.codes_rest:  # pieces are on the host, and masters are the pieces
             on_host = held["parameters"] - codes + held["master"] + self._reduce * there.owned
             on_host += held["optimizer"]
             return {**held, "optimizer": 0, "master": 0, "parameters": codes, HOST: on_host}
-        precision, keeps_pieces = self.precision, self.offload == ALL
+        precision, keeps_pieces = self.precision, self.options.offload == ALL
         master, is_cast = ITEMSIZE[precision.master], precision.master != precision.compute
         moved = {
             "optimizer": self.optimizer.num_bytes(there, master),
@@ -452,12 +464,16 @@ class ShardedForm(ClosedForm):
         apart = 0 if is_cast or keeps_pieces else master * there.owned
         left = {kind: held[kind] - num_bytes for kind, num_bytes in moved.items()}
         rests = sum(moved.values()) + apart
-        on_host = {HOST: transit, FILES: rests} if self.in_files else {HOST: transit + rests}
+        on_host = (
+            {HOST: transit, FILES: rests}
+            if self.options.offload_folder
+            else {HOST: transit + rests}
+        )
         return {**held, **left, **on_host}
 
     def _secondary_bytes(self, rank: int) -> int:
         """Return the bytes that a rank keeps of all gathered units for its node."""
-        size = self.secondary_partition
+        size = self.options.secondary_partition
         return self._section_bytes(rank, size) if size else 0
 
     def _section_bytes(self, rank: int, size: int) -> int:
@@ -472,7 +488,7 @@ class ShardedForm(ClosedForm):
         return num_bytes
 
     def equivalence_key(self, rank: int) -> Hashable:
-        facts, place = self.schedule.facts, rank % self.group_size
+        facts, place = self.facts, rank % self.group_size
         has_uneven_sums = self.replicas > 1 and not facts.is_collective
         if facts.shares_memory or has_uneven_sums or any(map(exchanges_of, self.matrices)):
             return rank  # what peers read of it differs, or which matrices it has whole
@@ -506,7 +522,7 @@ class ShardedForm(ClosedForm):
         )
 
     def _gradient_bytes(self, moment: str, rank: int) -> int:
-        if moment == "after_forward" and self.schedule.reduce_each == "step":
+        if moment == "after_forward" and self.settled.reduce_each == "step":
             # Autograd adds them up in the wider dtype.
             return self._num_trainable * max(self._compute, self._reduce)
         if self.stage.gradients is not Placement.SHARD:  # sums of what rests partial lie in it
@@ -524,7 +540,7 @@ class ShardedForm(ClosedForm):
 
     def _residual_bytes(self, place: int) -> int:
         """Return the bytes of what the codes of gradients leave out, of all elements that other ranks sum."""
-        if not self.schedule.error_feedback or self.reduction is not Move.REDUCE_SCATTER:
+        if not self.options.error_feedback or self.reduction is not Move.REDUCE_SCATTER:
             return 0
         trained = ((chunk, num) for chunk, num in self._chunks if chunk.kind != FROZEN)
         others = (num * (chunk.unpadded_numel - chunk.real_numel(place)) for chunk, num in trained)
@@ -546,9 +562,9 @@ class ShardedForm(ClosedForm):
 
         def staging_bytes(rank: int) -> int:
             units = [trainable(alike.chunks) for alike in self.units_by_shape]
-            itemsize, most = self._reduce, self.schedule.bucket_bytes
+            itemsize, most = self._reduce, self.settled.bucket_bytes
             replica, place = divmod(rank, self.group_size)
-            inside, between = self.schedule.transport, self.schedule.transport_between
+            inside, between = self.transport, self.transport_between
             slots = 0
             if TRANSPORTS[inside].shares_memory and self.group_size > 1:
                 slots = num_slots(inside) * slot_bytes(units, self.stage, place, itemsize, most)

@@ -19,7 +19,7 @@ from zeroexp.engines.build import options_of, row_dtypes, stage_of
 from zeroexp.models.module import BuiltModel
 from zeroexp.models.outline import outline_of
 from zeroexp.plan.closed_forms import ClosedForm, ShardedForm
-from zeroexp.plan.form_terms import OptimizerForm, OuterForm, PrecisionForm, ScheduleForm
+from zeroexp.plan.form_terms import OptimizerForm, PrecisionForm
 from zeroexp.zero.grouping import group_parameters, specs_of, stage_for_world
 from zeroexp.zero.options import Options
 
@@ -60,39 +60,16 @@ def _sharded_form(config: Config, model: BuiltModel, transport: str, between: st
         transport = between = "gloo"
     if options.shares_updates and not TRANSPORTS[between].is_collective:
         between = "gloo"
-    settled = options.settled(stage, TRANSPORTS[transport], world_size)
     groups = group_parameters(model.module, model.blocks, options.unit, of_optimizer)
-    specs = [specs_of(group) for group in groups]
-    layout = options.lay_out(specs, world_size)
-    schedule = ScheduleForm(
-        accumulation=_accumulation(config),
-        keep=options.keep,
-        reduce_each=settled.reduce_each or "step",
-        bucket_bytes=settled.bucket_bytes,
-        transport=transport,
-        transport_between=between,
-        overlap=options.overlap,
-        gather_codec=options.gather_codec,
-        reduce_codec=options.reduce_codec,
-        error_feedback=options.error_feedback,
-    )
+    layout = options.lay_out([specs_of(group) for group in groups], world_size)
     by_kind = optimizers_of(config.optimizer)
     whole = {kind for kind, own in by_kind.items() if OPTIMIZERS[own.name].whole_matrices}
     form = ShardedForm(
-        layout,
-        stage,
-        world_size,
-        schedule,
+        *(layout, stage, world_size, options, _accumulation(config), transport, between),
         PrecisionForm(*row_dtypes(config)),
         _optimizer(config),
-        replicas=options.replicas,
-        shares_updates=options.shares_updates,
         matrices=_matrices(layout, model, options, stage, world_size, whole),
-        offload=options.offload,
-        codes_rest=options.codes_rest,
-        in_files=options.offload_folder is not None,
-        secondary_partition=options.secondary_partition,
-        outer=_outer(config, options),
+        outer_share=_outer_share(config),
     )
     if stage.gather is not Move.ALL_GATHER:
         return form
@@ -145,12 +122,10 @@ def of_any_engine(config: Config) -> dict[str, Any]:
     }
 
 
-def _outer(config: Config, options: Options) -> OuterForm | None:
-    if options.outer is None:
-        return None
-    every, warmup, steps = options.outer.every, config.train.warmup_steps, config.train.steps
-    num_outer = (warmup + steps) // every - warmup // every  # of the steps that are measured
-    return OuterForm(2 if options.outer.momentum else 1, (num_outer, steps))
+def _outer_share(config: Config) -> tuple[int, int]:
+    """Return how many of the measured steps end with an outer one, and their number."""
+    every, warmup = config.strategy.outer.every or 1, config.train.warmup_steps
+    return (warmup + config.train.steps) // every - warmup // every, config.train.steps
 
 
 def _optimizer(config: Config) -> OptimizerForm:

@@ -1,4 +1,4 @@
-"""What a closed form is made of: schedule, precision and optimizer of a point, and the elements that a rank holds."""
+"""What a closed form is made of: precision and optimizer of a point, and the elements that a rank holds."""
 
 from __future__ import annotations
 
@@ -6,30 +6,9 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from zeroexp.comm.facts import TRANSPORTS, Facts
 from zeroexp.cut.moment_blocks import INT8, ROW_BYTES, num_blocks
 
 ITEMSIZE = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
-
-
-@dataclass(frozen=True)
-class ScheduleForm:
-    """The settings that decide how often a unit moves: the engine's `Options`, with every default filled in."""
-
-    accumulation: int = 1  # microbatches in a step
-    keep: str = "last"  # none | last | all
-    reduce_each: str = "step"  # microbatch | step
-    bucket_bytes: int | None = None  # the most bytes of one reduction; None: a whole unit
-    transport: str = "gloo"  # direct (ranks of one host) | mixed (of several) | gloo | native
-    transport_between: str = "gloo"  # that of sums between replicas
-    overlap: bool = True  # reductions travel beside backward
-    gather_codec: str | None = None
-    reduce_codec: str | None = None
-    error_feedback: bool = False
-
-    @property
-    def facts(self) -> Facts:
-        return TRANSPORTS[self.transport]
 
 
 @dataclass(frozen=True)
@@ -65,14 +44,6 @@ class OptimizerForm:
         itemsize = ITEMSIZE.get(self.dtype or self.master or "", itemsize)
         each = ROW_BYTES * own.num_blocks if self.dtype == INT8 else itemsize * own.numel
         return self.num_moments * each + self.bytes_per_tensor * own.num_tensors
-
-
-@dataclass(frozen=True)
-class OuterForm:
-    """Seldom synchronised replicas: what is kept of each owned element, and in which share of steps they meet."""
-
-    num_tensors: int = 2  # weights before the interval, and momentum
-    share: tuple[int, int] = (1, 1)  # outer steps, of so many measured steps
 
 
 class Owned(NamedTuple):

@@ -252,9 +252,9 @@ def plan_beside(
     planned["total"] = max(rank.total_bytes for rank in ranks)
     planned["after_backward"] = max(rank.bytes_at["after_backward"] for rank in ranks)
     if isinstance(form, ShardedForm):
-        if form.offload:
+        if form.options.offload:
             planned["host"] = max(rank.host_bytes for rank in ranks)
-            if form.in_files:
+            if form.options.offload_folder:
                 planned["files"] = max(rank.files_bytes for rank in ranks)
             planned["bus"] = max(rank.bus_bytes for rank in ranks)
         sent = [sum(rank.sent.values()) for rank in ranks]

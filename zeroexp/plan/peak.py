@@ -133,9 +133,8 @@ def _most_microbatches(form: ClosedForm) -> int:
     """Return after how many microbatches further ones hold no more."""
     if not isinstance(form, ShardedForm):
         return MOST_MICROBATCHES_OF_OTHERS
-    schedule = form.schedule
-    waits = schedule.reduce_each == "step" or not schedule.overlap
-    return MOST_MICROBATCHES + (0 if waits else schedule.facts.reductions_in_flight)
+    waits = form.settled.reduce_each == "step" or not form.options.overlap
+    return MOST_MICROBATCHES + (0 if waits else form.facts.reductions_in_flight)
 
 
 def _rank_peak(rehearsed: RehearsedRank) -> RankPeak:

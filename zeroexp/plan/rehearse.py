@@ -19,11 +19,10 @@ run that saves at its end alone holds the copy beside what rests between steps: 
 from __future__ import annotations
 
 import traceback
-from collections.abc import Generator, Sequence
-from contextlib import contextmanager
+from collections.abc import Generator, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from copy import deepcopy
 from dataclasses import dataclass, field
-from itertools import islice
 from pathlib import Path
 from typing import Any, cast
 
@@ -167,7 +166,8 @@ def _rehearse_rank(
         buckets_in_python(),
         mode,
         storages,
-        _on_host(storages, ranks_per_host),
+        HostMemory(storages) if ranks_per_host else nullcontext(),
+        absent_neighbours(storages, ranks_per_host),
         timeline,
         GradientSums(),
     ):
@@ -175,31 +175,39 @@ def _rehearse_rank(
         checkpoint_as_configured(model.module, model.blocks, config.train)
         watched = _Watched(build_strategy(config, model, world), storages, timeline)
         strategy = cast(Strategy, watched)  # what it does not watch goes to the engine
-        instruments = Instruments(config.train, world, Path())
         data = cast(Data, NoData(config, most_microbatches, holds_others=bool(ranks_per_host)))
-        steps = train(strategy, data, config=config, world=world, instruments=instruments)
-        records = list[StepRecord]()
-        staging, every = Staging(world.device), config.checkpoint.every if device == "cpu" else None
-        for record in islice(steps, NUM_STEPS if reads else UNDISTURBED_STEP + 1):
-            records.append(record)
-            if every is not None and (record.step + 1) % every == 0:
-                staged = staging.copy(flat_state(strategy))
-                copies = [piece.tensor for each in staged.values() for piece in each.pieces]
-                storages.assign_kind(CHECKPOINT, copies)
-        watched.end_undisturbed()
-    traffic, held = records[UNDISTURBED_STEP].traffic, records[-1].memory_bytes or {}
-    seconds, changes = watched.seconds, watched.changes
-    return RehearsedRank(rank, device, watched.peaks, traffic, seconds, held, changes)
+        instruments = Instruments(config.train, world, Path())
+        steps = train(
+            strategy,
+            data,
+            config=config,
+            world=world,
+            instruments=instruments,
+            pause=lambda _: True,
+        )
+        if device == "cpu":
+            steps = _beside_checkpoints(steps, strategy, storages, config)
+        next(steps)  # [Note: three steps]
+        watched.forget_phases()
+        traffic = next(steps).traffic
+        peaks, changes = storages.peaks(), storages.changes()
+        seconds = timeline.phases
+        watched.forget_phases()
+        held = next(steps).memory_bytes if reads else None
+    return RehearsedRank(rank, device, peaks, traffic, seconds, held or {}, changes)
 
 
-@contextmanager
-def _on_host(storages: Storages, ranks_per_host: int | None) -> Generator[None]:
-    """Add what a CPU rank has beside its tensors: neighbours, gloo's copies, and memory of kernels."""
-    if ranks_per_host is None:
-        yield
-        return
-    with HostMemory(storages), absent_neighbours(storages, ranks_per_host):
-        yield
+def _beside_checkpoints(
+    steps: Iterator[StepRecord], strategy: Strategy, storages: Storages, config: Config
+) -> Iterator[StepRecord]:
+    """Yield the records, and stage on a CPU what a run saves after each, see [Note: checkpoints]."""
+    every, staging = config.checkpoint.every, Staging(torch.device("cpu"))
+    for record in steps:
+        if every and (record.step + 1) % every == 0:
+            staged = staging.copy(flat_state(strategy))
+            copies = [piece.tensor for each in staged.values() for piece in each.pieces]
+            storages.assign_kind(CHECKPOINT, copies)
+        yield record
 
 
 @contextmanager
@@ -237,46 +245,36 @@ class _Watched:
 
     def __init__(self, strategy: Strategy, storages: Storages, timeline: Timeline) -> None:
         self._strategy, self._storages, self._timeline = strategy, storages, timeline
-        self.seconds: dict[str, Seconds] = {}
-        self._num_microbatches = 0  # of this step
-        self._step = 0
-        self.peaks: dict[str, Peak] = {}
-        self.changes: tuple[list[Change], list[Change]] = ([], [])
+        self._num_steps = 0
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._strategy, name)
 
+    def _begin(self, phase: str) -> None:
+        self._storages.begin_phase(phase)
+        self._timeline.enter(phase)
+
+    def forget_phases(self) -> None:
+        """Leave what happened since the build out of peaks and seconds."""
+        self._storages.forget_phases()
+        self._timeline.forget()
+
     @contextmanager
     def microbatch(self, *, last: bool) -> Generator[None]:
-        if self._num_microbatches == 0 and self._step == UNDISTURBED_STEP:
-            self._storages.forget_phases()
-            self._timeline.forget()
-        if self._num_microbatches == 0 and self._step == UNDISTURBED_STEP + 1:
-            self.end_undisturbed()
-        self._num_microbatches += 1
-        self._storages.begin_phase("forward")
-        self._timeline.enter("forward")
+        self._begin("forward")
         with self._strategy.microbatch(last=last):
             yield
 
-    def end_undisturbed(self) -> None:
-        """Take the peaks, unless they have been taken; what happens from now on counts in none."""
-        if not self.peaks:
-            self.peaks, self.changes = self._storages.peaks(), self._storages.changes()
-            self.seconds = self._timeline.phases
-
     def backward(self, loss: Tensor) -> None:
-        self._storages.begin_phase("backward")
-        self._timeline.enter("backward")
+        self._begin("backward")
         self._strategy.backward(loss)
 
     def step(self, *, drain: bool) -> Tensor:
-        if self._step == UNDISTURBED_STEP:
+        if self._num_steps == UNDISTURBED_STEP:
             states = self._strategy.model_states()  # waits for reductions, as the step does at once
             for kind in (*KINDS, OUTER):
                 self._storages.assign_kind(kind, getattr(states, kind))
             del states  # moments of few bytes end in the step, which makes others
-        self._storages.begin_phase("step")
-        self._timeline.enter("step")
-        self._step, self._num_microbatches = self._step + 1, 0
+        self._begin("step")
+        self._num_steps += 1
         return self._strategy.step(drain=drain)

@@ -52,10 +52,11 @@ DEFAULT_BUCKET_BYTES = 25 << 20
 
 
 @contextmanager
-def absent_neighbours(storages: Storages, ranks_per_host: int) -> Generator[None]:
-    """Let engines that are built inside choose this transport if they are free to choose."""
-    chosen = {word: TRANSPORTS[word] for word in ("auto", "messages")}
-    for word, ranks in (("auto", ranks_per_host), ("messages", 1)):
+def absent_neighbours(storages: Storages, ranks_per_host: int | None) -> Generator[None]:
+    """Let engines of CPU ranks that are built inside choose this transport if they are free to choose."""
+    words = {"auto": ranks_per_host, "messages": 1} if ranks_per_host else {}
+    chosen = {word: TRANSPORTS[word] for word in words}
+    for word, ranks in words.items():
         TRANSPORTS[word] = partial(DirectWithoutNeighbours, storages=storages, ranks_per_host=ranks)
     try:
         yield

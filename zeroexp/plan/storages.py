@@ -81,17 +81,6 @@ class Peak:
     largest: list[tuple[int, str, str]] = field(compare=False)
 
 
-@dataclass
-class _Phase:
-    """A phase, and which of all changes happened in it."""
-
-    name: str
-    # Serial number -> bytes, of the storages that lived when the phase began.
-    before: dict[int, int]
-    start: int
-    end: int | None = None  # None: it goes on
-
-
 class NotCounting:
     """No storage counts that is born inside: it is of another rank, or has a shape or an address alone."""
 
@@ -124,13 +113,13 @@ class Storages(LocalOperations):
         self._device = device
         self._num_words = num_words
         self._all: list[Storage] = []  # by serial number
-        self._serials: dict[
-            int, int
-        ] = {}  # address of the C++ storage -> serial number, of those alive
+        # Address of the C++ storage -> serial number, of those alive.
+        self._serials: dict[int, int] = {}
         self._references: dict[int, weakref.ref[Any]] = {}
         self._changes: list[Change] = []  # keys are serial numbers
-        self._phase = _Phase("build", {}, 0)
-        self._phases: list[_Phase] = [self._phase]
+        # The phases so far, and how many changes there were when each began.
+        self._phases: list[tuple[str, int]] = [("build", 0)]
+        self._first_kept = 1  # of the phases after the build, see `forget_phases`
 
     def __enter__(self) -> Storages:
         self._resize = torch.UntypedStorage.resize_
@@ -169,24 +158,21 @@ class Storages(LocalOperations):
 
     def begin_phase(self, phase: str) -> None:
         """Begin a phase; all changes belong to it until the next one."""
-        if self._phase.name == "forward":
+        if self._phase == "forward":
             for serial in self._serials.values():
                 self._all[serial].outlives_forward |= self._all[serial].born_in == "forward"
-        alive = {serial: self._all[serial].num_bytes for serial in self._serials.values()}
-        self._phase.end = len(self._changes)
-        self._phase = _Phase(phase, alive, self._phase.end)
-        self._phases.append(self._phase)
+        self._phases.append((phase, len(self._changes)))
 
     def forget_phases(self) -> None:
-        """Drop what happened since the first phase; storages that live stay known."""
-        del self._phases[1:]
+        """Leave the phases since the build out of `peaks`; storages that live stay known."""
+        self._first_kept = len(self._phases)
 
     def changes(self) -> tuple[list[Change], list[Change]]:
         """Return what lives after the build and what changed until `forget_phases`; and what changed since."""
-        build, first, *_ = self._phases
-        built = {change[0]: change for change in self._changes[: build.end]}.values()
-        before = [*(each for each in built if each[1]), *self._changes[build.end : first.start]]
-        return before, self._changes[first.start :]
+        build_end, start = self._phases[1][1], self._phases[self._first_kept][1]
+        built = {change[0]: change for change in self._changes[:build_end]}.values()
+        before = [*(each for each in built if each[1]), *self._changes[build_end:start]]
+        return before, self._changes[start:]
 
     def assign_kind(self, kind: str, tensors: Iterable[Tensor]) -> None:
         """Say what the storages behind these tensors are. The first name stays."""
@@ -199,13 +185,22 @@ class Storages(LocalOperations):
     def peaks(self) -> dict[str, Peak]:
         """Return the peak of each phase; one that came several times counts where it was highest."""
         found: dict[str, Peak] = {}
-        for phase in self._phases:
-            peak = self._peak_of(phase)
-            if phase.name not in found or peak.num_bytes > found[phase.name].num_bytes:
-                found[phase.name] = peak
+        alive: dict[int, int] = {}  # serial number -> bytes when the phase began
+        ends = [*(start for _, start in self._phases[1:]), len(self._changes)]
+        for number, ((phase, start), end) in enumerate(zip(self._phases, ends, strict=True)):
+            changes = [(serial, size) for serial, size, _ in self._changes[start:end]]
+            if number == 0 or number >= self._first_kept:
+                peak = self._peak_of(alive, changes)
+                if phase not in found or peak.num_bytes > found[phase].num_bytes:
+                    found[phase] = peak
+            alive |= changes
         return found
 
     # -- how ---------------------------------------------------------------------------------------
+
+    @property
+    def _phase(self) -> str:
+        return self._phases[-1][0]
 
     def _record(self, tensor: FakeTensor, func: Any) -> None:
         storage = tensor.untyped_storage()
@@ -216,9 +211,7 @@ class Storages(LocalOperations):
             is_logits = tensor.dim() > 1 and tensor.shape[-1] == self._num_words
             kind = MESSAGES if meter.is_issuing else None
             counts = not self.not_counting.depth and not on_host.is_entered
-            self._all.append(
-                Storage(self._phase.name, str(func), is_logits, kind=kind, counts=counts)
-            )
+            self._all.append(Storage(self._phase, str(func), is_logits, kind=kind, counts=counts))
             self._serials[address] = serial
             self._references[serial] = weakref.ref(
                 storage, lambda _: self._record_death(address, serial)
@@ -241,17 +234,15 @@ class Storages(LocalOperations):
             self._all[serial].num_bytes = num_bytes
             self._changes.append((serial, num_bytes, self._current_stream()))
 
-    def _peak_of(self, phase: _Phase) -> Peak:
-        now = dict(phase.before)
+    def _peak_of(self, alive: dict[int, int], changes: list[tuple[int, int]]) -> Peak:
+        now, when = dict(alive), 0  # after how many changes there were most
         num_bytes = total = sum(now.values())
-        when = 0  # after how many changes there were most
-        changes = [(serial, size) for serial, size, _ in self._changes[phase.start : phase.end]]
         for index, (serial, size) in enumerate(changes, start=1):
             total += size - now.get(serial, 0)
             now[serial] = size
             if total > num_bytes:
                 num_bytes, when = total, index
-        held = {**phase.before, **dict(changes[:when])}
+        held = {**alive, **dict(changes[:when])}
         by_kind: Counter[str] = Counter()
         for serial, size in held.items():
             by_kind[self._kind_of(serial)] += size
