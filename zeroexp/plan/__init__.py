@@ -1,7 +1,7 @@
 """A plan computes what a run will cost before it runs: `zeroexp plan` with the words of the run.
 
 What rests and what is sent
-    form_terms.py                             what a closed form is made of: schedule, precision, optimizer, elements
+    form_terms.py                             what a closed form is made of: precision, optimizer, elements
     closed_forms.py, torch_closed_forms.py    our engine, torch's
     form_of_config.py, machines.py            of a configured point; the machines it is planned for
     outcome.py                                what all ranks hold and send; of a run that was measured too
