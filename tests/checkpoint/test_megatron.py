@@ -5,6 +5,7 @@ from __future__ import annotations
 import enum
 import sys
 from argparse import Namespace
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -21,8 +22,9 @@ from torch.utils._pytree import tree_leaves, tree_map
 from tests.checkpoint.test_foreign import brought_in, config_of, stepped
 from zeroexp.checkpoint.manifest import read_manifest
 from zeroexp.checkpoint.weights import Weights
-from zeroexp.config.keys import ConfigError
+from zeroexp.config.keys import Config, ConfigError, from_mapping
 from zeroexp.export import export_whole
+from zeroexp.foreign.megatron_writer import write_megatron
 from zeroexp.measure.memory import AllocationMeter, count_cpu_allocations
 from zeroexp.process.world import World
 
@@ -172,6 +174,14 @@ def test_megatron_is_brought_in_bit_for_bit(ranks, tmp_path, fused, tied):
         export_whole(checkpoint, out, "megatron")
         assert (out / "latest_checkpointed_iteration.txt").read_text() == "7"
         assert_megatron_reads(out / "iter_0000007", model, moments)
+        of_fp16 = replace(manifest, step=9)  # two of its steps overflowed
+        write_megatron(tmp_path / "fp16", from_mapping(Config, manifest.config), of_fp16, weights)
+        key = (
+            "optimizer.param_to_group_meta.module.module.module.decoder.final_layernorm.weight.step"
+        )
+        told: dict[str, Any] = {key: None, "iteration": None}
+        dcp.load(told, checkpoint_id=tmp_path / "fp16" / "iter_0000009", no_dist=True)
+        assert told == {key: 7, "iteration": 9}
         again, _ = brought_in(out / "iter_0000007", tmp_path / "back", config)
         back = Weights(again, read_manifest(again))
         for name in manifest.state:

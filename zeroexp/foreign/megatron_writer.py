@@ -23,6 +23,7 @@ from zeroexp.checkpoint.manifest import CheckpointError, Manifest
 from zeroexp.checkpoint.weights import Weights
 from zeroexp.config.keys import Config
 from zeroexp.foreign.dcp import save_one_by_one
+from zeroexp.foreign.matching import STEP
 from zeroexp.foreign.megatron import PARTS, heads_of, rows_of, to_megatron
 from zeroexp.interface.canonical import WEIGHT
 from zeroexp.models.module import build_empty
@@ -36,6 +37,7 @@ def write_megatron(folder: Path, config: Config, manifest: Manifest, weights: We
     of_model: Any = getattr(build_empty(config.model, weights.shapes).module, "config", None)
     model: dict[str, Tensor] = {}
     states: dict[str, dict[str, Tensor]] = defaultdict(dict)
+    groups: dict[str, dict[str, int]] = {}
     reads: dict[str, Callable[[], Tensor]] = {}
     for (theirs, key), parts in _their_tensors(manifest, of_model).items():
         whole = partial(_whole, parts, key, of_model, weights)
@@ -45,7 +47,10 @@ def write_megatron(folder: Path, config: Config, manifest: Manifest, weights: We
         else:
             states[IN_OPTIMIZER + theirs][key] = whole("meta")
             reads[f"optimizer.state.{IN_OPTIMIZER}{theirs}.{key}"] = whole
-    groups = {name: {"step": manifest.step} for name in states}  # its Adam counts steps by group
+            # Its Adam counts steps by group.
+            groups[IN_OPTIMIZER + theirs] = {
+                "step": _num_updates(manifest, next(iter(parts.values())), weights)
+            }
     optimizer = {"state": states, "param_to_group_meta": groups}
     state = {"model": model, "optimizer": optimizer, "checkpoint_version": 3.0}
     told = {"args": _arguments(of_model, manifest.samples_seen), "iteration": manifest.step}
@@ -71,6 +76,11 @@ def _their_tensors(manifest: Manifest, of_model: Any) -> dict[tuple[str, str], P
             problem = f"not all of queries, keys and values have {key}, as {theirs} would"
             raise CheckpointError(f"--format=megatron: {problem}; use --format dcp")
     return tensors
+
+
+def _num_updates(manifest: Manifest, name: str, weights: Weights) -> int:
+    """Return how often a parameter was updated: a step of fp16 whose gradients overflow updates nothing."""
+    return int(weights.read(name, STEP)) if STEP in manifest.state[name] else manifest.step
 
 
 def _whole(parts: Parts, key: str, of_model: Any, weights: Weights, device: str = "cpu") -> Tensor:
