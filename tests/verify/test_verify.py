@@ -10,10 +10,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch import nn
 
 from benchmarks.silent_loops import BUGS
 from tests.verify.loops import rows
 from tests.warm import Warm
+from zeroexp.verify.compare_steps import CLIPPED
+from zeroexp.verify.loop_to_verify import Loop
+from zeroexp.verify.oracle import Oracle
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
@@ -53,6 +58,22 @@ def alarms(numbers: list[int]) -> dict[str, Any]:
 
 def test_some_faults_are_named_by_their_kind():
     assert kinds(QUICK_BUGS) == {name: BUGS[name].kind for name in QUICK_BUGS}
+
+
+def test_what_torch_clips_of_a_large_weight_is_within_the_bound():
+    """Its norm in float32 is farther off than what else is rounded."""
+    torch.manual_seed(0)
+    model = nn.Embedding(1 << 16, 64)
+    unused: Any = max
+    loop = Loop(
+        model=model, loss=unused, batch=unused, optimizer=unused, train=unused, max_grad_norm=1.0
+    )
+    model.weight.grad = torch.randn_like(model.weight)
+    exact = model.weight.grad.double().flatten()
+    factor, off = Oracle(loop, 1).clipping({"weight": exact})
+    nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    found = (model.weight.grad.double().flatten() - exact * factor).norm() / exact.norm()
+    assert CLIPPED * factor < found <= off < 0.01 * factor
 
 
 def test_some_right_loops_raise_no_alarm():

@@ -97,12 +97,13 @@ class _Judge:
             exact = {n: own[n] if own[n].isfinite().all() else each for n, each in exact.items()}
             bounds = {name: CLIPPED * float(each.norm()) for name, each in exact.items()}
             look.clipping = True
-        look.factor = factor = self.oracle.coefficient(exact)
+        look.factor, of_norm = self.oracle.clipping(exact)
+        factor = look.factor
         if factor < 1 and not any(raw):
             self._note("clipping hides a factor of all gradients, as it is not torch's own")
         expected = (
             {n: e * factor for n, e in exact.items()},
-            {n: b * factor for n, b in bounds.items()},
+            {n: b * factor + of_norm * float(exact[n].norm()) for n, b in bounds.items()},
         )
         gradients = [each.gradients for each in seen]
 
