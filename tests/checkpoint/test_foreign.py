@@ -205,10 +205,9 @@ def test_deepspeed_is_brought_in_and_goes_on(ranks, tmp_path, engine, model, pre
     answers = ranks(train_deepspeed, recipe, EVERY_ENGINE[engine].make, tmp_path / "theirs")
     saved, ended = (assembled(states) for states in zip(*answers, strict=True))
     found = read_deepspeed(tmp_path / "theirs", set())
-    read = {place: torch.empty_like(each, device="cpu") for place, each in found.tensors.items()}
-    found.fill(read)
     ours: State = {}
-    for place, tensor in read.items():
+    for place, each in found.tensors.items():
+        found.read(place, tensor := torch.empty_like(each, device="cpu"))
         ours.setdefault(place.name, {})[place.key] = tensor
     require_same(ours, saved)
     if (engine, precision) != (

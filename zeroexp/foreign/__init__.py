@@ -1,8 +1,8 @@
 """Checkpoints of other trainers: brought into one of ours with weights and moments, and written from one of ours.
 
-    found.py            what a folder of theirs holds: names, shapes, dtypes, and what copies values into given tensors
+    found.py            what a folder of theirs holds: names, shapes, dtypes, and what reads one into a given tensor
     matching.py         which of it is which tensor of the configured model; what is missing, too many or another's
-    into_checkpoint.py  writes one of ours: its file is mapped, and each format fills in what it reads, in any order
+    into_checkpoint.py  writes one of ours: its file is mapped, and each tensor read to its place
     dcp.py              torch.distributed.checkpoint, as FSDP2 trainers use it: in and out
     megatron.py         Megatron-LM's names in the same format, and rows of its fused tensors: in
     megatron_writer.py  the same, out

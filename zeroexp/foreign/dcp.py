@@ -88,9 +88,9 @@ def read_dcp(folder: Path, names: Collection[str]) -> Found:
         place: torch.empty(stored[key].size, dtype=stored[key].properties.dtype, device="meta")
         for place, key in keys.items()
     }
-    fill = partial(_fill, reader, keys)
+    read = partial(_read, reader, keys)
     in_pairs = is_titans or bool(arguments.get("rotary_interleaved"))
-    return Found(folder, tensors, fill, step, left_out, arguments, in_pairs)
+    return Found(folder, tensors, read, step, left_out, arguments, in_pairs)
 
 
 def _told_by_megatron(reader: _Reader) -> tuple[int | None, Mapping[str, Any], list[str]]:
@@ -148,15 +148,14 @@ class _Reader(FileSystemReader):
         return self._metadata
 
 
-def _fill(reader: _Reader, keys: Mapping[Place, str], targets: Mapping[Place, Tensor]) -> None:
-    for place, tensor in targets.items():  # torch holds on to the last of what one call loads
-        try:
-            with _alone():
-                dcp.load({keys[place]: tensor}, storage_reader=reader, no_dist=True)
-        except Exception as error:  # of a file that is missing, cut short or no pickle of torch's
-            reason = f"{type(error).__name__}: {error}".partition(". ")[0]
-            problem = f"torch can not read {keys[place]} ({reason})"
-            raise CheckpointError(f"{reader.path}: {problem}; give another checkpoint") from error
+def _read(reader: _Reader, keys: Mapping[Place, str], place: Place, target: Tensor) -> None:
+    try:
+        with _alone():
+            dcp.load({keys[place]: target}, storage_reader=reader, no_dist=True)
+    except Exception as error:  # of a file that is missing, cut short or no pickle of torch's
+        reason = f"{type(error).__name__}: {error}".partition(". ")[0]
+        problem = f"torch can not read {keys[place]} ({reason})"
+        raise CheckpointError(f"{reader.path}: {problem}; give another checkpoint") from error
 
 
 @contextmanager

@@ -11,7 +11,7 @@ It is read with "checkpoint": {"load_universal": true}, and knows neither frozen
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,14 @@ from torch import Tensor
 from zeroexp.checkpoint.manifest import CheckpointError, Manifest
 from zeroexp.checkpoint.weights import Weights
 from zeroexp.config.keys import Config
-from zeroexp.foreign.deepspeed_zero import fill_parts, load_mapped, untrained_parts
+from zeroexp.foreign.deepspeed_zero import (
+    Part,
+    folder_of_step,
+    found_of,
+    load_mapped,
+    model_states,
+    untrained_parts,
+)
 from zeroexp.foreign.found import Found, Place
 from zeroexp.foreign.matching import STEP, param_groups
 from zeroexp.interface.canonical import WEIGHT
@@ -35,12 +42,7 @@ KEYS = {file: key for key, file in FILES.items()}
 
 
 def is_universal(folder: Path) -> bool:
-    return (_folder_of_step(folder) / "zero" / "optimizer_state.pt").is_file()
-
-
-def _folder_of_step(folder: Path) -> Path:
-    latest = folder / LATEST
-    return folder / latest.read_text(encoding="utf-8").strip() if latest.is_file() else folder
+    return (folder_of_step(folder, LATEST) / "zero" / "optimizer_state.pt").is_file()
 
 
 # -- in ---------------------------------------------------------------------------------------------
@@ -48,43 +50,25 @@ def _folder_of_step(folder: Path) -> Path:
 
 def read_universal(folder: Path, names: Collection[str]) -> Found:
     """Raises CheckpointError for files that are missing or unreadable."""
-    folder = _folder_of_step(folder)
-    of_zero3 = [*folder.glob("zero_pp_rank_*_model_states.pt")]
-    first = "zero_pp_rank_0_mp_rank_00" if of_zero3 else "mp_rank_00"
-    model = load_mapped(folder / f"{first}_model_states.pt")
-    shapes = {n: tuple(s) for group in model["param_shapes"] for n, s in group.items()}
+    folder = folder_of_step(folder, LATEST)
+    ranks_of_zero3 = len([*folder.glob("zero_pp_rank_*_model_states.pt")])
+    model, shapes = model_states(folder, is_zero3=ranks_of_zero3 > 0)
     shapes.update((tied, shapes[n]) for tied, n in model["shared_params"].items() if n in shapes)
-    files = {
-        Place(path.parent.name, KEYS.get(path.stem, path.stem)): path
+    parts = {
+        Place(path.parent.name, KEYS.get(path.stem, path.stem)): [Part(0, _values(path))]
         for path in (folder / "zero").glob("*/*.pt")
     }
-    tensors = {
-        place: _values(path).new_empty(
-            () if place.key == STEP else shapes[place.name], device="meta"
-        )
-        for place, path in files.items()
-    }
-    beside = {
-        Place(n, WEIGHT): p for n, p in untrained_parts(folder, model, shapes, len(of_zero3) or 1)
-    }
-    for place, parts in beside.items():
-        tensors[place] = parts[0].values.new_empty(shapes[place.name], device="meta")
-
-    def fill(targets: Mapping[Place, Tensor]) -> None:
-        fill_parts(beside, {place: targets[place] for place in targets.keys() & beside.keys()})
-        for place in targets.keys() - beside.keys():
-            targets[place].view(-1).copy_(_values(files[place]).view(-1))
-
+    has_steps = any(place.key == STEP for place in parts)
+    parts.update(untrained_parts(folder, model, shapes, ranks_of_zero3 or 1))
     state = load_mapped(folder / "zero" / "optimizer_state.pt")
     of_first = state.get("optimizer_state_dict", {}).get("state", {}).get(0, {})
     counted = int(of_first.get(STEP, model["global_steps"]))
-    has_steps = any(place.key == STEP for place in files)
-    return Found(folder, tensors, fill, step=None if has_steps else counted)
+    return found_of(folder, parts, shapes, step=None if has_steps else counted)
 
 
 def _values(path: Path) -> Tensor:
     content: Any = load_mapped(path)
-    return torch.as_tensor(content["param"] if isinstance(content, dict) else content)
+    return torch.as_tensor(content["param"] if isinstance(content, dict) else content).view(-1)
 
 
 # -- out --------------------------------------------------------------------------------------------

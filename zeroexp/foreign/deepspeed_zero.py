@@ -14,7 +14,6 @@ import pickle
 import re
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping
-from functools import partial
 from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -28,6 +27,7 @@ from zeroexp.foreign.found import Found, Place
 from zeroexp.foreign.matching import STEP
 from zeroexp.interface.canonical import WEIGHT
 
+LATEST = "latest"
 OPTIMIZER_FILES = "*_optim_states.pt"
 RANKS = re.compile(r"zero_pp_rank_(\d+)_mp_rank_(\d+)(?:_\d+)?_optim_states\.pt$")
 OLDER = "give one of the whole model, saved by DeepSpeed 0.10 or newer"
@@ -45,41 +45,36 @@ Shapes = dict[str, tuple[int, ...]]
 
 
 def is_deepspeed(folder: Path) -> bool:
-    return any(_folder_of_step(folder).glob(OPTIMIZER_FILES))
+    return any(folder_of_step(folder, LATEST).glob(OPTIMIZER_FILES))
 
 
 def read_deepspeed(folder: Path, names: Collection[str]) -> Found:
     """Raises CheckpointError for files that are missing, unreadable, or of a part of a model."""
-    folder = _folder_of_step(folder)
+    folder = folder_of_step(folder, LATEST)
     ranks = [load_mapped(path) for path in _files_by_rank(folder)]
     states = [each["optimizer_state_dict"] for each in ranks]
     is_zero3 = "fp32_flat_groups" in states[0]
-    first = "zero_pp_rank_0_mp_rank_00" if is_zero3 else "mp_rank_00"
-    model = load_mapped(folder / f"{first}_model_states.pt")
     count = states[0]["partition_count"]
     if len(ranks) != (max(count) if isinstance(count, list) else count):
         problem = f"{len(ranks)} files of optimizer states, of {count} ranks"
         raise CheckpointError(f"{folder}: {problem}; copy what is missing")
-    shapes: Shapes = {n: tuple(s) for group in model["param_shapes"] for n, s in group.items()}
+    model, shapes = model_states(folder, is_zero3=is_zero3)
     parts = _parts_of_zero3(states, shapes) if is_zero3 else _parts_of_groups(states)
-    for name, cut in untrained_parts(folder, model, shapes, len(ranks) if is_zero3 else 1):
-        parts[Place(name, WEIGHT)] = cut
-    _require_whole(folder, parts, shapes)
-    tensors = {
-        place: torch.empty(
-            () if place.key == STEP else shapes[place.name],
-            dtype=own[0].values.dtype,
-            device="meta",
-        )
-        for place, own in parts.items()
-    }
-    return Found(folder, tensors, partial(fill_parts, parts), step=None)
+    parts.update(untrained_parts(folder, model, shapes, len(ranks) if is_zero3 else 1))
+    return found_of(folder, parts, shapes)
 
 
-def _folder_of_step(folder: Path) -> Path:
+def folder_of_step(folder: Path, latest: str) -> Path:
     """Return the folder itself, or that of the step which its file `latest` names."""
-    latest = folder / "latest"
-    return folder / latest.read_text(encoding="utf-8").strip() if latest.is_file() else folder
+    file = folder / latest
+    return folder / file.read_text(encoding="utf-8").strip() if file.is_file() else folder
+
+
+def model_states(folder: Path, *, is_zero3: bool) -> tuple[dict[str, Any], Shapes]:
+    """Return what stands beside the optimizer's states, and the shapes of trained parameters in their order."""
+    first = "zero_pp_rank_0_mp_rank_00" if is_zero3 else "mp_rank_00"
+    model = load_mapped(folder / f"{first}_model_states.pt")
+    return model, {n: tuple(s) for group in model["param_shapes"] for n, s in group.items()}
 
 
 def _files_by_rank(folder: Path) -> list[Path]:
@@ -94,7 +89,7 @@ def _files_by_rank(folder: Path) -> list[Path]:
 
 def untrained_parts(
     folder: Path, model: dict[str, Any], shapes: Shapes, num_ranks: int
-) -> Iterator[tuple[str, list[Part]]]:
+) -> Iterator[tuple[Place, list[Part]]]:
     """Yield the parts of each buffer and frozen parameter, and add their shapes.
 
     zero1 and zero2 have them whole beside the trained ones, which are rounded there. zero3 cuts the frozen ones.
@@ -104,13 +99,16 @@ def untrained_parts(
     for name, values in model["module"].items():
         if name in buffers or (num_ranks == 1 and name not in trained_or_tied):
             shapes[name] = tuple(values.shape)
-            yield name, [Part(0, values.reshape(-1))]
+            yield Place(name, WEIGHT), [Part(0, values.reshape(-1))]
     if num_ranks > 1 and cut:
         files = [f"zero_pp_rank_{rank}_mp_rank_00_model_states.pt" for rank in range(num_ranks)]
         fragments = [load_mapped(folder / file)["frozen_param_fragments"] for file in files]
         for name, shape in cut.items():
             shapes[name] = tuple(shape)
-            yield name, [*_cut_evenly([of_rank[name] for of_rank in fragments], prod(shape))]
+            yield (
+                Place(name, WEIGHT),
+                [*_cut_evenly([of_rank[name] for of_rank in fragments], prod(shape))],
+            )
 
 
 # -- where what lies --------------------------------------------------------------------------------
@@ -177,19 +175,22 @@ def _cut_evenly(cut: list[Tensor], numel: int) -> Iterator[Part]:
             yield Part(rank * share, values.reshape(-1)[:stop])
 
 
-def _require_whole(folder: Path, parts: Parts, shapes: Shapes) -> None:
+def found_of(folder: Path, parts: Parts, shapes: Shapes, step: int | None = None) -> Found:
+    """Return what these parts make. Raises CheckpointError where elements are missing."""
+    tensors: dict[Place, Tensor] = {}
     for place, own in parts.items():
+        shape = () if place.key == STEP else shapes[place.name]
         there = sum(part.values.numel() for part in own)
-        numel = 1 if place.key == STEP else prod(shapes[place.name])
-        if there != numel:
-            problem = f"{there} of {numel} elements of {place.key} of {place.name}"
+        if there != prod(shape):
+            problem = f"{there} of {prod(shape)} elements of {place.key} of {place.name}"
             raise CheckpointError(f"{folder}: holds {problem}; copy what is missing")
+        tensors[place] = own[0].values.new_empty(shape, device="meta")
 
+    def read(place: Place, target: Tensor) -> None:
+        for start, values in parts[place]:
+            target.view(-1)[start : start + values.numel()].copy_(values)
 
-def fill_parts(parts: Parts, targets: Mapping[Place, Tensor]) -> None:
-    for place, target in targets.items():
-        for part in parts[place]:
-            target.view(-1)[part.start : part.start + part.values.numel()].copy_(part.values)
+    return Found(folder, tensors, read, step)
 
 
 # -- files ------------------------------------------------------------------------------------------

@@ -21,8 +21,8 @@ class Place(NamedTuple):
 class Found:
     folder: Path
     tensors: dict[Place, Tensor]  # on meta: shapes and dtypes
-    # Copies values into tensors of these shapes and dtypes, and holds at most one tensor of the files meanwhile.
-    fill: Callable[[Mapping[Place, Tensor]], None]
+    # Copies values into a tensor of this shape and dtype, and holds at most one tensor of the files meanwhile.
+    read: Callable[[Place, Tensor], None]
     step: int | None = None  # steps done; None: the moments named "step" tell
     left_out: list[str] = field(default_factory=list[str])  # what is neither weight nor moment
     arguments: Mapping[str, Any] = field(default_factory=dict[str, Any])  # of the trainer, if held

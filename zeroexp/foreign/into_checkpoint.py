@@ -1,6 +1,6 @@
 """Write a checkpoint of ours from what another trainer's holds.
 
-    names, shapes ─▶ matched with the model ─▶ rank0.bin at its full size, mapped ─▶ filled in any order ─▶ hashed
+    names, shapes ─▶ matched with the model ─▶ rank0.bin at its full size, mapped ─▶ filled ─▶ hashed
 
 The values go from a file of theirs straight to their place in ours, so that no tensor waits for its other parts.
 """
@@ -68,8 +68,8 @@ def import_checkpoint(
         for place in places.keys() - matched.sources.keys():
             places[place].fill_(step)
         _require_tied(found, matched, places)
-        found.fill({theirs: places[ours] for ours, theirs in matched.sources.items()})
         for ours, theirs in matched.sources.items():
+            found.read(theirs, places[ours])
             if found.in_pairs and theirs.name.endswith(TURNED) and theirs.key != STEP:
                 _part_pairs(places[ours], built)
         state = _stored(places)
@@ -81,7 +81,8 @@ def _steps_done(found: Found, matched: Matched, asked: int | None) -> int:
     counters = {
         theirs: torch.zeros(()) for theirs in matched.sources.values() if theirs.key == STEP
     }
-    found.fill(counters)
+    for place, counter in counters.items():
+        found.read(place, counter)
     counted = found.step or int(max(counters.values(), default=0))
     if counted and asked not in (None, counted):
         raise CheckpointError(f"--step={asked}: {found.folder} counts {counted}; leave it out")
@@ -124,7 +125,7 @@ def _require_tied(found: Found, matched: Matched, places: dict[Place, Tensor]) -
     for theirs, ours in matched.tied.items():
         hashes: set[str] = set()
         for name in (theirs, matched.sources[ours]):
-            found.fill({name: places[ours]})
+            found.read(name, places[ours])
             hashes.add(_hash(places[ours]))
         if len(hashes) > 1:
             both = f"{theirs.name} and {matched.sources[ours].name}"

@@ -15,7 +15,6 @@ from __future__ import annotations
 import io
 import pickle
 import re
-from collections import defaultdict
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import replace
@@ -119,20 +118,18 @@ def with_parted_rows(found: Found, built: BuiltModel) -> Found:
             rows = rows_of(whole, heads, config)
             tensors[own] = rows.flatten(0, 2) if rows is not whole else whole
 
-    def fill(targets: Mapping[Place, Tensor]) -> None:
-        found.fill({place: each for place, each in targets.items() if place not in parts})
-        of_whole: dict[Place, list[Place]] = defaultdict(list)
-        for place in targets.keys() & parts.keys():
-            of_whole[parts[place][0]].append(place)
-        for place, own in of_whole.items():
-            whole = torch.empty_like(found.tensors[place], device="cpu")
-            found.fill({place: whole})
-            for each in own:
-                rows = rows_of(whole, parts[each][1], config)
-                targets[each].view(rows.shape).copy_(rows)
-            whole.untyped_storage().resize_(0)  # torch holds on to the last that it has loaded
+    def read(place: Place, target: Tensor) -> None:
+        if place not in parts:
+            found.read(place, target)
+            return
+        theirs, heads = parts[place]
+        whole = torch.empty_like(found.tensors[theirs], device="cpu")
+        found.read(theirs, whole)
+        rows = rows_of(whole, heads, config)
+        target.view(rows.shape).copy_(rows)
+        whole.untyped_storage().resize_(0)  # torch holds on to the last that it has loaded
 
-    return replace(found, tensors=tensors, fill=fill)
+    return replace(found, tensors=tensors, read=read)
 
 
 def _require_same_model(found: Found, config: Any) -> None:
