@@ -41,6 +41,22 @@ def test_what_ended_without_a_word_is_said_by_the_next(run: Path) -> None:
     assert attempt.newest(run) == 2
 
 
+def test_who_watched_an_attempt_explains_it_unless_it_did_so_itself(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(attempt.NUMBER, "0")  # removed afterwards
+    attempt.explain(tmp_path, "it never began")
+    assert attempt.read(tmp_path) == []
+    attempt.begin(tmp_path, 1)
+    attempt.end(tmp_path, "time limit")
+    attempt.explain(tmp_path, "failed")
+    attempt.begin(tmp_path, 2)
+    attempt.explain(tmp_path, "rank 1 hangs")
+    attempt.begin(tmp_path, 3)
+    reasons = [each.get("reason") for each in attempt.read(tmp_path)]
+    assert reasons == ["time limit", "rank 1 hangs", None]
+
+
 def test_an_earlier_attempt_writes_nothing(run: Path) -> None:
     ranks = [records("zero3", 2, rank, 5) for rank in (0, 1)]
     with pytest.raises(attempt.Superseded, match=r"attempt 2 of .* has begun; this is 1"):
