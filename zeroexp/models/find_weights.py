@@ -5,11 +5,11 @@ Only this file asks whether the hub can be reached.
 
 from __future__ import annotations
 
-import functools
 import json
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
+from functools import cache, partial
 from pathlib import Path
 
 from huggingface_hub import constants, hf_hub_download, snapshot_download
@@ -22,7 +22,7 @@ from zeroexp.process.reachable import server_answers
 MODEL_FILES = ["*.safetensors", "*.json", "*.jinja"]
 
 
-@functools.cache
+@cache
 def is_online() -> bool:
     """Return whether the hub answers within seconds; False in the hub's offline mode."""
     if constants.HF_HUB_OFFLINE:
@@ -59,20 +59,16 @@ def model_folder(name: str) -> Path:
     """
     if folder := _model_here(name):
         return folder
-    key = f"model.weights={name}"
-    _require_hub(key)
-    with _one_line_errors(key, "safetensors"):
-        return Path(snapshot_download(name, allow_patterns=MODEL_FILES))
+    fetch = partial(snapshot_download, name, allow_patterns=MODEL_FILES)
+    return _from_hub(f"model.weights={name}", fetch, needed="safetensors")
 
 
 def config_folder(name: str) -> Path:
     """Return a folder with the config.json of this model on the hub: the cache's, or a download. Raises ConfigError."""
-    key = f"model.path={name}"
+    fetch = partial(hf_hub_download, name, "config.json")
     with suppress(LocalEntryNotFoundError, HFValidationError):
-        return Path(hf_hub_download(name, "config.json", local_files_only=True)).parent
-    _require_hub(key)
-    with _one_line_errors(key, "config.json"):
-        return Path(hf_hub_download(name, "config.json")).parent
+        return Path(fetch(local_files_only=True)).parent
+    return _from_hub(f"model.path={name}", fetch, needed="config.json").parent
 
 
 def _require_hub(key: str) -> None:
@@ -83,10 +79,10 @@ def _require_hub(key: str) -> None:
         )
 
 
-@contextmanager
-def _one_line_errors(key: str, needed: str) -> Iterator[None]:
+def _from_hub(key: str, fetch: Callable[[], str], *, needed: str) -> Path:
+    _require_hub(key)
     try:
-        yield
+        return Path(fetch())
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError) as error:
         reason = str(error).splitlines()[0]
         raise ConfigError(

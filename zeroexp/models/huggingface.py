@@ -83,12 +83,7 @@ def _mask_padding(module: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, 
 
 def architecture(config: ModelConfig) -> str:
     """Return what transformers calls the model: its `model_type`."""
-    if config.family != "hf":
-        return config.family
-    if "model_type" not in shape_of(config):
-        remedy = "set it to a folder with config.json, or to a hub id"
-        raise ConfigError(f"model.path=null: model={config.name} needs a model; {remedy}")
-    return str(shape_of(config)["model_type"])
+    return str(shape_of(config)["model_type"]) if config.family == "hf" else config.family
 
 
 @contextlib.contextmanager
@@ -172,10 +167,9 @@ def require_fitting_weights(config: ModelConfig, folder: Path) -> None:
     If the data decides the model's vocabulary size, the weights' size is assumed.
     """
     words = vocabulary(config) or huggingface_weights_check.num_words(config, folder)
-    shape = _shape(config, words)
     with torch.device("meta"):
-        module = _from_config(config, shape)
-    huggingface_weights_check.require_fitting(config, folder, shape, module)
+        module = build(config, words)
+    huggingface_weights_check.require_fitting(config, folder, module)
 
 
 def stored(config: ModelConfig, module: nn.Module, drawn: Drawn | None) -> Values:
@@ -187,8 +181,7 @@ def stored(config: ModelConfig, module: nn.Module, drawn: Drawn | None) -> Value
     assert config.weights is not None
     folder = find_weights.model_folder(config.weights)
     _keep_quiet()
-    model: Any = module
-    headers = huggingface_weights_check.require_fitting(config, folder, model.config, module)
+    headers = huggingface_weights_check.require_fitting(config, folder, module)
     values = Stored(module, headers, drawn)
     values.fill_buffers()
     return values

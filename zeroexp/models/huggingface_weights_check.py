@@ -13,13 +13,12 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator, Mapping
-from functools import partial
 from pathlib import Path
-from typing import Any, NoReturn, cast
+from typing import Any, NoReturn
 
 import torch
 from huggingface_hub.errors import StrictDataclassError
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import AutoConfig, PreTrainedConfig
 
 from zeroexp.config.keys import ConfigError, ModelConfig
@@ -39,30 +38,31 @@ TABLES = re.compile(
     r"\.(rotary_emb\.inv_freq|attn\.(masked_)?bias|attention\.(masked_)?bias|embeddings\.position_ids)$"
 )
 FLOATS = ("F64", "F32", "F16", "BF16")
-HEADS = {"causal": ("lm_head.",), "classification": ("score.",)}
+HEADS = LANGUAGE_HEAD, CLASS_HEAD = "lm_head.", "score."
 
 
-def require_fitting(
-    config: ModelConfig, folder: Path, shape: PreTrainedConfig, module: nn.Module
-) -> dict[str, Header]:
+def require_fitting(config: ModelConfig, folder: Path, module: Any) -> dict[str, Header]:
     """Return the header of every tensor in `folder`, by the published name that the model with its head gives it.
 
-    Raises ConfigError, in one line, unless these are the weights of exactly this model. `module`, which may be on meta,
-    was made from the config `shape`. A classification head may be missing or be replaced by another task's head.
+    Raises ConfigError, in one line, unless these are the weights of exactly this model, which may be on meta.
+    A classification head may be missing or be replaced by another task's head.
     """
-    _require_config(config, folder, shape)
+    _require_config(config, folder, module.config)
     tensors = {n: t.detach().to("meta") for n, t in saved_tensors(module).items()}
     expected = publish(module, tensors)
-    headers = _of_model(_headers(config, folder), module, expected)
+    try:
+        headers = _of_model(read_headers(folder), module, expected)
+    except UnreadableWeights as error:
+        _refuse(config, f"its weights can not be read ({error})", "fetch or copy them again")
     _require_names(config, expected, headers)
     _require_shapes(config, expected, headers)
-    _require_tied(config, shape, module, headers)
+    _require_tied(config, module, headers)
     return headers
 
 
 def num_words(config: ModelConfig, folder: Path) -> int | None:
     """Return the vocabulary size in the folder's config.json."""
-    words = _config_json(config, folder).get("vocab_size")
+    words = read_folder(folder, _named(config)).get("vocab_size")
     return words if isinstance(words, int) else None
 
 
@@ -70,14 +70,13 @@ def num_words(config: ModelConfig, folder: Path) -> int | None:
 
 
 def _require_config(config: ModelConfig, folder: Path, ours: PreTrainedConfig) -> None:
-    written = _config_json(config, folder)
-    kind = written.get("model_type")
-    our_kind = ours.model_type
-    if kind != our_kind:
-        problem = f"its config.json says model_type={kind}, not {our_kind}"
+    written = read_folder(folder, _named(config))
+    kind = written.pop("model_type")
+    if kind != ours.model_type:
+        problem = f"its config.json says model_type={kind}, not {ours.model_type}"
         _refuse(config, problem, f"choose weights of model.family={config.family}")
     try:
-        theirs = AutoConfig.for_model(our_kind, **_without_type(written))
+        theirs = AutoConfig.for_model(kind, **written)
     except (StrictDataclassError, ValueError, TypeError, KeyError) as error:
         reason = " ".join(str(error).split())
         _refuse(config, f"its config.json is none of a {kind}: {reason}", "repair it")
@@ -91,15 +90,6 @@ def _require_config(config: ModelConfig, folder: Path, ours: PreTrainedConfig) -
             f"its config.json has {their_values} where model.name={config.name} has {our_values}"
         )
         _refuse(config, problem, remedy)
-
-
-def _config_json(config: ModelConfig, folder: Path) -> dict[str, Any]:
-    return read_folder(folder, partial(_refuse, config))
-
-
-def _without_type(written: dict[str, Any]) -> dict[str, Any]:
-    """Drop `model_type`, which is `for_model`'s own argument."""
-    return {key: value for key, value in written.items() if key != "model_type"}
 
 
 def _effective(shape: PreTrainedConfig) -> dict[str, Any]:
@@ -142,13 +132,6 @@ def _shown(value: Any) -> str:
 # ---- files of weights
 
 
-def _headers(config: ModelConfig, folder: Path) -> dict[str, Header]:
-    try:
-        return read_headers(folder)
-    except UnreadableWeights as error:
-        _refuse(config, f"its weights can not be read ({error})", "fetch or copy them again")
-
-
 def _of_model(
     headers: dict[str, Header], module: Any, expected: Mapping[str, Tensor]
 ) -> dict[str, Header]:
@@ -157,9 +140,8 @@ def _of_model(
     What transformers' own class says to leave out (layers that predict several tokens at once) is no part of the model.
     """
     prefix = f"{module.base_model_prefix}."
-    heads = tuple(head for names in HEADS.values() for head in names)
     if not any(name.startswith(prefix) for name in headers):
-        headers = {n if n.startswith(heads) else prefix + n: h for n, h in headers.items()}
+        headers = {n if n.startswith(HEADS) else prefix + n: h for n, h in headers.items()}
     none_of_it = [TABLES, *(module._keys_to_ignore_on_load_unexpected or ())]
     return {
         name: header
@@ -174,16 +156,13 @@ def _of_model(
 def _require_names(
     config: ModelConfig, expected: Mapping[str, Any], headers: Mapping[str, Any]
 ) -> None:
-    heads = tuple(head for names in HEADS.values() for head in names)
-    may_lack = HEADS["classification"] if config.task == "classification" else ()
-    may_have = HEADS["causal"] if config.task == "classification" else ()
-    # Some files repeat the head that is tied to the embedding; _require_tied compares its values.
-    may_have = (*may_have, *(head for head in HEADS["causal"] if config.task == "causal"))
-    missing = sorted(name for name in set(expected) - set(headers) if not name.startswith(may_lack))
-    extra = sorted(name for name in set(headers) - set(expected) if not name.startswith(may_have))
+    may_lack = CLASS_HEAD if config.task == "classification" else ()
+    missing = sorted(n for n in expected.keys() - headers.keys() if not n.startswith(may_lack))
+    # A file may repeat the head that is tied to the embedding; _require_tied compares its values.
+    extra = sorted(n for n in headers.keys() - expected.keys() if not n.startswith(LANGUAGE_HEAD))
     if extra:
         remedy = "choose weights of this model; these would be left out in silence"
-        if all(name.startswith(heads) for name in extra):
+        if all(name.startswith(HEADS) for name in extra):
             remedy = "choose weights without this head, or the task it is for"
         _refuse(config, f"{_first_of(extra)} in it, not in model.name={config.name}", remedy)
     if missing:
@@ -207,16 +186,14 @@ def _require_shapes(
             _refuse(config, problem, "choose weights of this model, or change model.hf_config")
 
 
-def _require_tied(
-    config: ModelConfig, shape: PreTrainedConfig, module: nn.Module, headers: Mapping[str, Header]
-) -> None:
+def _require_tied(config: ModelConfig, module: Any, headers: Mapping[str, Header]) -> None:
     """Raise ConfigError if a file holds both tied tensors with different values: transformers would untie them."""
-    (head,) = HEADS["causal"]
-    words = cast(Any, module).get_input_embeddings().weight
-    (name,) = (name for name, p in module.named_parameters() if p is words)
-    beside = f"{head}weight"
-    if config.task != "causal" or not shape.tie_word_embeddings or beside not in headers:
+    beside = f"{LANGUAGE_HEAD}weight"
+    ties = config.task == "causal" and module.config.tie_word_embeddings
+    if not ties or beside not in headers:
         return
+    words = module.get_input_embeddings().weight
+    (name,) = (name for name, p in module.named_parameters() if p is words)
     if not torch.equal(read_tensor(headers[beside]), read_tensor(headers[name])):
         problem = f"{beside} differs from {name} in it, model.name={config.name} ties them"
         _refuse(config, problem, "choose weights of this model")
@@ -230,5 +207,9 @@ def _by(shape: tuple[int, ...]) -> str:
     return " x ".join(map(str, shape)) or "a number"
 
 
+def _named(config: ModelConfig) -> str:
+    return f"model.weights={config.weights}"
+
+
 def _refuse(config: ModelConfig, problem: str, remedy: str) -> NoReturn:
-    raise ConfigError(f"model.weights={config.weights}: {problem}; {remedy}")
+    raise ConfigError(f"{_named(config)}: {problem}; {remedy}")

@@ -44,24 +44,18 @@ def add_adapters(
     """
     if config.lora.r is None:
         return values
-    values = _with_adapters(module, config, seed, values)
-    if config.lora.quantize is None:
-        return values
-    return quantize_base(module, f"model.lora.quantize={config.lora.quantize}", values)
-
-
-def _with_adapters(
-    module: nn.Module, config: ModelConfig, seed: int, values: Values | None
-) -> Values | None:
     if values is None:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             _inject(module, config)
-        return None
-    names = {parameter: name for name, parameter in module.named_parameters()}
-    _, drawn = defer(lambda: _inject(module, config), seed, lambda _: module)
-    now = {names[p]: name for name, p in module.named_parameters() if p in names}
-    return _WithAdapters(values, now, drawn)
+    else:
+        names = {parameter: name for name, parameter in module.named_parameters()}
+        _, drawn = defer(lambda: _inject(module, config), seed, lambda _: module)
+        now = {names[p]: name for name, p in module.named_parameters() if p in names}
+        values = _WithAdapters(values, now, drawn)
+    if config.lora.quantize is None:
+        return values
+    return quantize_base(module, f"model.lora.quantize={config.lora.quantize}", values)
 
 
 class _WithAdapters:

@@ -5,10 +5,9 @@ Only config.json is read, before anything is checked, so that all rules and the 
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from zeroexp.config.families import shape_of
 from zeroexp.config.keys import Config, ConfigError, ModelConfig
@@ -73,41 +72,40 @@ def _refuse_without_effect(model: ModelConfig) -> None:
         raise ConfigError(f"model.weights={model.weights}: model.path names them; {remedy}")
 
 
-def read_folder(folder: Path, refuse: Callable[[str, str], NoReturn]) -> dict[str, Any]:
-    """Read config.json of a folder of weights; `refuse` raises, given a problem and its remedy."""
+def read_folder(folder: Path, named: str) -> dict[str, Any]:
+    """Read config.json of a folder of weights. Raises ConfigError, which begins with `named`, a key and its value."""
     # transformers takes two seconds to import.
     from zeroexp.models.huggingface_keys import read_config_json
 
     try:
         published = read_config_json(folder)
-    except FileNotFoundError:
-        refuse("no config.json in it", "use a folder that save_pretrained wrote")
+    except FileNotFoundError as error:
+        remedy = "use a folder that save_pretrained wrote"
+        raise ConfigError(f"{named}: no config.json in it; {remedy}") from error
     except (OSError, ValueError) as error:
-        refuse(f"its config.json can not be read ({error})", "repair it")
+        problem = f"its config.json can not be read ({error})"
+        raise ConfigError(f"{named}: {problem}; repair it") from error
     if not isinstance(published, dict) or not isinstance(published.get("model_type"), str):
-        refuse("its config.json has no model_type", "use a folder of transformers")
+        problem = "its config.json has no model_type"
+        raise ConfigError(f"{named}: {problem}; use a folder of transformers")
     for key, (why, remedy) in UNFIT.items():
         if published.get(key):
-            refuse(f"its config.json has {key}, {why}", remedy)
+            raise ConfigError(f"{named}: its config.json has {key}, {why}; {remedy}")
     return published
 
 
 def _read_published_config(model: ModelConfig) -> dict[str, Any]:
     """Read config.json of a local folder, or else of the hub."""
     assert model.path is not None
-
-    def refuse(problem: str, remedy: str) -> NoReturn:
-        raise ConfigError(f"model.path={model.path}: {problem}; {remedy}")
-
-    folder = Path(model.path).expanduser()
+    named, folder = f"model.path={model.path}", Path(model.path).expanduser()
     if not folder.is_dir():
         if model.path[0] in "./~":
-            refuse("no such folder", "use one that exists, or a hub id")
+            raise ConfigError(f"{named}: no such folder; use one that exists, or a hub id")
         # The hub's client takes half a second to import.
         from zeroexp.models import find_weights
 
         folder = find_weights.config_folder(model.path)
-    return read_folder(folder, refuse)
+    return read_folder(folder, named)
 
 
 # Keys of a published config.json that no run can follow: what each means, and the remedy.
