@@ -26,6 +26,7 @@ from zeroexp.process.world import World
 
 RECIPE = Recipe(model="llama", accumulation=1, steps=6)
 SAVED = 3  # steps done
+FORMS = ("nested", "flat", "titan")  # of what is saved
 State = dict[str, dict[str, Tensor]]
 
 
@@ -45,29 +46,30 @@ def share_of_loss(model: nn.Module, step: int, rank: int, size: int) -> Tensor:
     return loss_sum(model(input_ids=tokens), labels, "causal") / num_valid(step, 1, size)
 
 
-def train_fsdp2(
-    world: World, *, load: Path | None = None, save: Path | None = None, form: str = "nested"
-) -> list[State]:
-    """The whole state behind SAVED steps and at the end. form: nested | flat | titan, of what is saved and loaded."""
+def train_fsdp2(world: World, folder: Path, form: str | None = None) -> list[State]:
+    """The whole state behind SAVED steps, where each of FORMS is saved into `folder`, and at the end.
+
+    form: of what lies in `folder`, to go on from it; then the state at the end alone.
+    """
     built = MODELS[RECIPE.model].build()
     model: Any = built.module
     mesh = init_device_mesh("cpu", (world.size,))
     for name in built.blocks:
         fully_shard(model.get_submodule(name), mesh=mesh)
     fully_shard(model, mesh=mesh)
-    optimizer = adamw(model) if load is None else adamw(model, lr=123.0)  # the saved one counts
+    optimizer = adamw(model) if form is None else adamw(model, lr=123.0)  # the saved one counts
+    if form is not None:
+        _load(model, optimizer, folder, form)
     states: list[State] = []
-    for step in range(0 if load is None else SAVED, RECIPE.steps):
-        if load is not None and step == SAVED:
-            _load(model, optimizer, load, form)
+    for step in range(0 if form is None else SAVED, RECIPE.steps):
         # FSDP2 takes the mean of gradients; twice the mean of two is their sum, exactly.
         (share_of_loss(model, step, world.rank, world.size) * world.size).backward()
         optimizer.step()
         optimizer.zero_grad()
         if step + 1 in (SAVED, RECIPE.steps):
             states.append(_whole(model, optimizer))
-        if save is not None and step + 1 == SAVED:
-            dcp.save(_state_dict(model, optimizer, form), checkpoint_id=save)
+        for each in FORMS if step + 1 == SAVED else ():
+            dcp.save(_state_dict(model, optimizer, each), checkpoint_id=folder / each)
     return states
 
 

@@ -13,6 +13,7 @@ import warnings
 from argparse import Namespace
 from copy import deepcopy
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,15 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 
-from tests.checkpoint.other_trainers import RECIPE, SAVED, State, adamw, save_alone, train_fsdp2
+from tests.checkpoint.other_trainers import (
+    FORMS,
+    RECIPE,
+    SAVED,
+    State,
+    adamw,
+    save_alone,
+    train_fsdp2,
+)
 from tests.checkpoint.saving import resume_each
 from tests.composing import compose_once, composed
 from tests.engines import DEEPSPEED, EVERY_ENGINE, FLOAT32_ROUNDING, NEEDS_DEEPSPEED
@@ -75,36 +84,42 @@ def require_same(ours: State, theirs: State, atol: float = 0.0) -> None:
             assert furthest <= atol, f"{name}.{key}"
 
 
-def goes_on(ranks, checkpoint: Path) -> tuple[State, State]:
-    """Under our ZeRO-3: the state as loaded, and at the end."""
-    answers = ranks(resume_each, RECIPE, ZERO3, [(checkpoint, True)])
-    (loaded, ended) = zip(*[(first, rest[1]) for ((first, rest),) in answers], strict=True)
-    return assembled(loaded), assembled(ended)
+def goes_on(ranks, *checkpoints: Path) -> list[tuple[State, State]]:
+    """Under our ZeRO-3: the state as loaded, and at the end, of each."""
+    answers = ranks(resume_each, RECIPE, ZERO3, [(each, True) for each in checkpoints])
+    return [
+        (assembled([first for first, _ in each]), assembled([rest[1] for _, rest in each]))
+        for each in zip(*answers, strict=True)
+    ]
 
 
 # -- FSDP2 ------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("form", ["nested", "flat", "titan"])
-def test_fsdp2_is_brought_in_and_goes_on(ranks, tmp_path, form):
-    (saved, ended), _ = ranks(call_fsdp2, {"save": tmp_path / "theirs", "form": form})
-    checkpoint, notes = brought_in(tmp_path / "theirs", tmp_path / "run", config_of())
-    assert checkpoint == tmp_path / "run" / "checkpoint" / f"step-{SAVED:06d}"
-    left_out = "left out, as neither weights nor moments: train_state.step"
-    assert notes == ([left_out] if form == "titan" else [])
-    loaded, at_end = goes_on(ranks, checkpoint)
-    require_same(loaded, saved)
-    require_same(at_end, ended)
+def test_fsdp2_is_brought_in_and_goes_on(ranks, tmp_path):
+    """Its states nested or flat, and as torchtitan saves them."""
+    (saved, ended), _ = ranks(train_fsdp2, tmp_path)
+    left_out = {"titan": ["left out, as neither weights nor moments: train_state.step"]}
+    checkpoints: list[Path] = []
+    for form in FORMS:
+        run = tmp_path / f"from_{form}"
+        checkpoint, notes = brought_in(tmp_path / form, run, config_of())
+        assert checkpoint == run / "checkpoint" / f"step-{SAVED:06d}"
+        assert notes == left_out.get(form, [])
+        checkpoints.append(checkpoint)
+    for loaded, at_end in goes_on(ranks, *checkpoints):
+        require_same(loaded, saved)
+        require_same(at_end, ended)
 
 
-@pytest.mark.parametrize("form", ["nested", "flat"])
-def test_fsdp2_takes_ours_and_goes_on(ranks, tmp_path, form):
+def test_fsdp2_takes_ours_and_goes_on(ranks, tmp_path):
     states = ranks(train_ours, config_of(), tmp_path)
     checkpoint = export.choose_checkpoint(tmp_path)
     assert any(len(t.pieces) > 1 for _, t in read_manifest(checkpoint).tensors()), "of two ranks"
     export.export_whole(checkpoint, tmp_path / "to", "dcp")
-    (ended,), _ = ranks(call_fsdp2, {"load": tmp_path / "to", "form": form})
-    require_same(assembled(states), ended)
+    for form in ("nested", "flat"):
+        (ended,), _ = ranks(train_fsdp2, tmp_path / "to", form)
+        require_same(assembled(states), ended)
 
 
 def test_torchs_own_muon_takes_ours(tmp_path):
@@ -168,10 +183,6 @@ def train_in_8_bits(world: World, run: Path) -> CanonicalState:
     return pieces_of(strategy)
 
 
-def call_fsdp2(world: World, words: dict[str, Any]) -> list[State]:
-    return train_fsdp2(world, **words)
-
-
 def train_ours(world: World, config: Config, run: Path) -> CanonicalState:
     strategy = build_on_rank(world, RECIPE, ZERO3)
     run_steps(strategy, world, RECIPE, range(SAVED))
@@ -219,7 +230,7 @@ def test_deepspeed_is_brought_in_and_goes_on(ranks, tmp_path, engine, model, pre
     if model == "llama":
         checkpoint, notes = brought_in(tmp_path / "theirs", tmp_path / "run", config_of())
         assert notes == []
-        loaded, at_end = goes_on(ranks, checkpoint)
+        ((loaded, at_end),) = goes_on(ranks, checkpoint)
         require_same(loaded, saved)
         require_same(at_end, ended, ATOL[engine])
 
@@ -239,11 +250,11 @@ def test_what_deepspeed_makes_universal_is_brought_in(ranks, tmp_path, engine):
     ds_to_universal.main(Namespace(**words, inject_missing_state=True))
     checkpoint, notes = brought_in(to.parent, tmp_path / "run", config_of())
     assert notes == []
-    require_same(goes_on(ranks, checkpoint)[0], assembled([saved for saved, _ in answers]))
+    ((loaded, _),) = goes_on(ranks, checkpoint)
+    require_same(loaded, assembled([saved for saved, _ in answers]))
 
 
-def test_what_we_make_universal_is_what_we_read(alone, tmp_path):
-    first, _ = brought_in(alone / "whole", tmp_path / "run", config_of())
+def test_what_we_make_universal_is_what_we_read(first, tmp_path):
     export.export_whole(first, tmp_path / "to", "deepspeed")
     again, notes = brought_in(tmp_path / "to", tmp_path / "again", config_of())
     assert notes == [] and again.name == first.name
@@ -299,6 +310,12 @@ def alone(tmp_path_factory) -> Path:
     return folder
 
 
+@pytest.fixture(scope="module")
+def first(alone, tmp_path_factory) -> Path:
+    """The checkpoint that `whole` becomes, which no test changes."""
+    return brought_in(alone / "whole", tmp_path_factory.mktemp("first") / "run", config_of())[0]
+
+
 def stepped(config: Config):
     model = build_model(config.model, seed=1).module
     optimizer = adamw(model)
@@ -347,9 +364,10 @@ def test_what_does_not_fit_is_refused_by_name(alone, tmp_path, config, problem):
     assert not any(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("prefix", ["", "state.", "app.state."])
-@pytest.mark.parametrize("around", [False, True])
-def test_names_around_the_model_change_nothing(alone, tmp_path, prefix, around):
+@pytest.mark.parametrize(
+    ("prefix", "around"), [("", True), ("state.", False), ("state.", True), ("app.state.", True)]
+)
+def test_names_around_the_model_change_nothing(first, tmp_path, prefix, around):
     """The trainer's own, in which "state" may stand, and those of a module around the model, as DDP is one."""
     model, optimizer = stepped(config_of())
     holder = model
@@ -358,7 +376,6 @@ def test_names_around_the_model_change_nothing(alone, tmp_path, prefix, around):
         holder.net = torch.nn.ModuleDict({"model": model})
     save_quietly(tmp_path / "theirs", holder, optimizer, prefix)
     checkpoint, notes = brought_in(tmp_path / "theirs", tmp_path / "run", config_of())
-    first, _ = brought_in(alone / "whole", tmp_path / "first", config_of())
     assert notes == [] and hashes(checkpoint) == hashes(first)
 
 
@@ -429,8 +446,7 @@ def test_what_is_cut_short_is_refused(alone, tmp_path):
         assert not (tmp_path / "run").exists()
 
 
-def test_what_an_older_version_wrote_is_refused(alone, tmp_path):
-    first, _ = brought_in(alone / "whole", tmp_path / "run", config_of())
+def test_what_an_older_version_wrote_is_refused(first, tmp_path):
     export.export_whole(first, tmp_path / "to", "deepspeed")
     (counters,) = tmp_path.glob("to/*/zero_pp_rank_0_mp_rank_00_model_states.pt")
     content = torch.load(counters)
@@ -441,19 +457,18 @@ def test_what_an_older_version_wrote_is_refused(alone, tmp_path):
         brought_in(tmp_path / "to", tmp_path / "again", config_of())
 
 
-@pytest.mark.parametrize("form", WRITERS)
-def test_a_full_disk_leaves_nothing_behind(alone, tmp_path, form):
-    checkpoint, _ = brought_in(alone / "whole", tmp_path / "run", config_of())
+def test_a_full_disk_leaves_nothing_behind(alone, first, tmp_path):
+    writes = [lambda: brought_in(alone / "whole", tmp_path / "again", config_of())]
+    writes += [partial(export.export_whole, first, tmp_path / form, form) for form in WRITERS]
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1000, hard))
     try:
-        with pytest.raises(ConfigError, match="File too large; make room there"):
-            brought_in(alone / "whole", tmp_path / "again", config_of())
-        with pytest.raises(ConfigError, match="File too large; make room there"):
-            export.export_whole(checkpoint, tmp_path / "to", form)
+        for write in writes:
+            with pytest.raises(ConfigError, match="File too large; make room there"):
+                write()
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-    assert [path.name for path in tmp_path.iterdir()] == ["run"]
+    assert not any(tmp_path.iterdir())
 
 
 # -- memory -----------------------------------------------------------------------------------------
