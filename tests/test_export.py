@@ -1,4 +1,4 @@
-"""A checkpoint in Hugging Face's format: transformers has the same bits, a run that starts from it the same loss."""
+"""A checkpoint in Hugging Face's format: transformers has the same bits, and so has a run that starts from it."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import copy
 import json
 import random
 import resource
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,11 +15,10 @@ from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
 from tests.composing import composed
+from tests.model_folders import assert_same
 from zeroexp import export
 from zeroexp.checkpoint.manifest import MANIFEST, read_manifest
 from zeroexp.checkpoint.save import Saver
-from zeroexp.cluster.job import Job
-from zeroexp.cluster.local import LocalCluster
 from zeroexp.config import keys as configs
 from zeroexp.config.keys import Config
 from zeroexp.data.sources import CORPUS
@@ -26,7 +26,6 @@ from zeroexp.engines.build import build_strategy
 from zeroexp.measure.memory import AllocationMeter, count_cpu_allocations
 from zeroexp.models.module import build_model
 from zeroexp.process.world import World
-from zeroexp.tracking.files import read_records
 
 WORDS = ("tracking=files", "train.warmup_steps=0", "checkpoint.every=2", "checkpoint.keep=9")
 YELP = ("data=yelp", "model.task=classification", "model.num_labels=5")
@@ -89,6 +88,8 @@ def words_of(folder: Path) -> dict[str, str]:
 def test_transformers_loads_the_same_bits(ranks, tmp_path, words, size):
     folder, config = exported(ranks, tmp_path, *words, max_shard_size=size)
     model, drawn = require_bits(folder, config)
+    again = build_model(replace(config.model, weights=str(folder)), seed=9, vocab_size=2048)
+    assert_same(dict(again.module.named_parameters()), dict(drawn.named_parameters()))
     assert len(list(folder.glob("*.safetensors"))) == (1 if size == "5GB" else len(files(folder)))
     if "model=mixtral_tiny" in words:
         names = words_of(folder)
@@ -152,32 +153,6 @@ def test_one_file_is_in_memory_at_a_time(ranks, tmp_path):
     assert before is not None and peak is not None
     whole = sum(file.stat().st_size for file in (tmp_path / "to").glob("*.safetensors"))
     assert whole > 4_500_000 and 500_000 < peak - before < 700_000
-
-
-# -- starting from it -------------------------------------------------------------------------------
-
-
-def train(local: LocalCluster, folder: Path, *words: str) -> list[float]:
-    """The loss of every step, before it."""
-    folder.mkdir()
-    configs.save(config_of("model=tiny", "cluster.device=cpu", *words), folder / "config.yaml")
-    ended = local.run(Job(folder))
-    assert ended.status == "done", ended.cause
-    return [record.loss for record in read_records(folder)]
-
-
-def test_a_run_that_starts_from_it_sees_the_next_steps_loss(local, tmp_path):
-    """Bit for bit, under another engine too; two samples, since the order of two summands does not matter."""
-    text = tmp_path / "text.txt"
-    text.write_text("A with statement names what is open. " * 4)
-    sizes = ("data.seq_len=16", "data.global_batch_size=2", "data.micro_batch_size=1")
-    data = (f"data.path={text}", *sizes)
-    losses = train(local, tmp_path / "first", *data, "strategy=zero3", "train.steps=4")
-    export.export(export.choose_checkpoint(tmp_path / "first", 2), tmp_path / "to")
-    engine = ("strategy=zero1", "strategy.implementation=torch")
-    words = (*engine, "train.steps=1", f"model.weights={tmp_path / 'to'}")
-    again = train(local, tmp_path / "again", *data, *words)
-    assert again[0] == losses[2] != losses[0]
 
 
 # -- what is refused --------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from transformers import AutoTokenizer
 
-from tests.test_export import config_of, load, require_bits, save
+from tests.test_export import config_of, exported, load, require_bits, save
 from tests.warm import Warm
 from zeroexp import export
 
@@ -59,10 +59,7 @@ def test_killed_it_leaves_nothing_under_its_name_or_all_of_it(run, tmp_path):
 @pytest.fixture
 def weights(ranks, tmp_path) -> Path:
     """Of somebody else: another end of text, and files about words that nothing here reads."""
-    (tmp_path / "first").mkdir()
-    ranks(save, config_of("model=tiny"), tmp_path / "first")
-    folder = tmp_path / "weights"
-    export.export(export.choose_checkpoint(tmp_path / "first"), folder)
+    folder, _ = exported(ranks, tmp_path, "model=tiny")
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(
         json.dumps({**config, "bos_token_id": 3, "eos_token_id": 5})
@@ -74,25 +71,22 @@ def weights(ranks, tmp_path) -> Path:
     return folder
 
 
-def test_it_goes_along_byte_for_byte(ranks, tmp_path, weights):
+def test_it_goes_along_byte_for_byte_or_is_said_to_be_gone(ranks, tmp_path, weights, capsys):
     (tmp_path / "run").mkdir()
     ranks(save, config_of("model=tiny", f"model.weights={weights}"), tmp_path / "run")
-    export.export(export.choose_checkpoint(tmp_path / "run"), tmp_path / "to")
+    export.export(export.choose_checkpoint(tmp_path / "run"), tmp_path / "with")
     for name in ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"):
-        assert (tmp_path / "to" / name).read_bytes() == (weights / name).read_bytes()
-    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "to")
+        assert (tmp_path / "with" / name).read_bytes() == (weights / name).read_bytes()
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "with")
     assert (tokenizer.model_max_length, tokenizer.chat_template) == (77, "{{ messages }}")
-    model = load(tmp_path / "to", "causal")
+    model = load(tmp_path / "with", "causal")
     assert (model.config.bos_token_id, model.config.eos_token_id) == (3, 5)
     assert model.generation_config.eos_token_id == 5
 
-
-def test_one_that_is_not_here_any_more_is_left_out_and_told(ranks, tmp_path, weights, capsys):
-    (tmp_path / "run").mkdir()
-    ranks(save, config_of("model=tiny", f"model.weights={weights}"), tmp_path / "run")
     shutil.rmtree(weights)
-    export.export(export.choose_checkpoint(tmp_path / "run"), tmp_path / "to")
+    capsys.readouterr()  # transformers tells how far it is
+    export.export(export.choose_checkpoint(tmp_path / "run"), tmp_path / "without")
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("zeroexp: exported without a tokenizer: ") and str(weights) in line
-    assert not list((tmp_path / "to").glob("*token*"))
-    load(tmp_path / "to", "causal")
+    assert not list((tmp_path / "without").glob("*token*"))
+    load(tmp_path / "without", "causal")

@@ -206,9 +206,10 @@ def test_the_blocks_are_found(task, kind):
     assert order == built.blocks
 
 
-def test_padding_does_not_change_what_a_classifier_says():
-    """BERT looks ahead: without a mask it would read the padding as words."""
-    module = build_model(model_config("classification", "bert"), seed=0).module.eval()
+@pytest.mark.parametrize("kind", ["bert", "llama"])
+def test_padding_does_not_change_what_a_classifier_says(kind):
+    """BERT looks ahead, and would read padding as words; a llama's head reads the last token that is none."""
+    module = build_model(model_config("classification", kind), seed=0).module.eval()
     words = torch.tensor([[5, 6, 7, 8]])
     padded = torch.tensor([[5, 6, 7, 8, 0, 0, 0]])
     torch.testing.assert_close(module(input_ids=words).logits, module(input_ids=padded).logits)
@@ -501,10 +502,6 @@ REFUSED: dict[str, tuple[Any, str, str]] = {
     "two inputs": (changed(is_encoder_decoder=True), "", "an encoder and a decoder take"),
     "no type": (changed(model_type=None), "", "its config.json has no model_type"),
     "unknown type": (changed(model_type="qwen22"), "", "model_type=qwen22: transformers has no"),
-    "another function": (
-        *(qwen, "+model.hf_config.rms_norm_eps=1e-3"),
-        "rms_norm_eps=1e-06 where model.name=qwen has 0.001",
-    ),
     "a misspelt key": (qwen, "+model.hf_config.hiden_size=3", "did you mean hidden_size?"),
     "a wish for dropout": (
         *(lambda: qwen(attention_dropout=0.1), "+model.hf_config.attention_dropout=0.2"),
@@ -539,7 +536,10 @@ def test_what_can_not_be_trained_is_one_line(case, here):
 
 
 def test_a_run_from_a_folder(here, monkeypatch, capsys):
-    """Through the command line, with a frozen embedding; what was trained is exported and read again as that says."""
+    """Through the command line, with a frozen embedding; what was trained is exported and read again as that says.
+
+    What is another function than the weights are of is refused before a run folder is made.
+    """
     qwen()
     compose_once(monkeypatch)
     start_servers_with(monkeypatch, Warm)
@@ -550,6 +550,10 @@ def test_a_run_from_a_folder(here, monkeypatch, capsys):
         "checkpoint.every=2 data=synthetic data.seq_len=8 data.global_batch_size=2 tracking=files"
     )
     line = [*words.split(), *more.split(), "train.warmup_steps=1"]
+    monkeypatch.setattr(sys, "argv", ["zeroexp", *line, "+model.hf_config.rms_norm_eps=1e-3"])
+    assert zeroexp.main() == zeroexp.REFUSED
+    assert "zeroexp: model.weights=qwen: its config.json has rms_no" in capsys.readouterr().err
+    assert not list(Path().glob("**/state.json"))
     monkeypatch.setattr(sys, "argv", ["zeroexp", *line])
     assert zeroexp.main() == 0
     (run,) = Path("outputs").glob("*/*/summary.json")

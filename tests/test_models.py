@@ -195,26 +195,6 @@ def test_a_model_without_a_vocabulary_takes_the_data():
 # --- real weights
 
 
-@pytest.fixture(scope="module")
-def weights(tmp_path_factory):
-    """A folder of weights that no seed of these tests draws."""
-    folder = tmp_path_factory.mktemp("weights")
-    built("tiny", seed=99).save_pretrained(folder)
-    return folder
-
-
-def test_a_new_head_on_real_weights_comes_from_the_seed(weights):
-    changes = {"weights": str(weights), "task": "classification", "num_labels": 5}
-    first, again, other = (
-        built("tiny", **changes),
-        built("tiny", **changes),
-        built("tiny", seed=1, **changes),
-    )
-    assert torch.equal(first.score.weight, again.score.weight)
-    assert not torch.equal(first.score.weight, other.score.weight)
-    assert torch.equal(first.model.embed_tokens.weight, other.model.embed_tokens.weight)
-
-
 def test_weights_do_not_matter_on_meta():
     config = model_config("tiny", weights="nobody/nothing")
     module = build_model(config, seed=0, device="meta").module
@@ -326,11 +306,3 @@ def test_loss_of_half_precision_is_float32():
     loss = loss_sum(logits, labels, "causal")
     assert loss.dtype == torch.float32
     assert torch.equal(loss, loss_sum(logits.float(), labels, "causal"))
-
-
-def test_the_head_of_classification_reads_the_last_token_that_is_no_padding():
-    """Why reviews need no attention mask."""
-    module = built("tiny", task="classification", num_labels=5).eval()
-    review = torch.tensor([[7, 8, 9, 10]])
-    padded = torch.cat([review, torch.zeros(1, 3, dtype=torch.int64)], dim=1)
-    torch.testing.assert_close(module(review).logits, module(padded).logits)
