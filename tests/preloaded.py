@@ -7,6 +7,7 @@ import gc
 import os
 from pathlib import Path
 
+import torch.distributed.optim  # noqa: F401  (compiles what DDP with ZeroRedundancyOptimizer never calls)
 import transformers.models.gpt2.modeling_gpt2
 import transformers.models.llama.modeling_llama
 import transformers.models.mixtral.modeling_mixtral  # noqa: F401
