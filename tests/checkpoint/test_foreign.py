@@ -446,8 +446,14 @@ def test_what_is_cut_short_is_refused(alone, tmp_path):
         assert not (tmp_path / "run").exists()
 
 
-def test_what_an_older_version_wrote_is_refused(first, tmp_path):
+def test_what_lacks_elements_or_was_written_by_an_older_version_is_refused(first, tmp_path):
     export.export_whole(first, tmp_path / "to", "deepspeed")
+    (moment,) = tmp_path.glob("to/*/zero/model.norm.weight/exp_avg.pt")
+    whole = torch.load(moment)
+    torch.save({**whole, "param": whole["param"][:5]}, moment)
+    problem = r"holds 5 of 12 elements of exp_avg of model.norm.weight; copy what is missing"
+    with pytest.raises(ConfigError, match=problem):
+        brought_in(tmp_path / "to", tmp_path / "again", config_of())
     (counters,) = tmp_path.glob("to/*/zero_pp_rank_0_mp_rank_00_model_states.pt")
     content = torch.load(counters)
     torch.save({key: content[key] for key in content.keys() - {"param_shapes"}}, counters)
