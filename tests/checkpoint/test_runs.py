@@ -33,7 +33,7 @@ from zeroexp.tracking.files import RECORDS, read_records, read_summary
 from zeroexp.tracking.follow_file import Complaints, Tail
 
 MODEL = {"width": 256, "depth": 4}  # a step takes a few milliseconds, writing its state some dozens
-STEPS = 30  # and one of warm-up
+STEPS = 12  # and one of warm-up
 
 
 def job_at(folder: Path, steps: int = STEPS, **changes: Any) -> Job:
@@ -58,7 +58,7 @@ def steps_of(job: Job) -> list[int]:
 def undisturbed(local, tmp_path_factory) -> Job:
     """A run that is saved at three steps and at its end. It is to be read, and copied before it is changed."""
     folder = tmp_path_factory.mktemp("undisturbed") / "run"
-    job = job_at(folder, checkpoint__every=10, checkpoint__keep=3)
+    job = job_at(folder, checkpoint__every=4, checkpoint__keep=3)
     assert local.run(job).status == "done"
     return job
 
@@ -84,7 +84,7 @@ def test_saving_is_in_no_step_but_in_the_record(undisturbed):
     blocked = {save["step"]: save["blocked_seconds"] for save in saves}
     records, summary = read_records(undisturbed.folder), read_summary(undisturbed.folder)
     during = {r.step: r.saving_seconds for r in records if r.saving_seconds}
-    assert list(blocked) == [10, 20, 30, 31] and during == {n: blocked[n] for n in (10, 20, 30)}
+    assert list(blocked) == [4, 8, 12, 13] and during == {n: blocked[n] for n in (4, 8, 12)}
     assert summary is not None and summary.saving_seconds == sum(during.values())
     measured = [r for r in records if not r.warmup]
     seconds = sum(r.step_seconds for r in measured) + summary.saving_seconds
@@ -120,9 +120,9 @@ def test_a_run_goes_on_from_its_newest_whole_one_and_says_so_once(local, undistu
         assert event.startswith(f"{file}: ") and f"; now damaged-{file.parent.name}, " in event
     assert [line for line in log_of(copied, 0).splitlines() if line in events] == events
     assert "\n".join(events) not in log_of(copied, 1)
-    assert started_at(copied) == ["20 steps done"]
+    assert started_at(copied) == ["8 steps done"]
     assert numbers(copied) == numbers(undisturbed), "none missing, none twice, bit for bit"
-    assert steps_of(copied) == [20, 30, 31], "saved again"
+    assert steps_of(copied) == [8, 12, 13], "saved again"
 
     for checkpoint in folders.complete_checkpoints(copied.folder):
         flip_a_bit(checkpoint)
@@ -160,7 +160,7 @@ def test_a_sweep_of_others_goes_on_from_one_checkpoint(local, undisturbed, tmp_p
     jobs = [Job(path.parent) for path in tmp_path.glob("outputs/*/*/state.json")]
     pins = saved.parent.glob(".pin.*")
     assert {Path(pin.read_text()) for pin in pins} == {job.folder for job in jobs}
-    rest = numbers(undisturbed)[20:]
+    rest = numbers(undisturbed)[8:]
     assert len(jobs) == 2
     for job in jobs:
         for ours, theirs in zip(numbers(job), rest, strict=True):
