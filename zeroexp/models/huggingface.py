@@ -87,32 +87,22 @@ def architecture(config: ModelConfig) -> str:
 
 
 @contextlib.contextmanager
-def samples_not_packed() -> Iterator[None]:
-    """Tell transformers that no sample holds several sequences, which is true of all our data.
+def runs_on_fake_tensors() -> Iterator[None]:
+    """Let models run where there are no values.
 
-    It reads this from position ids otherwise, and makes a mask where they have no values.
+    Of position ids transformers asks whether a sample holds several sequences, which none of our data does. Fused
+    experts multiply by torch's grouped product, which tells the shapes of bfloat16 alone; every position goes to the
+    same number of experts, so no size depends on which they are.
     """
-    looks = masking_utils.find_packed_sequence_indices
+    looks, asks = masking_utils.find_packed_sequence_indices, moe._can_use_grouped_mm
+    checks = _meta_registrations._meta_grouped_mm_common
     masking_utils.find_packed_sequence_indices = lambda position_ids: None
-    try:
-        yield
-    finally:
-        masking_utils.find_packed_sequence_indices = looks
-
-
-@contextlib.contextmanager
-def experts_on_fake_tensors() -> Iterator[None]:
-    """Let fused experts multiply by torch's grouped product in every dtype: it tells the shapes of bfloat16 alone.
-
-    Every position goes to the same number of experts, so no size depends on which they are.
-    """
-    asks, checks = moe._can_use_grouped_mm, _meta_registrations._meta_grouped_mm_common
     moe._can_use_grouped_mm = lambda *_: True
     _meta_registrations._meta_grouped_mm_common = _grouped_product
     try:
         yield
     finally:
-        moe._can_use_grouped_mm = asks
+        masking_utils.find_packed_sequence_indices, moe._can_use_grouped_mm = looks, asks
         _meta_registrations._meta_grouped_mm_common = checks
 
 
