@@ -39,7 +39,7 @@ def read_of(model: BuiltModel) -> tuple[object, ...]:
     muon = composed("optimizer=muon").optimizer
     named = model.module.named_parameters(remove_duplicate=False)
     names = {parameter: name for name, parameter in model.module.named_parameters()}
-    units = ("model", "block", "module")
+    units = ("model", "block", "layer", "module")
     return (
         [(name, p.shape, p.dtype, p.requires_grad, names[p]) for name, p in named],
         [

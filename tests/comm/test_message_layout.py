@@ -9,7 +9,13 @@ import torch
 
 from zeroexp.comm.base import GatherPart, ReducePart
 from zeroexp.comm.message_layout import OPERATION_BYTES, MessageLayout
-from zeroexp.comm.packing import pack_gradients, pack_pieces, unpack_sections, views_of
+from zeroexp.comm.packing import (
+    join_gradients,
+    pack_gradients,
+    pack_pieces,
+    unpack_sections,
+    views_of,
+)
 from zeroexp.cut.chunk import Chunk, ParameterSpec
 from zeroexp.cut.layout import lay_out
 
@@ -64,6 +70,7 @@ def test_gradients_are_packed_and_cast_and_sections_unpacked(family, kinds, worl
         if family != "tensor" and len(kinds) == 1:
             assert len(layout.members) == len(SIZES)  # one copy each, however many ranks
         message = torch.zeros(layout.numel)
+        join_gradients(layout, reduced)
         pack_gradients(layout, message, reduced)
         assert message.equal(message_by_hand(layout, flats, padding=0.0))
         check_parts(layout, message, flats)

@@ -152,7 +152,7 @@ def situations(draw):
     options = Options(
         layout=draw(st.sampled_from(["parameter", "tensor", "buffer"])),
         owners=draw(st.sampled_from(["contiguous", "greedy"])),
-        unit=draw(st.sampled_from(["model", "block", "module"])),
+        unit=draw(st.sampled_from(["model", "block", "layer", "module"])),
         overlap=draw(st.booleans()),
         prefetch=draw(st.integers(0, NUM_BLOCKS)),
         keep=draw(st.sampled_from(["none", "last", "all"])),

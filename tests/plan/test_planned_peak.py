@@ -194,6 +194,32 @@ def test_matrices_that_ranks_bring_together(ranks):
     assert 0 <= measured - plan.num_bytes <= packed_bytes(config)
 
 
+# -- messages ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("unit", "kinds", "num_matrices"),
+    [("block", (), 2), ("block", ("+optimizer.kinds.vectors.lr=0.5",), 2), ("layer", (), 1)],
+)
+def test_gradients_are_packed_after_their_weights_are_freed(unit, kinds, num_matrices):
+    """Embedding and head, most of this model, move together with the root, or each as a unit of its own.
+
+    A rank of an accelerator holds 14 bytes of bf16 weights, fp32 masters and moments of each parameter that it owns,
+    and the sums of its gradients; beside them the fp32 gradients of one unit, and their message, also where norms are
+    another optimizer's.
+    """
+    words, width = 1 << 16, 64
+    sizes = (f"data.vocab_size={words}", f"model.hf_config.vocab_size={words}", "world_size=8")
+    model = ("model=tiny", "model.hf_config.tie_word_embeddings=false", "data=synthetic", *sizes)
+    batch = ("data.seq_len=8", "data.micro_batch_size=1", "data.global_batch_size=8")
+    strategy = ("strategy=zero3", f"strategy.unit={unit}", "precision=bf16_master")
+    (rank,) = rehearse(config_of(*model, *batch, *strategy, *kinds), ranks=[0])
+    message = num_matrices * words * width * 4
+    rests = (14 + 4) * 2 * words * width / 8
+    assert rank.peak_phase == "backward"
+    assert rests + 2 * message <= rank.peak_bytes < rests + 2 * message + message / 4
+
+
 # -- gloo ------------------------------------------------------------------------------------------
 
 FSDP2 = "strategy.implementation=torch"

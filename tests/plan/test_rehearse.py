@@ -128,7 +128,7 @@ FAKED = {
     "words": [LLAMA, MLP],
     "stage": STAGES,
     "layout": [*LAYOUTS, "torch"],
-    "unit": ["block", "module", "model"],
+    "unit": ["block", "module", "model", "layer"],
     "precision": ["fp32", "bf16_master"],
     "recomputes": [(), (RECOMPUTES,)],
 }

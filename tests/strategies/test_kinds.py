@@ -138,7 +138,7 @@ AXES: dict[str, Any] = {
     "world_size": [1, 2, 3, 4],
     "matrix_step": ["alltoall", "gather"],
     "transport": ["direct", "gloo"],
-    "unit": ["block", "module", "model"],
+    "unit": ["block", "module", "model", "layer"],
     "owners": ["greedy", "contiguous"],
     "replicas": [1],
     "precision": ["fp32", "bf16_master"],

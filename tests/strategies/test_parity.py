@@ -44,7 +44,7 @@ AXES: dict[str, Sequence[Any]] = {
     "layout": ["parameter", "tensor", "buffer"],
     "world_size": [1, 2, 3],
     "transport": ["direct", "gloo", "native"],
-    "unit": ["block", "module", "model"],
+    "unit": ["block", "module", "model", "layer"],
     "precision": ["fp32", "bf16", "bf16_master", "paper16"],
     "accumulation": [2, 1, 3],
     "reduce_each": ["step", "microbatch"],
@@ -216,14 +216,14 @@ def test_real_architectures_equal_the_oracle(ranks, model, world_size):
     more, in turns; tests/strategies/test_shipped_models.py has others.
     """
     plain = {name: values[0] for name, values in AXES.items()}
-    layouts, units = ["buffer", "tensor", "parameter"], ["block", "module"]
+    layouts, units = ["buffer", "tensor", "parameter"], ["block", "layer", "module"]
     turn = MODELS.index(model) + world_size
     rows = [
         {
             **plain,
             "stage": stage,
             "layout": layouts[(index + world_size) % 3],
-            "unit": units[(index + MODELS.index(model)) % 2],
+            "unit": units[(index + MODELS.index(model)) % 3],
             "world_size": world_size,
             "model": model,
         }

@@ -103,8 +103,8 @@ def _of_native_engines(config: Config) -> Iterator[Idle]:
         unread = [f"strategy.{key}" for key in ENGINE_SETTINGS if key not in keys]
         why, remedy = f"{name}'s engines do not have it", "use strategy.implementation=buffer"
         yield " ".join([*unread, "strategy.outer strategy.optimizer.over"]), why, remedy
-    if is_torch and (is_ddp or strategy.unit != "block"):
-        yield "strategy.unit", "torch's FSDP2 wraps blocks, its DDP the model", ""
+    if is_torch and (is_ddp or strategy.unit not in ("block", "layer")):
+        yield "strategy.unit", "torch's FSDP2 wraps blocks or layers, its DDP the model", ""
 
 
 def _of_our_engine(config: Config) -> Iterator[Idle]:

@@ -28,6 +28,7 @@ from zeroexp.comm.facts import TRANSPORTS, Facts
 from zeroexp.comm.message_layout import MessageLayout, message_layout_of
 from zeroexp.comm.packing import (
     begin_alike,
+    join_gradients,
     pack_gradients,
     pack_pieces,
     unpack_sections,
@@ -74,9 +75,10 @@ class Native(Transport):
 
     def reduce_scatter(self, parts: Sequence[ReducePart], what: str) -> Sent:
         self._moves.record_collective(what)
-        like = parts[0].gradients[0]
-        layout = message_layout_of(tuple(part.chunk for part in parts), like.itemsize)
-        message = like.new_empty(layout.numel)
+        itemsize = parts[0].gradients[0].itemsize
+        layout = message_layout_of(tuple(part.chunk for part in parts), itemsize)
+        join_gradients(layout, parts)
+        message = parts[0].gradients[0].new_empty(layout.numel)
         pack_gradients(layout, message, parts)
         own, works = self._reduce(layout, message)
         # Not the parts, which would keep the gradients alive: the message holds copies of them.

@@ -11,12 +11,23 @@ from zeroexp.comm.base import GatherPart, ReducePart
 from zeroexp.comm.message_layout import MessageLayout
 
 
+def join_gradients(layout: MessageLayout, parts: Sequence[ReducePart]) -> None:
+    """Bring each chunk's gradients together where `pack_gradients` needs that.
+
+    Called before the message is allocated: gradients that rest nowhere are freed by it, so that two copies of them are
+    held at a time and not three.
+    """
+    if not layout.is_table or layout.is_chunk:
+        return
+    for part in parts:
+        if len(part.gradients) > 1:
+            part.gradients[:] = [torch.cat(part.gradients)]
+
+
 def pack_gradients(layout: MessageLayout, message: Tensor, parts: Sequence[ReducePart]) -> None:
-    """Copy the gradients into the message; what padding holds is no matter."""
+    """Copy the gradients, joined by `join_gradients`, into the message; what padding holds is no matter."""
     if layout.is_table and not layout.is_chunk:
-        chunks = [
-            p.gradients[0] if len(p.gradients) == 1 else torch.cat(p.gradients) for p in parts
-        ]
+        chunks = [part.gradients[0] for part in parts]
         table = message.view(layout.num_ranks, -1)
         torch._chunk_cat(chunks, dim=0, num_chunks=layout.num_ranks, out=table)
         return

@@ -163,8 +163,8 @@ class StrategyConfig:
     optimizer: OptimizerRow = field(default_factory=OptimizerRow)
     implementation: str = "buffer"  # parameter | tensor | buffer (ours) | torch, or a plugin's
     # These are settings of our engine; None = its default.
-    # What moves together (torch: block).
-    unit: str | None = of_engine("block", "model", "block", "module")
+    # What moves together; layer: each block, and outside of blocks each module that holds parameters, as the head.
+    unit: str | None = of_engine("block", "model", "block", "layer", "module")
     overlap: bool | None = of_engine(True)  # communication beside compute, or strictly after it
     # Who owns which parameter: contiguous | greedy, or a plugin's.
     owners: str | None = of_engine("greedy")

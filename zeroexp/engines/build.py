@@ -92,6 +92,7 @@ def _fsdp2(config: Config, model: BuiltModel, world: World, common: dict[str, An
     return TorchFSDP2(
         model.module,
         blocks=model.blocks,
+        unit=config.strategy.unit or "block",
         reshard_after_forward=config.strategy.name == "zero3",
         dtypes=dtypes_of(config),
         world=world,

@@ -1,4 +1,4 @@
-"""FSDP2: `fully_shard` wraps each block, and the root with all parameters outside of the blocks.
+"""FSDP2: `fully_shard` wraps each block, or layer, and the root with all parameters outside of them.
 
                   rests between steps        between forward and backward    sent per step (x (N-1)/N)
     zero2         everything sharded         parameters stay gathered        2
@@ -34,6 +34,7 @@ from zeroexp.interface.saved_state import SavedState, names_in
 from zeroexp.interface.strategy import CanonicalState, ModelStates, OptimizerFactory
 from zeroexp.interface.values import Values
 from zeroexp.process.world import World
+from zeroexp.zero.grouping import group_parameters
 from zeroexp.zero.options import Dtypes
 
 
@@ -49,6 +50,7 @@ class TorchFSDP2:
         optimizer_factory: OptimizerFactory,
         world: World,
         reshard_after_forward: bool,
+        unit: str = "block",  # block | layer, see group_parameters
         dtypes: Dtypes | None = None,
         max_grad_norm: float | None = None,
         values: Values | None = None,  # of a module on meta
@@ -70,7 +72,8 @@ class TorchFSDP2:
             parameter.data = parameter.data.to(dtypes.master)
         names = {parameter: name for name, parameter in module.named_parameters()}
         self.model = module
-        _shard(module, blocks, reshard_after_forward, dtypes, world, replicas)
+        units = [group.module for group in group_parameters(module, blocks, unit) if group.name]
+        _shard(module, units, reshard_after_forward, dtypes, world, replicas)
         module.register_forward_hook(_free_without_backward)
         # fully_shard replaces the parameters by new ones; while gathered, the module shows yet other tensors.
         self._named = dict(self.model.named_parameters())
@@ -176,7 +179,7 @@ def _free_without_backward(module: nn.Module, *_: object) -> None:
 
 def _shard(
     module: nn.Module,
-    blocks: Sequence[str],
+    units: Sequence[nn.Module],
     reshard: bool,
     dtypes: Dtypes,
     world: World,
@@ -189,10 +192,8 @@ def _shard(
     policy = MixedPrecisionPolicy()
     if dtypes.compute != dtypes.master or dtypes.reduce != dtypes.master:
         policy = MixedPrecisionPolicy(param_dtype=dtypes.compute, reduce_dtype=dtypes.reduce)
-    for name in blocks:
-        fully_shard(
-            module.get_submodule(name), mesh=mesh, reshard_after_forward=reshard, mp_policy=policy
-        )
+    for unit in units:
+        fully_shard(unit, mesh=mesh, reshard_after_forward=reshard, mp_policy=policy)
     fully_shard(module, mesh=mesh, reshard_after_forward=False, mp_policy=policy)
     for submodule in module.modules():
         if isinstance(submodule, FSDPModule):

@@ -175,11 +175,11 @@ class Storages(LocalOperations):
         return before, self._changes[start:]
 
     def assign_kind(self, kind: str, tensors: Iterable[Tensor]) -> None:
-        """Say what the storages behind these tensors are. The first name stays."""
+        """Say what the storages behind these tensors are. The first name stays, but for messages that rest later."""
         for tensor in tensors:
             local = getattr(tensor, "_local_tensor", tensor)
             serial = self._serials.get(local.untyped_storage()._cdata)
-            if serial is not None and self._all[serial].kind is None:
+            if serial is not None and self._all[serial].kind in (None, MESSAGES):
                 self._all[serial].kind = kind
 
     def peaks(self) -> dict[str, Peak]:

@@ -217,7 +217,8 @@ def _ddp_form(config: Config, model: BuiltModel) -> DdpForm:
 
 def _fsdp_form(config: Config, model: BuiltModel) -> FsdpForm:
     of_optimizer = parameter_groups(model.module, config.optimizer, model.blocks)
-    groups = group_parameters(model.module, model.blocks, "block", of_optimizer)
+    unit = config.strategy.unit or "block"
+    groups = group_parameters(model.module, model.blocks, unit, of_optimizer)
     return FsdpForm(
         units=[_shapes(group.parameters.values(), group.kinds) for group in groups],
         reshards=config.strategy.name == "zero3",

@@ -50,10 +50,12 @@ def group_parameters(
 ) -> list[Group]:
     """Return the root's group, then those of modules that move on their own, in the order of their definition."""
     kinds, layouts = (named_in(param_groups, key) for key in ("kind", "layout"))
+    modules = list(_parameter_modules(module, blocks))
     names = {
         "model": [],
         "block": list(blocks),
-        "module": list(_parameter_modules(module, blocks)),
+        "layer": list(dict.fromkeys(_block_around(name, blocks) or name for name in modules)),
+        "module": modules,
     }[unit]
     claims: dict[nn.Parameter, set[str]] = {}
     homes = set(names)
@@ -138,6 +140,10 @@ def _parameter_modules(module: nn.Module, blocks: Sequence[str]) -> Iterator[str
 def outer_names(name: str) -> list[str]:
     """Return the names of the modules around a module, the outermost first, without the root."""
     return [name[:end] for end, letter in enumerate(name) if letter == "."]
+
+
+def _block_around(name: str, blocks: Collection[str]) -> str | None:
+    return next((each for each in [*outer_names(name), name] if each in blocks), None)
 
 
 def _home_of(full_name: str, names: Collection[str]) -> str:

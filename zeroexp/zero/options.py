@@ -76,7 +76,7 @@ class Options:
 
     layout: str = "buffer"  # a word of LAYOUTS
     owners: str = "greedy"  # a word of OWNERS, where the layout keeps parameters whole
-    unit: str = "block"  # model | block | module
+    unit: str = "block"  # model | block | layer | module
     overlap: bool = True
     prefetch: int | None = None  # units gathered ahead; None: 1, or 0 where that gains nothing
     keep: str = (

@@ -232,10 +232,11 @@ class Schedule:
             return
         for bucket in self._buckets_of[unit][index]:
             use.missing_in[bucket] -= 1
-        self._launch()
         # Gradients of inputs may still need frozen parameters.
         if not use.missing and len(unit.trainable) == len(unit.held):
             self._close(unit)
+        else:
+            self._launch()
 
     def end_microbatch(self) -> None:
         for unit in reversed(self._units):
@@ -280,12 +281,13 @@ class Schedule:
     def _close(self, unit: Unit) -> None:
         """Close the unit; one that is closed already may have been gathered again by a second backward."""
         use = self._uses[unit]
-        if not use.closed:
-            use.closed = True
-            self._closed.append(unit)
-            self._launch()
+        was_closed, use.closed = use.closed, True
+        # Its weights go before the message of its gradients is made.
         self._after_backward(unit)
         self._open.pop(unit, None)
+        if not was_closed:
+            self._closed.append(unit)
+            self._launch()
 
     def _after_backward(self, unit: Unit) -> None:
         self._uses[unit].in_backward = False

@@ -36,7 +36,7 @@ from zeroexp.zero_safety.guard import is_guarded
 WORDS = {
     "layout": LAYOUTS,
     "owners": OWNERS,
-    "unit": ("model", "block", "module"),
+    "unit": ("model", "block", "layer", "module"),
     "keep": ("none", "last", "all"),
     "reduce_each": ("microbatch", "step", None),
     "transport": TRANSPORTS,
