@@ -136,6 +136,32 @@ def test_a_clipped_step_asks_for_nothing_either():
         assert asked.launches == []
 
 
+def test_what_several_ranks_refuse_trains_as_in_a_plain_loop():
+    """A backward that comes again, one of its own beside the engine's, and one after the microbatch."""
+
+    def backward_once(model: nn.Module, index: int) -> Tensor:
+        loss = model(inputs_of(0, index)).square().sum()
+        loss.backward(retain_graph=True)
+        return loss
+
+    with fake_world(0, 1) as world:
+        strategy = engine(world, "zero3", "buffer")
+        plain = make_model()
+        optimizer = make_optimizer([p for p in plain.parameters() if p.requires_grad])
+        for index in range(2):
+            with strategy.microbatch(last=True):
+                strategy.backward(backward_once(strategy.model, index))
+            strategy.model(inputs_of(1, index)).sum().backward()
+            strategy.step()
+            strategy.zero_grad()
+            backward_once(plain, index).backward()
+            plain(inputs_of(1, index)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        for mine, theirs in zip(strategy.model.parameters(), plain.parameters(), strict=True):
+            assert torch.equal(mine.detach(), theirs.detach())
+
+
 def launches_of_four_steps(world: World, every: int) -> list[int]:
     """How often each step asks the backend, of ranks that shard with nobody and meet every so many steps."""
     options = {"replicas": world.size, "outer": Outer(every)}
