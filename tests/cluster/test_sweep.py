@@ -110,14 +110,13 @@ def test_the_main_study_is_what_make_run_promises():
 THIRTEEN_FAILS = """
 import os, torch
 
-seeded = torch.manual_seed
+class Generator(torch.Generator):
+    def manual_seed(self, seed):
+        if seed == 13 and "RANK" in os.environ:
+            raise RuntimeError("this rank fails")
+        return super().manual_seed(seed)
 
-def manual_seed(seed):
-    if seed == 13 and "RANK" in os.environ:
-        raise RuntimeError("this rank fails")
-    return seeded(seed)
-
-torch.manual_seed = manual_seed
+torch.Generator = Generator
 """
 
 

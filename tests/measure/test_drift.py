@@ -167,8 +167,8 @@ def test_real_runs_keep_nothing_of_their_steps(local, tmp_path: Path) -> None:
 
 def test_the_rank_that_keeps_ten_objects_of_each_step_is_named(local, tmp_path: Path) -> None:
     found = drift_of_real_run(local, tmp_path, "ddp", "tests.measure.watched_main:keeper")
-    # Its records are one a step, and Python's lists take a block now and then.
-    assert found[OBJECTS] in {f"rise by {num} a step, rank 1" for num in (10, 11, 12)}
+    # Its records are one a step, Python's lists take a block now and then, and what else a process drops is noise.
+    assert found[OBJECTS] in {f"rise by {num} a step, rank 1" for num in range(8, 14)}
     assert "memory between steps" not in found
 
 

@@ -149,7 +149,7 @@ RESTING = {"gather_codec": "float8", "codes_rest": True}
 # stage, ranks, options, a part of the line
 OPTIONS: list[tuple[str, int, dict[str, Any], str]] = [
     ("zero3", 2, {"layout": "rows"}, "options.layout=rows: use parameter"),
-    ("zero3", 2, {"unit": "layer"}, "options.unit=layer: use model, block"),
+    ("zero3", 2, {"unit": "row"}, "options.unit=row: use model, block"),
     ("zero3", 2, {"keep": "first"}, "options.keep=first: use none"),
     ("zero3", 2, {"reduce_each": "epoch"}, "options.reduce_each=epoch: use microbatch"),
     ("zero1", 2, {"reduce_each": "microbatch"}, "reduced once, use step or zero2"),
