@@ -39,8 +39,14 @@ FOR_A_PLACE = {
     "=N": "=10",
     "=K": "=1",
     "<folder>": "outputs/compare/run",
+    "resume=outputs/theirs": "resume=outputs/compare/run",
     "model.path=DIR data=hf": "model.path=TALKS data=hf",
 }
+MY_LAYOUT = """
+from zeroexp.cut.layout import LAYOUTS
+
+LAYOUTS.add("mylayout", LAYOUTS["buffer"])
+"""
 TINY = ["model=tiny", "data=synthetic"]
 # Words that name a checkpoint or weights need the model that was saved.
 SAVED = ("resume=", "model.weights=")
@@ -96,13 +102,14 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     subprocess.run(["bash", "-c", make_site], cwd=folder, env=environment(folder), check=True)
     shutil.copy(folder / "site/cluster/juwels.yaml", folder / "site/cluster/mysite.yaml")
     words = [*TINY, "study.name=compare", "cluster.device=cpu", "world_size=1", "train.steps=10"]
-    run(folder, [*words, "tracking=files", "checkpoint.every=10"])
+    run(folder, [*words, "tracking=files", "checkpoint.every=10", "train.trace_steps=[5]"])
     (trained,) = (folder / "outputs/compare").glob("zero3*")
     trained.rename(trained.with_name("run"))
     run(folder, ["export", "outputs/compare/run", "--to", "DIR"])
     run(folder, ["export", "outputs/compare/run", "--to", "FOLDER", "--format", "dcp"])
     rows = [f"a word,{1 + i % 5},{('bad', 'fine', 'good')[i % 3]}" for i in range(9)]
     (folder / "reviews.csv").write_text("\n".join(["review,stars,verdict", *rows, ""]))
+    (folder / "mymodule.py").write_text(MY_LAYOUT)
     (folder / "corpus").mkdir()
     for name in ("train", "test"):
         (folder / f"corpus/{name}.txt").write_text("a line\n" * 9)
@@ -160,7 +167,7 @@ def test_a_command_of_a_page_is_taken(place: Path, command: str) -> None:
     if known := next((reason for word, reason in ELSEWHERE.items() if word in command), None):
         pytest.skip(known)
     words = words_of(command, place)
-    if module_of(words) or "--rerun" in words or "--cfg" in words:
+    if module_of(words) or {"--rerun", "--cfg", "--help"} & {*words}:
         reads_a_sweep(place, words)
     else:
         output = run(place, as_a_dry_run(words))
