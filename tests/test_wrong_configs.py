@@ -18,7 +18,8 @@ from tests.composing import compose_once, composed, values_of
 from tests.somebody_else import not_root, open_to_all, read_only
 from zeroexp import __main__ as zeroexp
 from zeroexp.check import rules_batch, rules_of_one_key
-from zeroexp.check.readable import check_inputs
+from zeroexp.check.try_data import require_readable
+from zeroexp.check.try_points import try_points
 from zeroexp.cluster.sweep import Sweep
 from zeroexp.commandline.mistakes import explain
 from zeroexp.config.keys import KEYS, ConfigError
@@ -58,7 +59,7 @@ def sooner(monkeypatch):
 
 @pytest.fixture
 def offline(monkeypatch, tmp_path) -> Iterator[None]:
-    """No network, and none of this machine's caches."""
+    """No network, and none of this machine's caches of the hub."""
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "datasets"))
@@ -160,28 +161,19 @@ def test_no_password_is_printed(shown, tmp_path, monkeypatch, capsys):
     assert "hunter2" not in printed.out + printed.err
 
 
-@pytest.mark.parametrize(
-    ("key", "shut"),
-    [
-        ("data.path", "folder"),
-        ("data.path", "folder/text.txt"),
-        ("model.weights", "folder"),
-        ("model.weights", "folder/model.safetensors"),
-    ],
-)
-def test_what_others_alone_may_read_is_refused(key, shut):
+@pytest.mark.parametrize("shut", ["folder", "folder/text.txt"])
+def test_what_others_alone_may_read_is_refused(shut):
     with open_to_all() as home:
         folder = home / "folder"
         folder.mkdir()
-        for file in ("model.safetensors", "text.txt"):
-            (folder / file).write_text("text")
+        (folder / "text.txt").write_text("text")
         (home / shut).chmod(0)
-        config = composed(f"{key}={folder}")
+        data = composed(f"data.path={folder}").data
         with not_root(), pytest.raises(ConfigError) as told:
-            check_inputs(config)
+            require_readable(data)
         (home / shut).chmod(0o755)
-        check_inputs(config)
-    assert str(told.value).startswith(f"{key}={folder}: can not be read (Permission denied: ")
+        require_readable(data)
+    assert str(told.value).startswith(f"data.path={folder}: can not be read (Permission denied: ")
     assert str(told.value).endswith("; make it readable, or choose another")
 
 
@@ -211,29 +203,9 @@ def test_a_sweep_of_somebody_else_can_not_be_run_again_in_place(theirs, refused)
 @pytest.mark.parametrize("line", ["data.path=/on/the/nodes", "model.weights=me/model"])
 def test_what_only_the_nodes_of_slurm_may_see_is_not_judged_here(line, offline):
     config = composed("cluster=slurm", line)
-    check_inputs(config)
+    try_points([config])
     with pytest.raises(ConfigError):
-        check_inputs(replace(config, cluster=composed().cluster))
-
-
-@pytest.mark.parametrize(
-    "line", ["model.weights=me/model", "data=yelp_causal data.path=me/reviews"]
-)
-def test_nodes_as_offline_as_we_are_judged_here(line, offline, monkeypatch):
-    """Jobs inherit HF_HUB_OFFLINE, unless the site's setup may change it."""
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    words = ["cluster=slurm", *line.split()]
-    with pytest.raises(ConfigError, match=r"=me/.*: .*the hub can not be reached; "):
-        check_inputs(composed(*words))
-    check_inputs(composed(*words, "cluster.slurm.setup=['unset HF_HUB_OFFLINE']"))
-
-
-def test_what_was_fetched_before_needs_no_network(offline, tmp_path):
-    for folder in ("hub/datasets--me--one", "datasets/me___two", "cache/packed"):
-        (tmp_path / folder).mkdir(parents=True)
-    (tmp_path / "cache" / "packed" / "about.json").write_text('{"hub_id": "me/three"}')
-    for name in ("one", "two", "three"):
-        check_inputs(composed("data=yelp_causal", f"data.path=me/{name}"))
+        try_points([replace(config, cluster=composed().cluster)])
 
 
 def test_cuda_on_a_machine_without(here, monkeypatch, refused):

@@ -6,7 +6,6 @@ rules_strategy.py, rules_data.py, rules_batch.py, without_effect.py
                        rules about several keys, whose breach skips the point (UndefinedCombination)
 witnesses.py           where each key of training shows
 sweep_points.py        the points of a sweep, each checked by these rules
-readable.py            can the points read their files, and find their names on the hub?
 try_points.py          in one process, before a rank starts: try_model.py builds the model without memory,
                        try_data.py packs the data, try_strategy.py runs code of others once
 """

@@ -1,30 +1,35 @@
 """Find the data's errors before a rank starts: read, tokenize and pack them here, where the ranks find them.
 
 Slurm's nodes pack for themselves, since what they see and where they keep it may differ. For them the tokenizer of a
-local folder of weights is looked for, and the columns of files that are seen here.
+local folder of weights is looked for, and files that are seen here, with the columns of tables.
 """
 
 from __future__ import annotations
 
+import os
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
 from zeroexp.config.data_sources import DATA
-from zeroexp.config.keys import Config
-from zeroexp.config.paths import data_files
+from zeroexp.config.keys import Config, ConfigError, DataConfig
+from zeroexp.config.paths import data_files, is_hub_id
 from zeroexp.data import sources
 from zeroexp.data.batches import build_data
 
 
 def check_data(config: Config) -> None:
     """Raise ConfigError for data that the ranks could not read, or not as the config says."""
-    if config.cluster.kind == "local":
-        build_data(config.data, config.model, config.train.seed)
+    kind, data, is_here = DATA[config.data.kind], config.data, config.cluster.kind == "local"
+    is_seen = is_here or Path(data.path or "").expanduser().exists()
+    if data.path and is_seen and not is_hub_id(data):
+        require_readable(data)
+    if is_here:
+        build_data(data, config.model, config.train.seed)
         return
-    kind, data = DATA[config.data.kind], config.data
     if kind.tokenizes and Path(config.model.weights or "").expanduser().is_dir():
         sources.choose_tokenizer(data, config.model)
-    if kind.is_table and Path(data.path or "").expanduser().exists():
+    if kind.is_table and data.path and is_seen:
         # datasets takes a second to import, and most sweeps read no table.
         from zeroexp.data import table_rows
 
@@ -32,3 +37,16 @@ def check_data(config: Config) -> None:
         for split in splits:
             each = replace(data, split=split)
             table_rows.require_columns(each, data_files(each))
+
+
+def require_readable(data: DataConfig) -> None:
+    """Raise ConfigError unless the files that data.path means can be opened."""
+    try:
+        with suppress(NotADirectoryError, FileNotFoundError):
+            os.scandir(Path(str(data.path)).expanduser()).close()  # a glob finds nothing in silence
+        for file in data_files(data):
+            file.open("rb").close()
+    except OSError as error:
+        problem = f"can not be read ({error.strerror}: {error.filename})"
+        remedy = "make it readable, or choose another"
+        raise ConfigError(f"data.path={data.path}: {problem}; {remedy}") from error

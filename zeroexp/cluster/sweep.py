@@ -16,7 +16,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from zeroexp.check.readable import check_inputs
 from zeroexp.check.sweep_points import (
     Composed,
     Point,
@@ -203,8 +202,6 @@ class Sweep:
             with_store(point.config)
             if point.config.cluster.kind == "slurm" and not point.config.cluster.dry_run:
                 require_slurm()
-            if not point.refusal:
-                check_inputs(point.config)
 
     def _tried(self, points: Sequence[Point]) -> list[Point]:
         """Return the points, those skipped that can not be carried out. Raises ConfigError for a mistake."""

@@ -5,7 +5,7 @@
     <cache>/<key>/labels.npy    [samples], classification only
     <cache>/<key>/lengths.npy   [samples], classification only: number of tokens without padding
     <cache>/<key>/digests.json  hashes of the others, which are compared before they are read
-    <cache>/<key>/about.json    vocab_size, source (one line for the record), classes (labels' values), names, hub_id
+    <cache>/<key>/about.json    vocab_size, source (one line for the record), classes (labels' values), names
 
 The folder's name is a hash of everything that decides its content, so a cache is never stale. It is written under
 another name and renamed when complete: a rank, or another run, sees all of it or nothing.

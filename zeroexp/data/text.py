@@ -154,5 +154,4 @@ def _write_about(
     shutil.rmtree(folder / SCRATCH, ignore_errors=True)
     about: dict[str, Any] = {"vocab_size": tokenizer.get_vocab_size(), "source": source}
     about["classes"], about["names"] = classes, names
-    about["hub_id"] = None if source.startswith("local") else config.path
     (folder / "about.json").write_text(json.dumps(about), encoding="utf-8")

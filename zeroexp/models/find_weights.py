@@ -5,8 +5,6 @@ Only this file asks whether the hub can be reached.
 
 from __future__ import annotations
 
-import json
-import os
 from collections.abc import Callable
 from contextlib import suppress
 from functools import cache, partial
@@ -16,7 +14,6 @@ from huggingface_hub import constants, hf_hub_download, snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
 from zeroexp.config.keys import ConfigError
-from zeroexp.config.paths import cache_root
 from zeroexp.process.reachable import server_answers
 
 MODEL_FILES = ["*.safetensors", "*.json", "*.jinja"]
@@ -28,28 +25,6 @@ def is_online() -> bool:
     if constants.HF_HUB_OFFLINE:
         return False
     return server_answers(constants.ENDPOINT)
-
-
-def dataset_exists(name: str) -> bool:
-    """Return whether some part of this data set is on this machine; it may be incomplete.
-
-    The caches of the hub, of the `datasets` library and of zeroexp are searched.
-    """
-    if (Path(constants.HF_HUB_CACHE) / f"datasets--{name.replace('/', '--')}").is_dir():
-        return True
-    library = Path(os.environ.get("HF_DATASETS_CACHE") or Path(constants.HF_HOME) / "datasets")
-    if (library / name.replace("/", "___")).is_dir():
-        return True
-    packed = cache_root().glob("*/about.json")
-    return any(
-        json.loads(about.read_text(encoding="utf-8")).get("hub_id") == name for about in packed
-    )
-
-
-def require_model(name: str) -> None:
-    """Raise ConfigError if `model_folder` could not return this model."""
-    if _model_here(name) is None:
-        _require_hub(f"model.weights={name}")
 
 
 def model_folder(name: str) -> Path:
@@ -71,16 +46,12 @@ def config_folder(name: str) -> Path:
     return _from_hub(f"model.path={name}", fetch, needed="config.json").parent
 
 
-def _require_hub(key: str) -> None:
+def _from_hub(key: str, fetch: Callable[[], str], *, needed: str) -> Path:
     if not is_online():
         raise ConfigError(
             f"{key}: no such folder, not in the hub's cache, and the hub can not be reached; "
             "give a local folder, or fetch it first with a network"
         )
-
-
-def _from_hub(key: str, fetch: Callable[[], str], *, needed: str) -> Path:
-    _require_hub(key)
     try:
         return Path(fetch())
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError) as error:
