@@ -34,7 +34,8 @@ def values_of(*words: str) -> dict[str, Any]:
     config = pickle.loads(_pickled(*options))
     others = [word for word in words if word not in options]
     for word in OverridesParser.create().parse_overrides(others):
-        OmegaConf.update(config, word.key_or_group, word.value(), force_add=word.is_add())
+        adds = word.is_add() or word.is_force_add()
+        OmegaConf.update(config, word.key_or_group, word.value(), force_add=adds)
     values = OmegaConf.to_container(config, resolve=True)
     assert isinstance(values, dict)
     return {str(key): value for key, value in values.items()}

@@ -58,6 +58,7 @@ DOORS = {
     },
     "datasets": {"zeroexp.data.table_rows"},
     "peft": {"zeroexp.models.lora"},
+    "psutil": {"zeroexp.measure.system"},
     "xxhash": {"zeroexp.process.content_hash"},
     "matplotlib": {"zeroexp.report.figure"},
     "plotly": {"zeroexp.report.page"},

@@ -59,16 +59,16 @@ OTHERS: dict[str, tuple[Any, str]] = {
     "mistral": (causal("Mistral", MistralConfig(**TINY)), "model_type=mistral, not llama; "),
     "norm eps": (
         lambda: llama(rms_norm_eps=1e-5),
-        "rms_norm_eps=1e-05 where model.name=tiny has 1e-06; use +model.hf_config.rms_norm_eps=1e-05",
+        "rms_norm_eps=1e-05 where model.name=tiny has 1e-06; use ++model.hf_config.rms_norm_eps=1e-05",
     ),
     "theta": (
         lambda: llama(rope_parameters=OTHER_ROPE),
         "rope_parameters.rope_theta=500000.0 where model.name=tiny has 10000.0; "
-        "use +model.hf_config.rope_parameters.rope_theta=500000.0",
+        "use ++model.hf_config.rope_parameters.rope_theta=500000.0",
     ),
     "ties": (
         lambda: llama(tie_word_embeddings=False),
-        "=false where model.name=tiny has true; use model.hf_config.tie_word_embeddings=false",
+        "=false where model.name=tiny has true; use ++model.hf_config.tie_word_embeddings=false",
     ),
     "attention bias": (lambda: llama(attention_bias=True), "attention_bias=true where"),
     "activation": (lambda: llama(hidden_act="gelu"), "hidden_act=gelu where model.name=tiny has"),
@@ -76,7 +76,7 @@ OTHERS: dict[str, tuple[Any, str]] = {
     "depth and width": (
         lambda: llama(num_hidden_layers=3, intermediate_size=100),
         "intermediate_size=100, num_hidden_layers=3 where model.name=tiny has 176, 2; use "
-        "model.hf_config.intermediate_size=100 model.hf_config.num_hidden_layers=3, or",
+        "++model.hf_config.intermediate_size=100 ++model.hf_config.num_hidden_layers=3, or",
     ),
     "head of another task": (
         lambda: saved("mine", "LlamaForSequenceClassification", LlamaConfig(**TINY)),

@@ -217,7 +217,7 @@ def test_padding_does_not_change_what_a_classifier_says(kind):
 
 def test_forward_is_without_chance_whatever_was_published():
     published = {
-        "gpt2": {"embd_pdrop": 0.5, "resid_pdrop": 0.5, "summary_first_dropout": 0.5},
+        "gpt2": {"embd_pdrop": 0.5, "summary_first_dropout": 0.5, "_attn_implementation": "eager"},
         "bert": {"hidden_dropout_prob": 0.5, "classifier_dropout": 0.5, "use_cache": True},
     }
     for task, kind in (("causal", "falcon"), ("classification", "bert"), ("causal", "gpt2")):
@@ -226,6 +226,7 @@ def test_forward_is_without_chance_whatever_was_published():
         tokens, _ = microbatch(task, 0, 0)
         first, second = module(input_ids=tokens).logits, module(input_ids=tokens).logits
         assert module.training and torch.equal(first, second), kind
+        assert module.config._attn_implementation == "sdpa"
 
 
 # --- from a folder

@@ -87,7 +87,6 @@ ATTRIBUTES = {
     "torch.cpu._is_avx512_supported",
     "torch.cpu._is_avx512_bf16_supported",
     "torch.ops.mkldnn._is_mkldnn_bf16_supported",
-    "torch.cuda.memory._dump_snapshot",
     "torch.cuda.memory._record_memory_history",
     "torch.cuda.memory._snapshot",
     "transformers.integrations.moe._can_use_grouped_mm",

@@ -22,6 +22,7 @@ from pathlib import Path
 from zeroexp.checkpoint import folders
 from zeroexp.checkpoint.manifest import MANIFEST, CheckpointError, read_manifest
 from zeroexp.config.keys import Config, ConfigError, from_mapping
+from zeroexp.config.vocabulary import TokenizerChoice
 from zeroexp.foreign import WRITERS
 from zeroexp.measure.chakra import traced_step, write_chakra
 from zeroexp.process.json_output import answer
@@ -178,20 +179,17 @@ def export_whole(checkpoint: Path, target: Path, form: str) -> None:
         WRITERS[form](folder, config, manifest, Weights(checkpoint, manifest))
 
 
-def _tokenizer(config: Config):
+def _tokenizer(config: Config) -> TokenizerChoice | None:
     """Return the tokenizer of the training text; None where there was no text or the tokenizer is gone."""
     from zeroexp.config.data_sources import DATA
     from zeroexp.data.sources import choose_tokenizer
-    from zeroexp.models.huggingface_folder import Tokenizer
 
     if config.data.kind not in DATA or not DATA[config.data.kind].tokenizes:
         return None
     try:
-        chosen = choose_tokenizer(config.data, config.model)
+        return choose_tokenizer(config.data, config.model)
     except ConfigError as error:
         print(f"zeroexp: exported without a tokenizer: {error}", file=sys.stderr)
-        return None
-    return Tokenizer(chosen.file, chosen.end_of_text, chosen.padding)
 
 
 if __name__ == "__main__":

@@ -5,5 +5,5 @@ families.py        what `model.family` may name; data_sources.py: `data.kind`; e
                    optimizer.py: `optimizer.name`, parameter groups and the learning rate of a step
 plugins.py         code that others add: the modules of `plugins=[...]`, and the settings of their words
 job_shape.py       how the ranks of a point share nodes
-paths.py           where a run's local files and caches lie; vocabulary.py: how many words its data has
+paths.py           where a run's local files and caches lie; vocabulary.py: the tokenizer of its data, and its size
 """

@@ -1,6 +1,9 @@
-"""Size of the data's vocabulary, as far as a config tells: a model that names none takes the data's."""
+"""The tokenizer of a run's data, and the size of its vocabulary, as far as a config tells."""
 
 from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
 
 from zeroexp.config.data_sources import DATA
 from zeroexp.config.families import vocabulary
@@ -9,8 +12,18 @@ from zeroexp.config.keys import Config
 SHIPPED_VOCABULARY = 2048  # vocabulary size of the tokenizer in data/corpus
 
 
+@dataclass(frozen=True)
+class TokenizerChoice:
+    file: Path  # tokenizer.json; the tokenizer files beside it belong to it
+    end_of_text: int  # the id that separates documents
+    padding: int
+
+
 def vocabulary_of_data(config: Config) -> int | None:
-    """Return the size for which a run builds the model; None where the model or its weights decide."""
+    """Return the size for which a run builds the model, as one that names none takes the data's.
+
+    It is None where the model or its weights decide.
+    """
     data, model = config.data, config.model
     takes_shipped = DATA[data.kind].tokenizes and model.weights is None
     if data.vocab_size is None and takes_shipped and vocabulary(model) is None:

@@ -100,11 +100,11 @@ def _packed_folder(config: DataConfig, model: ModelConfig) -> Path:
     words, files = sources.choose_tokenizer(config, model), sources.text_files(config)
     labelled = config.task == "classification"
     decisive = {
-        "format": 5,
+        "format": 6,
         "kind": config.kind,
         "task": config.task,
         "seq_len": config.seq_len,
-        "words": [*words.identity, words.template],
+        "words": sources.identity_of(words),
         "files": sources.source_identity(config, files),
         "rows": [config.subset, config.split, config.text_column],
         "labels": [model.num_labels, config.label_column, config.labels] if labelled else None,
@@ -120,4 +120,4 @@ def _packed_folder(config: DataConfig, model: ModelConfig) -> Path:
         else:
             text.write_packed(folder, config, files, words)
 
-    return packed.cached(decisive, write, is_whole=packed.can_be_read)
+    return packed.cached(decisive, write)

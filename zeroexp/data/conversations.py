@@ -17,7 +17,7 @@ from tokenizers import Tokenizer
 from transformers import AutoTokenizer
 
 from zeroexp.config.keys import ConfigError
-from zeroexp.data.sources import TokenizerChoice
+from zeroexp.config.vocabulary import TokenizerChoice
 from zeroexp.data.table_rows import COMPLETION, PROMPT
 
 Document = tuple[list[int], int]  # tokens, and how many of the first ones do not count

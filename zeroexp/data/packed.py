@@ -13,7 +13,6 @@ another name and renamed when complete: a rank, or another run, sees all of it o
 
 from __future__ import annotations
 
-import hashlib
 import json
 import shutil
 from collections.abc import Callable
@@ -27,58 +26,44 @@ from filelock import FileLock
 from zeroexp.config.paths import cache_root
 from zeroexp.data import Microbatch
 from zeroexp.models.loss import IGNORED
-from zeroexp.process.content_hash import hash_of
+from zeroexp.process.content_hash import hash_of, hash_of_file
 from zeroexp.process.durable import appearing
 from zeroexp.process.writable import require_writable
 
 DIGESTS = "digests.json"
 
 
-def cached(
-    decisive: dict[str, Any],
-    write: Callable[[Path], None],
-    *,
-    is_whole: Callable[[Path], bool] = Path.exists,
-) -> Path:
+def cached(decisive: dict[str, Any], write: Callable[[Path], None]) -> Path:
     """Return the complete folder for `decisive`; `write` fills it if it is missing or damaged.
 
     One process at a time writes; the others on this file system wait for it and then read.
     """
-    key = hashlib.sha256(json.dumps(decisive, sort_keys=True).encode()).hexdigest()[:20]
-    folder = cache_root() / key
-    if is_whole(folder):
+    folder = cache_root() / hash_of([json.dumps(decisive, sort_keys=True).encode()])
+    if _is_whole(folder):
         return folder
     remedy = "set ZEROEXP_CACHE to a folder that is yours"
     require_writable(f"ZEROEXP_CACHE={folder.parent}", folder.parent, remedy)
     with FileLock(folder.with_suffix(".lock")):
-        if not is_whole(folder):
+        if not _is_whole(folder):
             shutil.rmtree(folder, ignore_errors=True)  # a damaged one
-            _fill(folder, write)
+            with appearing(folder) as unfinished:
+                write(unfinished)
+                digests = json.dumps(_digests(unfinished))
+                (unfinished / DIGESTS).write_text(digests, encoding="utf-8")
     return folder
 
 
-def can_be_read(folder: Path) -> bool:
+def _is_whole(folder: Path) -> bool:
     """Whether the folder is as it was written: a power cut or a disk may leave zeros, which would be trained on."""
     try:
-        open_packed(folder)
         return json.loads((folder / DIGESTS).read_text(encoding="utf-8")) == _digests(folder)
-    except (OSError, ValueError, LookupError):  # missing, torn or too short
+    except (OSError, ValueError):  # missing or torn
         return False
 
 
 def _digests(folder: Path) -> dict[str, str]:
-    digests: dict[str, str] = {}
-    for path in sorted(folder.iterdir()):
-        if path.is_file() and path.name != DIGESTS:
-            with path.open("rb") as file:
-                digests[path.name] = hash_of(iter(lambda: file.read(4 << 20), b""))
-    return digests
-
-
-def _fill(folder: Path, write: Callable[[Path], None]) -> None:
-    with appearing(folder) as unfinished:
-        write(unfinished)
-        (unfinished / DIGESTS).write_text(json.dumps(_digests(unfinished)), encoding="utf-8")
+    files = (path for path in folder.iterdir() if path.is_file() and path.name != DIGESTS)
+    return {path.name: hash_of_file(path) for path in files}
 
 
 def open_packed(folder: Path) -> PackedTokens | PaddedTexts:

@@ -2,43 +2,23 @@
 
 from __future__ import annotations
 
-import contextlib
-import hashlib
 import json
-import re
-import time
-from dataclasses import dataclass
 from pathlib import Path
 
 from zeroexp.config.families import shape_of
 from zeroexp.config.keys import ConfigError, DataConfig, ModelConfig
-from zeroexp.config.paths import cache_root, data_files, is_hub_id
-from zeroexp.config.vocabulary import SHIPPED_VOCABULARY
-from zeroexp.process.durable import replace_durably
+from zeroexp.config.paths import data_files, is_hub_id
+from zeroexp.config.vocabulary import SHIPPED_VOCABULARY, TokenizerChoice
+from zeroexp.process.content_hash import hash_of_file
 
-DIGEST = re.compile(r"[0-9a-f]{64}")
-TICK_SECONDS = 2.0  # a file may be written twice within this time and show the same timestamp
 CORPUS = Path(__file__).parent / "corpus"
 
 
-@dataclass(frozen=True)
-class TokenizerChoice:
-    """A tokenizer's file, the id that separates documents, and the id that pads."""
-
-    file: Path
-    end_of_text: int
-    padding: int
-
-    @property
-    def identity(self) -> list[str | int]:
-        digest = hashlib.sha256(self.file.read_bytes()).hexdigest()
-        return [digest, self.end_of_text, self.padding]
-
-    @property
-    def template(self) -> list[str]:
-        """Return the hashes of the files that may hold a chat template."""
-        beside = [self.file.with_name(n) for n in ("tokenizer_config.json", "chat_template.jinja")]
-        return [hashlib.sha256(file.read_bytes()).hexdigest() for file in beside if file.is_file()]
+def identity_of(words: TokenizerChoice) -> list[str | int]:
+    """Return what decides the tokens: ids, and hashes of the file and of those that may hold a chat template."""
+    beside = [words.file.with_name(n) for n in ("tokenizer_config.json", "chat_template.jinja")]
+    hashes = [hash_of_file(file) for file in (words.file, *beside) if file.is_file()]
+    return [*hashes, words.end_of_text, words.padding]
 
 
 def choose_tokenizer(config: DataConfig, model: ModelConfig) -> TokenizerChoice:
@@ -100,22 +80,4 @@ def source_identity(config: DataConfig, files: list[Path]) -> list[list[str | in
     """Return what identifies the text: the hub id, or the name and content hash of each file."""
     if not files:
         return [[str(config.path), config.limit or 0]]
-    return [[str(file.resolve()), _digest(file), config.limit or 0] for file in files]
-
-
-def _digest(file: Path) -> str:
-    """Return the hash of the file's content; the cache keeps it by the file's metadata, so that ranks need not read."""
-    stat = file.stat()
-    seen = [str(file.resolve()), stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns, stat.st_ino]
-    kept = cache_root() / "digests" / hashlib.sha256(json.dumps(seen).encode()).hexdigest()
-    with contextlib.suppress(OSError, UnicodeError):
-        if DIGEST.fullmatch(stored := kept.read_text(encoding="utf-8")):
-            return stored
-    with file.open("rb") as content:
-        digest = hashlib.file_digest(content, "sha256").hexdigest()
-    if time.time() - stat.st_ctime > TICK_SECONDS:
-        # If the cache cannot be written, the file is read each time.
-        with contextlib.suppress(OSError):
-            kept.parent.mkdir(parents=True, exist_ok=True)
-            replace_durably(kept, digest.encode())
-    return digest
+    return [[str(file.resolve()), hash_of_file(file), config.limit or 0] for file in files]

@@ -72,23 +72,18 @@ def read_table(config: DataConfig, files: list[Path], scratch: Path) -> tuple[Ta
 
 
 def require_columns(config: DataConfig, files: list[Path]) -> None:
-    """Require the columns that the task reads, of the first row alone where files are large. Raises ConfigError."""
+    """Require that the columns which the task reads have their names in the first row. Raises ConfigError."""
     with _one_line_errors(config):
         if _are_saved(files):
-            _require_columns(_read_saved(config), config)
-            return
-        loader, options = _loader(config, files)
-        if loader == "csv":  # every value is a word there, and a number may be text
-            header = options.get("names") or _header(files[0], options.get("sep", ","))
-            _require_names(header, config)
-            return
-        whole = {split_name(config.split): [str(file) for file in files]}
-        rows = datasets.load_dataset(
-            loader, data_files=whole, split=split_name(config.split), streaming=True, **options
-        )
-        first = list(rows.take(1))
-    if first:
-        _require_columns(Table.from_list(first), config)
+            names = _read_saved(config).column_names
+        elif LOADERS[files[0].suffix.lower()] == "csv":
+            _, options = _loader(config, files)
+            names = options.get("names") or _header(files[0], options.get("sep", ","))
+        else:
+            rows = _load(config, files, split_name(config.split), streaming=True)
+            names = [name for row in rows.take(1) for name in row]
+    if names:
+        _require_names(names, config)
 
 
 def first_rows(table: Table, limit: int | None) -> Table:
@@ -150,16 +145,13 @@ def _text_of(file: Path) -> str:
 def _read_files(config: DataConfig, files: list[Path], scratch: Path) -> Table:
     if _are_saved(files):
         return _read_saved(config)
+    return _load(config, files, config.split or TRAIN, cache_dir=str(scratch))
+
+
+def _load(config: DataConfig, files: list[Path], split: str, **how: Any) -> Any:
     loader, options = _loader(config, files)
-    split = config.split or TRAIN
-    table = datasets.load_dataset(
-        loader,
-        data_files={split_name(split): [str(file) for file in files]},
-        split=split,
-        cache_dir=str(scratch),
-        **options,
-    )
-    return cast(Table, table)
+    of_split = {split_name(split): [str(file) for file in files]}
+    return datasets.load_dataset(loader, data_files=of_split, split=split, **how, **options)
 
 
 def _are_saved(files: list[Path]) -> bool:
@@ -182,8 +174,10 @@ def _loader(config: DataConfig, files: list[Path]) -> tuple[str, dict[str, Any]]
         options = {"keep_default_na": False, "na_values": [""]}
     if suffix == ".tsv":
         options["sep"] = "\t"
-    if suffix == ".csv" and not _has_header(files[0]):
-        options["names"] = [LABEL, TEXT]  # Yelp's own archive has no header
+    if suffix == ".csv":
+        first = _header(files[0])
+        if len(first) == 2 and first[0].isdigit():  # Yelp's own archive has no header
+            options["names"] = [LABEL, TEXT]
     return LOADERS[suffix], options
 
 
@@ -201,12 +195,6 @@ def _read_saved(config: DataConfig) -> Table:
 def _header(file: Path, sep: str = ",") -> list[str]:
     with file.open(encoding="utf-8-sig", newline="") as lines:
         return next(csv.reader(lines, delimiter=sep), [])
-
-
-def _has_header(file: Path) -> bool:
-    with file.open(encoding="utf-8-sig", newline="") as lines:
-        first = next(csv.reader(lines), [])
-        return len(first) != 2 or not first[0].isdigit()
 
 
 def _read_hub(config: DataConfig) -> Table:

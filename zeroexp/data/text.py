@@ -15,8 +15,8 @@ import numpy as np
 from tokenizers import Tokenizer
 
 from zeroexp.config.keys import ConfigError, DataConfig
+from zeroexp.config.vocabulary import TokenizerChoice
 from zeroexp.data.classes import classes_of
-from zeroexp.data.sources import TokenizerChoice
 from zeroexp.data.table_rows import (
     COMPLETION,
     MESSAGES,

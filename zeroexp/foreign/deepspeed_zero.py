@@ -20,10 +20,9 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.serialization import get_unsafe_globals_in_checkpoint, safe_globals
 
 from zeroexp.checkpoint.manifest import CheckpointError
-from zeroexp.foreign.found import Found, Place
+from zeroexp.foreign.found import Found, Place, load_with_stand_ins
 from zeroexp.foreign.matching import STEP
 from zeroexp.interface.canonical import WEIGHT
 
@@ -196,21 +195,10 @@ def found_of(folder: Path, parts: Parts, shapes: Shapes, step: int | None = None
 # -- files ------------------------------------------------------------------------------------------
 
 
-class Opaque:
-    """An object of DeepSpeed's in a file, with the attributes that it was saved with."""
-
-    def __new__(cls, *_: object) -> Opaque:
-        return object.__new__(cls)
-
-
 def load_mapped(path: Path) -> dict[str, Any]:
     """Return the content with its tensors mapped. Raises CheckpointError."""
     try:
-        theirs = [n for n in get_unsafe_globals_in_checkpoint(path) if n.startswith("deepspeed.")]
-        # One class for each name: torch looks up which name an object's class was allowed under.
-        stand_ins: list[Any] = [(type("Opaque", (Opaque,), {}), name) for name in theirs]
-        with safe_globals(stand_ins):
-            return torch.load(path, mmap=True, weights_only=True, map_location="cpu")
+        return load_with_stand_ins(path, mmap=True, map_location="cpu")
     except (OSError, RuntimeError, ValueError, KeyError, pickle.UnpicklingError) as error:
         problem = f"torch can not read it ({str(error).partition(chr(10))[0]})"
         raise CheckpointError(f"{path}: {problem}; {OLDER}") from error

@@ -23,11 +23,9 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.distributed.checkpoint import DefaultLoadPlanner
-from torch.serialization import get_unsafe_globals_in_checkpoint, safe_globals
 
 from zeroexp.checkpoint.manifest import CheckpointError
-from zeroexp.foreign.deepspeed_zero import Opaque
-from zeroexp.foreign.found import Found, Place
+from zeroexp.foreign.found import Found, Place, load_with_stand_ins
 from zeroexp.models.module import BuiltModel
 
 LAYER = re.compile(r"\bdecoder\.layers\.(\d+)\.")
@@ -91,11 +89,8 @@ class Plain(DefaultLoadPlanner):
         self.values: dict[str, Any] = {}
 
     def load_bytes(self, read_item: Any, value: io.BytesIO) -> None:
-        theirs = get_unsafe_globals_in_checkpoint(value)
-        value.seek(0)
-        stand_ins: list[Any] = [(type("Opaque", (Opaque,), {}), name) for name in theirs]
-        with safe_globals(stand_ins), suppress(pickle.UnpicklingError):  # it is left out, and said
-            self.values[read_item.dest_index.fqn] = torch.load(value, weights_only=True)
+        with suppress(pickle.UnpicklingError):  # it is left out, and said
+            self.values[read_item.dest_index.fqn] = load_with_stand_ins(value)
 
 
 def with_parted_rows(found: Found, built: BuiltModel) -> Found:

@@ -18,7 +18,6 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import nn
 
 from zeroexp.config.keys import TrainConfig
@@ -96,10 +95,3 @@ class Instruments:
     def _profiles(self, step: int) -> bool:
         ranks = self.settings.profile_ranks
         return step in self.settings.profile_steps and (not ranks or self.world.rank in ranks)
-
-
-def memory_snapshot(path: Path) -> None:
-    """Write the state of the GPU's caching allocator, which torch's memory viewer shows; without a GPU do nothing."""
-    with may_be_lost(path.name):
-        if torch.cuda.is_initialized():
-            torch.cuda.memory._dump_snapshot(str(path))  # pyright: ignore[reportPrivateUsage]

@@ -1,6 +1,6 @@
 """Samples of what a node is busy with: one line in system.<node>.jsonl every `tracking.system_s` seconds.
 
-The first rank of each node reads it from /proc in a thread of its own, which takes a fraction of a millisecond. Names
+The first rank of each node reads it by psutil in a thread of its own, which takes a fraction of a millisecond. Names
 are those of MLflow's own system metrics, so that its page shows them where its users look.
 """
 
@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 
 MEGABYTE = 1e6
@@ -42,56 +43,26 @@ def sampling_system(
 def _sample(path: Path, seconds: float, over: threading.Event) -> None:
     """Write a line for each reading, the last one when it is over."""
     try:
-        before, ended = _counters(), False
+        psutil.cpu_percent()  # the next call tells of the time since this one
+        before, ended = psutil.net_io_counters(), False
         with path.open("a", encoding="utf-8", buffering=1) as lines:
             while not ended:
                 ended = over.wait(seconds)
-                now = _counters()
-                lines.write(json.dumps({"written_at": time.time(), **_reading(before, now)}) + "\n")
+                now, memory = psutil.net_io_counters(), psutil.virtual_memory()
+                received, sent = now.bytes_recv, now.bytes_sent
+                reading = {
+                    "written_at": time.time(),
+                    "cpu_utilization_percentage": psutil.cpu_percent(),
+                    "system_memory_usage_megabytes": (memory.total - memory.available) / MEGABYTE,
+                    "system_memory_usage_percentage": memory.percent,
+                    "network_receive_megabytes": (received - before.bytes_recv) / MEGABYTE,
+                    "network_transmit_megabytes": (sent - before.bytes_sent) / MEGABYTE,
+                    **_gpus(),
+                }
+                lines.write(json.dumps(reading) + "\n")
                 before = now
     except (OSError, ValueError, LookupError, RuntimeError) as error:  # a full disk, another /proc
         print(f"{path.name} ends here: {error}")
-
-
-def _reading(before: dict[str, float], now: dict[str, float]) -> dict[str, float]:
-    """Return the metrics of the time between two readings of the counters."""
-    total = now["cpu"] - before["cpu"]
-    memory = _memory()
-    used = memory["MemTotal"] - memory["MemAvailable"]
-    return {
-        "cpu_utilization_percentage": 100 * (now["busy"] - before["busy"]) / total
-        if total
-        else 0.0,
-        "system_memory_usage_megabytes": used / MEGABYTE,
-        "system_memory_usage_percentage": 100 * used / memory["MemTotal"],
-        "network_receive_megabytes": (now["received"] - before["received"]) / MEGABYTE,
-        "network_transmit_megabytes": (now["sent"] - before["sent"]) / MEGABYTE,
-        **_gpus(),
-    }
-
-
-def _counters() -> dict[str, float]:
-    """Return what only grows: ticks of all cores, those that were busy, and bytes of all links."""
-    ticks = [
-        int(word)
-        for word in Path("/proc/stat").read_text(encoding="utf-8").splitlines()[0].split()[1:9]
-    ]
-    idle = ticks[3] + ticks[4]  # idle, and idle while a disk works
-    links = [
-        line.partition(":")[2].split()
-        for line in Path("/proc/net/dev").read_text(encoding="utf-8").splitlines()[2:]
-    ]
-    return {
-        "cpu": float(sum(ticks)),
-        "busy": float(sum(ticks) - idle),
-        "received": float(sum(int(link[0]) for link in links)),
-        "sent": float(sum(int(link[8]) for link in links)),
-    }
-
-
-def _memory() -> dict[str, int]:
-    rows = (line.split() for line in Path("/proc/meminfo").read_text(encoding="utf-8").splitlines())
-    return {row[0].rstrip(":"): 1024 * int(row[1]) for row in rows}
 
 
 def _gpus() -> dict[str, float]:

@@ -31,7 +31,10 @@ from zeroexp.models.huggingface_weights_read import Stored
 from zeroexp.registry.did_you_mean import did_you_mean
 
 # These keys of a config.json are arguments of ours, or say what nobody here reads.
-OURS = {"model_type", "use_cache", "dtype", "torch_dtype", "id2label", "label2id", "num_labels"}
+OURS = {
+    *("model_type", "use_cache", "dtype", "torch_dtype", "id2label", "label2id", "num_labels"),
+    "_attn_implementation",
+}
 DROPOUTS = (
     *(nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d),
     *(nn.AlphaDropout, nn.FeatureAlphaDropout),
@@ -48,20 +51,15 @@ def build(config: ModelConfig, vocab_size: int | None) -> nn.Module:
 
 
 def _from_config(config: ModelConfig, shape: PreTrainedConfig) -> nn.Module:
-    """Build the model with PyTorch's fused attention, or, where its architecture has none, with its own."""
-    for attention in ("sdpa", "eager"):
-        try:
-            return TASKS[config.task].from_config(
-                shape, attn_implementation=attention, dtype=torch.float32
-            )
-        except ValueError as error:
-            if "scaled_dot_product_attention" not in str(error):
-                reason = str(error).strip().splitlines()[0]
-                problem = f"transformers builds no {config.task} model of {architecture(config)}"
-                raise ConfigError(
-                    f"model.task={config.task}: {problem} ({reason}); use another task or model"
-                ) from error
-    raise AssertionError("every architecture has eager attention")
+    """Build the model; transformers takes PyTorch's fused attention, or the architecture's own where it has none."""
+    try:
+        return TASKS[config.task].from_config(shape, dtype=torch.float32)
+    except ValueError as error:
+        reason = str(error).strip().splitlines()[0]
+        problem = f"transformers builds no {config.task} model of {architecture(config)} ({reason})"
+        raise ConfigError(
+            f"model.task={config.task}: {problem}; use another task or model"
+        ) from error
 
 
 def _make_deterministic(config: ModelConfig, module: nn.Module) -> nn.Module:

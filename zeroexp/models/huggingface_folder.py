@@ -12,7 +12,6 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +24,7 @@ from transformers import GenerationConfig
 
 from zeroexp.config.families import MODELS
 from zeroexp.config.keys import ConfigError, ModelConfig
+from zeroexp.config.vocabulary import TokenizerChoice
 from zeroexp.interface.buffers import persistent_buffers
 from zeroexp.models.huggingface_layout import publish, published_together, saved_tensors
 from zeroexp.models.module import build_empty
@@ -40,13 +40,6 @@ TOKENIZER_FILES = (
 Shapes = Mapping[str, tuple[int, ...]]
 
 
-@dataclass(frozen=True)
-class Tokenizer:
-    file: Path  # tokenizer.json; the tokenizer files beside it belong to it
-    end_of_text: int
-    padding: int
-
-
 def write(
     folder: Path,
     config: ModelConfig,
@@ -55,7 +48,7 @@ def write(
     *,
     dtype: torch.dtype,
     max_shard_size: str,
-    tokenizer: Tokenizer | None,
+    tokenizer: TokenizerChoice | None,
     labels: Sequence[Any] | None = None,
 ) -> None:
     """Fill the empty `folder`. `read` returns a parameter or buffer by its name in `shapes`; each is read once.
@@ -143,7 +136,7 @@ def _plan(sizes: dict[str, Tensor], max_shard_size: str) -> Any:
         raise ConfigError(f"--max-shard-size={max_shard_size}: no size; {remedy}") from error
 
 
-def _write_tokenizer(folder: Path, module: Any, tokenizer: Tokenizer) -> None:
+def _write_tokenizer(folder: Path, module: Any, tokenizer: TokenizerChoice) -> None:
     """Copy the tokenizer's files byte for byte; special tokens without a role in them get their roles in training."""
     for name in TOKENIZER_FILES:
         if (tokenizer.file.parent / name).is_file():

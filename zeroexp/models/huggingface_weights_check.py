@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -80,11 +80,11 @@ def _require_config(config: ModelConfig, folder: Path, ours: PreTrainedConfig) -
     except (StrictDataclassError, ValueError, TypeError, KeyError) as error:
         reason = " ".join(str(error).split())
         _refuse(config, f"its config.json is none of a {kind}: {reason}", "repair it")
-    pairs = list(_differences(_effective(ours), _effective(theirs)))
-    if pairs:
-        their_values = ", ".join(f"{key}={_shown(value)}" for key, _, value in pairs)
-        our_values = ", ".join(_shown(value) for _, value, _ in pairs)
-        use = " ".join(_override(config, key, value) for key, _, value in pairs)
+    here, there = _effective(ours), _effective(theirs)
+    if differ := [key for key in {**here, **there} if here.get(key) != there.get(key)]:
+        their_values = ", ".join(f"{key}={_shown(there.get(key))}" for key in differ)
+        our_values = ", ".join(_shown(here.get(key)) for key in differ)
+        use = " ".join(f"++model.hf_config.{key}={_shown(there.get(key))}" for key in differ)
         remedy = f"use {use}, or, if you mean another function, change its config.json"
         problem = (
             f"its config.json has {their_values} where model.name={config.name} has {our_values}"
@@ -107,22 +107,6 @@ def _effective(shape: PreTrainedConfig) -> dict[str, Any]:
         values["n_inner"] = values["n_inner"] or 4 * width
     rope = values.pop("rope_parameters", None) or {}
     return {**values, **{f"rope_parameters.{key}": value for key, value in rope.items()}}
-
-
-def _differences(
-    ours: Mapping[str, Any], theirs: Mapping[str, Any]
-) -> Iterator[tuple[str, Any, Any]]:
-    for key in (*ours, *(key for key in theirs if key not in ours)):
-        if ours.get(key) != theirs.get(key):
-            yield key, ours.get(key), theirs.get(key)
-
-
-def _override(config: ModelConfig, key: str, value: Any) -> str:
-    """Return the command-line override; a key that is missing in the model's YAML needs a plus."""
-    there: Any = config.hf_config
-    for part in key.split("."):
-        there = there.get(part, ...) if isinstance(there, Mapping) else ...
-    return f"{'+' if there is ... else ''}model.hf_config.{key}={_shown(value)}"
 
 
 def _shown(value: Any) -> str:

@@ -9,6 +9,7 @@ checkpoint is executed.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from pathlib import Path
 
 import xxhash
 
@@ -18,3 +19,8 @@ def hash_of(parts: Iterable[bytes | memoryview]) -> str:
     for part in parts:
         state.update(part)
     return state.hexdigest()
+
+
+def hash_of_file(path: Path) -> str:
+    with path.open("rb") as file:
+        return hash_of(iter(lambda: file.read(4 << 20), b""))

@@ -39,7 +39,7 @@ from zeroexp.data.batches import Data, build_data
 from zeroexp.engines.build import build_strategy
 from zeroexp.interface.strategy import Strategy
 from zeroexp.measure.dtypes_found import dtypes_asked
-from zeroexp.measure.instruments import Instruments, memory_snapshot
+from zeroexp.measure.instruments import Instruments
 from zeroexp.measure.memory import (
     AllocationMeter,
     compile_allocator,
@@ -109,8 +109,6 @@ def main(folder: Path, *, device: str | None = None) -> None:
         code = _run(folder, device)
     except Exception as error:
         os.close(spare)  # else a rank that ran out of files could not write down that it did
-        if isinstance(error, torch.OutOfMemoryError):
-            memory_snapshot(folder / f"memory.{place.rank}.pickle")
         failure.write_raised(folder, place.rank, error, peak_bytes=most_held_bytes())
         traceback.print_exc()
         raise SystemExit(1) from error
