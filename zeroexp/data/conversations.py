@@ -82,22 +82,18 @@ class Conversations:
         template = self._template
         if template is None:
             folder: Path = self._words.file.parent
-            if not (folder / "tokenizer_config.json").is_file():
-                self._refuse_tokenizer(folder)
-            tokenizer: Any = AutoTokenizer.from_pretrained(folder, local_files_only=True)
-            if not tokenizer.chat_template:
-                self._refuse_tokenizer(folder)
+            tokenizer: Any = None
+            if (folder / "tokenizer_config.json").is_file():
+                tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+            if tokenizer is None or not tokenizer.chat_template:
+                raise ConfigError(
+                    f"data.text_column={self._column or PROMPT}: holds messages, and {folder} has a tokenizer "
+                    "without chat template; use model.weights or model.path of a model that chats"
+                )
             self._template = template = tokenizer.apply_chat_template
         # A table fills in keys that one message lacks and another has.
         given = [{k: v for k, v in message.items() if v is not None} for message in messages]
         return template(given, tokenize=False, **how)
-
-    def _refuse_tokenizer(self, folder: Path) -> NoReturn:
-        problem = f"{folder} has a tokenizer without chat template"
-        raise ConfigError(
-            f"data.text_column={self._column or PROMPT}: holds messages, and {problem}; "
-            "use model.weights or model.path of a model that chats"
-        )
 
     def _refuse(self, column: str, problem: str, remedy: str) -> NoReturn:
         raise ConfigError(f"data.path: row {self._row}, column {column}: {problem}; {remedy}")

@@ -198,7 +198,7 @@ def found_of(folder: Path, parts: Parts, shapes: Shapes, step: int | None = None
 def load_mapped(path: Path) -> dict[str, Any]:
     """Return the content with its tensors mapped. Raises CheckpointError."""
     try:
-        return load_with_stand_ins(path, mmap=True, map_location="cpu")
+        return load_with_stand_ins(path, "deepspeed.", mmap=True, map_location="cpu")
     except (OSError, RuntimeError, ValueError, KeyError, pickle.UnpicklingError) as error:
         problem = f"torch can not read it ({str(error).partition(chr(10))[0]})"
         raise CheckpointError(f"{path}: {problem}; {OLDER}") from error

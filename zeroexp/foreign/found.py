@@ -39,9 +39,9 @@ class Opaque:
         return object.__new__(cls)
 
 
-def load_with_stand_ins(source: Path | io.BytesIO, **how: Any) -> Any:
-    """Unpickle what torch saved; its trainer's classes are not imported, and an Opaque stands for each."""
-    theirs = get_unsafe_globals_in_checkpoint(source)
+def load_with_stand_ins(source: Path | io.BytesIO, package: str = "", **how: Any) -> Any:
+    """Unpickle what torch saved; an Opaque stands for each class of this package (all: ""), which is not imported."""
+    theirs = [n for n in get_unsafe_globals_in_checkpoint(source) if n.startswith(package)]
     if isinstance(source, io.BytesIO):
         source.seek(0)
     # One class for each name: torch looks up which name an object's class was allowed under.

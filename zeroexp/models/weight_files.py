@@ -31,10 +31,11 @@ def read_headers(folder: Path) -> dict[str, Header]:
     for file in _files(folder):
         try:
             with safe_open(file, "pt") as opened:
-                for key in opened.offset_keys():
-                    tensor = opened.get_slice(key)
-                    shape = tuple(tensor.get_shape())
-                    headers[key] = Header(shape, tensor.get_dtype(), file, key)
+                slices = {key: opened.get_slice(key) for key in opened.offset_keys()}
+                headers |= {
+                    key: Header(tuple(each.get_shape()), each.get_dtype(), file, key)
+                    for key, each in slices.items()
+                }
         except (OSError, SafetensorError) as error:
             reason = str(error).strip().splitlines()[0]
             raise UnreadableWeights(f"{file.name}: {reason}") from error
