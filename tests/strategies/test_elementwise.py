@@ -65,7 +65,7 @@ ELEMENTWISE = {
 
 @pytest.mark.parametrize("name", ELEMENTWISE)
 def test_what_treats_each_element_by_itself_may_be_cut(name):
-    refuse_unless_elementwise(ELEMENTWISE[name], mixed(), layout="buffer", cut=True, shared=True)
+    refuse_unless_elementwise(ELEMENTWISE[name], mixed(), layout="buffer", cut=True)
 
 
 WHOLE = [optim.Adafactor, optim.Muon, TrustRatio, LateFactors, FactorsLarge]
@@ -75,23 +75,19 @@ WHOLE = [optim.Adafactor, optim.Muon, TrustRatio, LateFactors, FactorsLarge]
 @pytest.mark.parametrize("factory", WHOLE)
 def test_what_needs_whole_matrices_may_be_shared_and_not_cut(factory, lr):
     groups = [{**group, "lr": lr} for group in matrices()]
-    refuse_unless_elementwise(factory, groups, layout="parameter", cut=False, shared=True)
+    refuse_unless_elementwise(factory, groups, layout="parameter", cut=False)
     told = (
         f"optimizer {factory.__name__} updates whole matrices, but strategy cuts them "
         "(layout tensor): use the layout parameter"
     )
     with pytest.raises(ValueError, match=f"^{re.escape(told)}$"):
-        refuse_unless_elementwise(factory, groups, layout="tensor", cut=True, shared=True)
+        refuse_unless_elementwise(factory, groups, layout="tensor", cut=True)
 
 
 @pytest.mark.parametrize("factory", [OneDistance, OneNorm, KeepsElsewhere])
 def test_what_makes_one_update_of_all_parameters_needs_them_all(factory):
-    def refuse(**words):
-        refuse_unless_elementwise(factory, mixed(), layout="parameter", **words)
-
     with pytest.raises(ValueError, match=rf"optimizer {factory.__name__} lets .* strategy ddp"):
-        refuse(cut=False, shared=True)
-    refuse(cut=False, shared=False)
+        refuse_unless_elementwise(factory, mixed(), layout="parameter", cut=False)
 
 
 @pytest.mark.parametrize(
@@ -105,19 +101,16 @@ def test_what_makes_one_update_of_all_parameters_needs_them_all(factory):
 def test_what_no_strategy_can_step_is_refused_by_name(factory, told):
     for cut in (True, False):
         with pytest.raises(ValueError, match=f"optimizer {told}.*: use another optimizer"):
-            refuse_unless_elementwise(
-                factory, matrices(), layout="parameter", cut=cut, shared=not cut
-            )
+            refuse_unless_elementwise(factory, matrices(), layout="parameter", cut=cut)
 
 
-def test_steps_to_infinity_are_no_random_numbers():
+def test_steps_to_infinity_are_told_as_such():
     with pytest.raises(ValueError, match=r"AdamW moves weights to infinity or NaN .*: lower its"):
         refuse_unless_elementwise(
             lambda groups: optim.AdamW(groups, lr=1e308),
             matrices(),
             layout="buffer",
             cut=True,
-            shared=True,
         )
 
 
@@ -129,7 +122,6 @@ def test_a_factory_that_ignores_its_groups_is_refused():
             matrices(),
             layout="buffer",
             cut=True,
-            shared=True,
         )
     assert all(p.grad is None for p in model.parameters())
 
@@ -168,7 +160,7 @@ def test_the_real_optimizer_steps_as_if_nothing_had_been_tried():
         groups = mixed()
         options = [dict(group) for group in groups]
         if tried:
-            refuse_unless_elementwise(Drawing, groups, layout="buffer", cut=True, shared=True)
+            refuse_unless_elementwise(Drawing, groups, layout="buffer", cut=True)
         assert [dict(group) for group in groups] == options
         optimizer = Drawing(groups)
         for parameter in (p for group in groups for p in group["params"]):

@@ -89,11 +89,10 @@ def _try_optimizer(config: Config, model: BuiltModel) -> None:
     except ValueError as error:
         raise ConfigError(f"{key}: {error}") from error
     shards = strategy.optimizer.placement == "shard" and config.world_size > 1
+    if not shards or not (name in LAYOUTS or (name == "torch" and strategy.name == "zero1")):
+        return
     cuts = name in LAYOUTS and not all(layout.has_owners for layout in layouts_of(config))
-    shared = name in LAYOUTS or (name == "torch" and strategy.name == "zero1")
     try:
-        refuse_unless_elementwise(
-            factory, groups, layout=name, cut=shards and cuts, shared=shards and shared
-        )
+        refuse_unless_elementwise(factory, groups, layout=name, cut=cuts)
     except ValueError as error:
         raise UndefinedCombination(f"{key}: {error}") from error

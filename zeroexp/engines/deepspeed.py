@@ -87,9 +87,7 @@ class DeepSpeed:
         for name in (name for name, p in self._named.items() if p.ndim == 0):
             problem = f"strategy.implementation=deepspeed: {name} has no dimension"
             raise ValueError(f"{problem}, and DeepSpeed can not send it; give it one")
-        refuse_unless_elementwise(
-            optimizer_factory, param_groups, layout="deepspeed", cut=True, shared=True
-        )
+        refuse_unless_elementwise(optimizer_factory, param_groups, layout="deepspeed", cut=True)
         names = names_in(module, param_groups)
         unrounded = _unrounded_weights(self._named, dtypes, values)
         for parameter in module.parameters():

@@ -163,7 +163,7 @@ def _make_optimizer(
     if not shard:
         optimizer = factory(groups)
         return optimizer, optimizer
-    refuse_unless_elementwise(factory, groups, layout="torch", cut=False, shared=True)
+    refuse_unless_elementwise(factory, groups, layout="torch", cut=False)
     with warnings.catch_warnings():
         # ZeroRedundancyOptimizer's package uses functions that torch itself deprecates.
         warnings.simplefilter("ignore", DeprecationWarning)

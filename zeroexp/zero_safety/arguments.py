@@ -76,10 +76,11 @@ class Arguments(Observer):
             return
         shards = stage.optimizer is Placement.SHARD and world.size > 1
         words = {group.get("layout", options.layout) for group in param_groups}
-        cuts = shards and not all(LAYOUTS[word].has_owners for word in words)
-        refuse_unless_elementwise(
-            optimizer_factory, param_groups, layout=options.layout, cut=cuts, shared=shards
-        )
+        cuts = not all(LAYOUTS[word].has_owners for word in words)
+        if shards:
+            refuse_unless_elementwise(
+                optimizer_factory, param_groups, layout=options.layout, cut=cuts
+            )
 
 
 def _refuse_tensors(module: nn.Module) -> None:
