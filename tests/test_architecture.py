@@ -74,7 +74,7 @@ COLLECTIVES = {
 }
 COMMUNICATOR = re.compile(r"\bdist(ributed)?$|group", re.IGNORECASE)
 MAY_COMMUNICATE = {
-    "zeroexp.comm.direct",  # the sum of a tiny tensor
+    "zeroexp.comm.base",  # the sum of a tiny tensor
     "zeroexp.comm.messages",  # messages to one peer
     "zeroexp.comm.native",
     "zeroexp.process.watchdog.differs",  # ends the waits of ranks that differ

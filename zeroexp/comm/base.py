@@ -12,12 +12,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from zeroexp.comm.facts import Facts
 from zeroexp.cut.chunk import Chunk
 from zeroexp.measure.verb_seconds import TimedMove, meter
 from zeroexp.process import progress
+from zeroexp.process.watchdog.differs import Moves
 from zeroexp.process.world import World
 
 
@@ -118,6 +120,9 @@ class Transport:
     What is not abstract here is what a transport does that reads any memory, and sends from it when it is asked to.
     """
 
+    def __init__(self, world: World, moves: Moves):
+        self._world, self._moves = world, moves
+
     @property
     def facts(self) -> Facts:
         raise NotImplementedError
@@ -180,7 +185,10 @@ class Transport:
 
     def sum(self, value: Tensor, what: str, world: World | None = None) -> Pending:
         """Replace a tiny tensor by its sum over the ranks of `world`; None: all ranks, those of other groups too."""
-        raise NotImplementedError
+        self._moves.record_collective(what)
+        group = (world or self._moves.world).process_group
+        work = dist.all_reduce(value, group=group, async_op=True)
+        return Pending([TimedWork(self._moves.watched(work))])
 
     def quiesce(self) -> None:
         """Return when every peer has read what was offered, so that it may be overwritten."""

@@ -49,21 +49,16 @@ from zeroexp.process.watchdog.differs import DIFFER, REMEDY, Moves
 from zeroexp.process.world import World
 
 
-def choose_transport(world: World, moves: Moves) -> Transport:
-    """Return a new `direct` transport on CPU, and `native` elsewhere."""
-    return TRANSPORTS["direct" if world.backend == "gloo" else "native"](world, moves)
-
-
-def choose_messages(world: World, moves: Moves) -> Transport:
-    """Return a new transport that sends all it moves: `gloo` on CPU, and `native` elsewhere."""
-    return TRANSPORTS["gloo" if world.backend == "gloo" else "native"](world, moves)
+def _on_cpu(name: str, world: World, moves: Moves) -> Transport:
+    """Return a new transport of this name on CPU, and `native` elsewhere."""
+    return TRANSPORTS[name if world.backend == "gloo" else "native"](world, moves)
 
 
 # Another transport is a file beside this one and a row here. It carries the moves of the ranks in `world`, all or a
 # group of them, and records them in `moves`, which all transports of an engine share.
 TRANSPORTS: dict[str, Callable[[World, Moves], Transport]] = {
-    "auto": choose_transport,
-    "messages": choose_messages,
+    "auto": partial(_on_cpu, "direct"),
+    "messages": partial(_on_cpu, "gloo"),  # sends all that it moves
     "direct": lambda world, moves: Direct(world, moves, share_memory=True),
     "gloo": lambda world, moves: Direct(world, moves, share_memory=False),
     "native": Native,

@@ -12,7 +12,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from zeroexp.comm.base import (
@@ -20,7 +19,6 @@ from zeroexp.comm.base import (
     GatherPart,
     Pending,
     ReducePart,
-    TimedWork,
     Transport,
     spans_of,
 )
@@ -49,6 +47,7 @@ class Direct(Transport):
     """
 
     def __init__(self, world: World, moves: Moves, *, share_memory: bool):
+        super().__init__(world, moves)
         self._rank = world.rank
         self._ranks = range(world.size)
         self._peers = [(world.rank + step) % world.size for step in range(1, world.size)]
@@ -58,7 +57,6 @@ class Direct(Transport):
         self._num_gathers: dict[int, int] = {}  # offer -> gathers of it
         self._num_passing = PASSING  # the last of this step's offers for one gather only
         self._first_tag = NUM_TAGS * (next(_engines) % MOST_ENGINES)
-        self._world, self._moves = world, moves
         # `reserve` replaces the channels to peers that share memory.
         self._channels: dict[int, Channel] = {
             peer: GlooChannel(world.numbers[peer], moves) for peer in self._peers
@@ -223,12 +221,6 @@ class Direct(Transport):
         received = {p: sent[p].new_empty(num_bytes[p]) for p in self._peers}
         mine, theirs = ({p: [each[p]] for p in self._peers} for each in (sent, received))
         return self._exchange(mine, theirs, self._reduction_tag(), what), received
-
-    def sum(self, value: Tensor, what: str, world: World | None = None) -> Pending:
-        self._moves.record_collective(what)
-        group = (world or self._moves.world).process_group
-        work = dist.all_reduce(value, group=group, async_op=True)
-        return Pending([TimedWork(self._moves.watched(work))])
 
     def quiesce(self) -> None:
         self._moves.record_collective("the wait before weights change")

@@ -49,7 +49,8 @@ class GlooChannel:
         self._peer, self._moves = peer, moves
 
     def send(self, tag: int, tensors: Sequence[Tensor], what: str) -> list[Any]:
-        buffers = [m[0] if len(m) == 1 else _pack(m) for m in _messages(tensors)]
+        messages = _messages(tensors)
+        buffers = [m[0] if len(m) == 1 else torch.cat(_bytes_of(m)) for m in messages]
         group = self._moves.world.process_group
         return [self._watched(group.send([b], self._peer, tag), b, what) for b in buffers]
 
@@ -58,17 +59,20 @@ class GlooChannel:
         works: list[Any] = []
         packed: list[tuple[Tensor, list[Tensor]]] = []
         for message in _messages(targets):
-            buffer = message[0] if len(message) == 1 else _packed_like(message)
+            buffer = message[0]
+            if len(message) > 1:
+                buffer = buffer.new_empty(sum(t.nbytes for t in message), dtype=torch.uint8)
+                packed.append((buffer, message))
             work = self._moves.world.process_group.recv([buffer], self._peer, tag)
             works.append(self._watched(work, buffer, what))
-            if len(message) > 1:
-                packed.append((buffer, message))
 
         def wait() -> list[Tensor]:
             for work in works:
                 work.wait()
             for buffer, message in packed:
-                _unpack(buffer, message)
+                parts = buffer.split([tensor.nbytes for tensor in message])
+                for target, part in zip(_bytes_of(message), parts, strict=True):
+                    target.copy_(part)
             return targets
 
         return Arrival(wait, release=lambda: None)
@@ -90,17 +94,5 @@ def _messages(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
     return [*messages, short] if short else messages
 
 
-def _packed_like(message: Sequence[Tensor]) -> Tensor:
-    num_bytes = sum(tensor.nbytes for tensor in message)
-    return torch.empty(num_bytes, dtype=torch.uint8, device=message[0].device)
-
-
-def _pack(message: Sequence[Tensor]) -> Tensor:
-    return torch.cat([tensor.view(torch.uint8) for tensor in message])
-
-
-def _unpack(buffer: Tensor, message: Sequence[Tensor]) -> None:
-    offset = 0
-    for tensor in message:
-        tensor.view(torch.uint8).copy_(buffer[offset : offset + tensor.nbytes])
-        offset += tensor.nbytes
+def _bytes_of(message: Sequence[Tensor]) -> list[Tensor]:
+    return [tensor.view(torch.uint8) for tensor in message]

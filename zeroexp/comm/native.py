@@ -43,10 +43,9 @@ class Native(Transport):
     """Every move is one launch of the backend."""
 
     def __init__(self, world: World, moves: Moves):
-        self._world = self._reductions = world
-        self._rank = world.rank
-        self._size = world.size
-        self._moves = moves
+        super().__init__(world, moves)
+        self._reductions = world
+        self._rank, self._size = world.rank, world.size
 
     @property
     def facts(self) -> Facts:
@@ -130,11 +129,6 @@ class Native(Transport):
         )
         of_ranks = dict(enumerate(received.split(sizes)))
         return self._pending([work]), of_ranks
-
-    def sum(self, value: Tensor, what: str, world: World | None = None) -> Pending:
-        self._moves.record_collective(what)
-        group = (world or self._moves.world).process_group
-        return self._pending([dist.all_reduce(value, group=group, async_op=True)])
 
     def _gather(self, layout: MessageLayout, message: Tensor, mine: Tensor) -> list[Any]:
         """Gather the parts of all ranks into `message`; `mine` is this rank's part, which may lie in it."""

@@ -38,25 +38,16 @@ def memory_fence() -> None:
         pass
 
 
-class BoardLayout:
-    """Places of the words of a board, for a world of this size."""
-
-    def __init__(self, world_size: int):
-        self.offers = 1 + 3 * MOST_SLOTS * world_size
-        self.entries = self.offers + 2 * MOST_OFFERS
-        self.num_bytes = WORD_BYTES * (self.entries + MOST_ENTRIES)
-
-    def slot(self, word: int, rank: int, slot: int) -> int:
-        return 1 + 3 * (MOST_SLOTS * rank + slot) + word
+def _place(word: int, rank: int, slot: int) -> int:
+    return 1 + 3 * (MOST_SLOTS * rank + slot) + word
 
 
 class Board:
     """A neighbour's board, which this rank reads."""
 
     def __init__(self, file: int, world_size: int, *, access: int = mmap.ACCESS_READ):
-        self._layout = BoardLayout(world_size)
-        mapping = mmap.mmap(file, self._layout.num_bytes, access=access)
-        self._words = memoryview(mapping).cast("q")
+        self._first_offer = 1 + 3 * MOST_SLOTS * world_size
+        self._words = memoryview(mmap.mmap(file, 0, access=access)).cast("q")
 
     @property
     def num_ended_steps(self) -> int:
@@ -65,18 +56,18 @@ class Board:
     def find_staged(self, rank: int, tag: int) -> tuple[int, int] | None:
         """Return (slot, offset) of the data for `rank` under this tag; None as long as they are not staged."""
         for slot in range(MOST_SLOTS):
-            if self._words[self._layout.slot(_STAGED, rank, slot)] == tag:
+            if self._words[_place(_STAGED, rank, slot)] == tag:
                 memory_fence()
-                return slot, self._words[self._layout.slot(_WHERE, rank, slot)]
+                return slot, self._words[_place(_WHERE, rank, slot)]
         return None
 
     def tag_read(self, rank: int, slot: int) -> int:
         """Return the tag of the last data that the neighbour read in this slot of `rank`."""
-        return self._words[self._layout.slot(_READ, rank, slot)]
+        return self._words[_place(_READ, rank, slot)]
 
     def offer_offsets(self, offer: int, step: int) -> Sequence[int] | None:
         """Return the offsets of this offer's tensors; None as long as the offer is not one of this step."""
-        start = self._layout.offers + 2 * offer
+        start = self._first_offer + 2 * offer
         if self._words[start] != step:
             return None
         memory_fence()
@@ -90,9 +81,9 @@ class OwnBoard(Board):
     def __init__(self, world_size: int):
         self.file = os.memfd_create("zeroexp-board")
         weakref.finalize(self, os.close, self.file)
-        os.ftruncate(self.file, BoardLayout(world_size).num_bytes)
+        self._top = 1 + 3 * MOST_SLOTS * world_size + 2 * MOST_OFFERS  # where the next entry begins
+        os.ftruncate(self.file, WORD_BYTES * (self._top + MOST_ENTRIES))
         super().__init__(self.file, world_size, access=mmap.ACCESS_WRITE)
-        self._top = self._layout.entries
         self._offsets_of: dict[int, list[int]] = {}  # offer -> the offsets in its entry
 
     def post_ended_steps(self, num_steps: int) -> None:
@@ -100,16 +91,16 @@ class OwnBoard(Board):
         self._words[0] = num_steps
 
     def post_staged(self, rank: int, slot: int, tag: int, offset: int) -> None:
-        self._words[self._layout.slot(_WHERE, rank, slot)] = offset
+        self._words[_place(_WHERE, rank, slot)] = offset
         memory_fence()
-        self._words[self._layout.slot(_STAGED, rank, slot)] = tag
+        self._words[_place(_STAGED, rank, slot)] = tag
 
     def post_read(self, rank: int, slot: int, tag: int) -> None:
         memory_fence()
-        self._words[self._layout.slot(_READ, rank, slot)] = tag
+        self._words[_place(_READ, rank, slot)] = tag
 
     def post_offered(self, offer: int, step: int, offsets: list[int]) -> None:
-        start = self._layout.offers + 2 * offer
+        start = self._first_offer + 2 * offer
         if offer >= MOST_OFFERS:
             raise ValueError(f"more than {MOST_OFFERS} units: set strategy.unit=block")
         if self._offsets_of.get(offer) != offsets:

@@ -10,6 +10,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 from zeroexp.comm.base import ReducePart
@@ -36,15 +37,9 @@ class Link:
 
 def fit_link(num_bytes: Sequence[int], seconds: Sequence[float]) -> Link:
     """Fit a line through these points, weighted so that a relative error counts alike at every size."""
-    weights = [1 / s**2 for s in seconds]
-    total = sum(weights)
-    mean_bytes = sum(w * b for w, b in zip(weights, num_bytes, strict=True)) / total
-    mean_seconds = sum(w * s for w, s in zip(weights, seconds, strict=True)) / total
-    points = list(zip(weights, num_bytes, seconds, strict=True))
-    spread = sum(w * (b - mean_bytes) ** 2 for w, b, _ in points)
-    slope = sum(w * (b - mean_bytes) * (s - mean_seconds) for w, b, s in points) / spread
-    slope = max(slope, 1e-13)  # 10 TB/s: so fast that noise hides it
-    return Link(max(mean_seconds - slope * mean_bytes, 0.0), 1 / slope)
+    slope, latency = np.polyfit(num_bytes, seconds, deg=1, w=[1 / s for s in seconds]).tolist()
+    # At most 10 TB/s: so fast that noise hides it.
+    return Link(max(latency, 0.0), 1 / max(slope, 1e-13))
 
 
 def measure_moves(world: World, *, transport: str = "auto") -> list[float]:
