@@ -70,7 +70,7 @@ class GlooChannel:
             for work in works:
                 work.wait()
             for buffer, message in packed:
-                parts = buffer.split([tensor.nbytes for tensor in message])
+                parts = buffer.split_with_sizes([tensor.nbytes for tensor in message])
                 for target, part in zip(_bytes_of(message), parts, strict=True):
                     target.copy_(part)
             return targets

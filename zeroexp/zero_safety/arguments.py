@@ -84,11 +84,6 @@ class Arguments(Observer):
 
 
 def _refuse_tensors(module: nn.Module) -> None:
-    for name, parameter in module.named_parameters():
-        if is_guarded(parameter):
-            raise ValueError(
-                f"parameter {name} belongs to another engine: build the model again for this one"
-            )
     for kind, tensors in (
         ("parameter", module.named_parameters()),
         ("buffer", module.named_buffers()),
@@ -99,18 +94,25 @@ def _refuse_tensors(module: nn.Module) -> None:
                     f"{kind} {name} is a {type(tensor).__name__}: an engine holds plain tensors and shards them "
                     "itself, so build the model without fully_shard, parallelize_module or quantized weights"
                 )
-    _refuse_overlaps(module)
     for name, parameter in module.named_parameters():
-        if parameter.dtype not in TRAINED_DTYPES:
-            raise ValueError(
-                f"parameter {name} is of {parameter.dtype}: an engine holds floating-point parameters; keep "
-                "others as buffers"
-            )
-        if parameter.is_inference():
-            raise ValueError(
-                f"parameter {name} was made inside torch.inference_mode(), where nothing can be trained: build the "
-                "model outside of it"
-            )
+        for problem in _problems_of(parameter):
+            raise ValueError(f"parameter {name} {problem}")
+    _refuse_overlaps(module)
+
+
+def _problems_of(parameter: nn.Parameter) -> Iterator[str]:
+    if is_guarded(parameter):
+        yield "belongs to another engine: build the model again for this one"
+    is_lazy = isinstance(parameter, nn.UninitializedParameter)
+    if is_lazy or parameter.layout is not torch.strided:
+        problem = "has no values yet (a lazy or meta module), or is sparse"
+        yield f"{problem}: materialize it before, an engine holds dense ones"
+    if parameter.dtype not in TRAINED_DTYPES:
+        problem = f"is of {parameter.dtype}: an engine holds floating-point parameters"
+        yield f"{problem}; keep others as buffers"
+    if parameter.is_inference():
+        problem = "was made inside torch.inference_mode(), where nothing can be trained"
+        yield f"{problem}: build the model outside of it"
 
 
 def _refuse_groups(
@@ -189,17 +191,9 @@ def _refuse_blocks(module: nn.Module, blocks: Sequence[str]) -> None:
 
 
 def _refuse_overlaps(module: nn.Module) -> None:
-    """Raise ValueError for parameters that share memory, which would become two weights, or that have no values."""
+    """Raise ValueError for parameters that share memory, which would become two weights."""
     ends: list[tuple[int, int, int, str]] = []
     for name, parameter in module.named_parameters():
-        if (
-            isinstance(parameter, nn.UninitializedParameter)
-            or parameter.layout is not torch.strided
-        ):
-            raise ValueError(
-                f"parameter {name} has no values yet (a lazy or meta module), or is sparse: materialize it before, an "
-                "engine holds dense ones"
-            )
         if parameter.numel() and parameter.device.type != "meta":
             storage = parameter.untyped_storage()._cdata
             start = int(parameter.storage_offset()) * parameter.itemsize

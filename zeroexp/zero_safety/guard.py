@@ -37,14 +37,16 @@ from zeroexp.zero_safety import tensor_functions as functions
 class State:
     """Where the values and gradients of the parameters of one chunk are."""
 
-    plain: list[type[nn.Parameter]]  # the parameters' own classes
+    parameters: Sequence[nn.Parameter]
+    plain: Sequence[type[nn.Parameter]]  # their own classes
+    is_trainable: bool
     freed: bool = False
     gradient_taken: bool = False
     arrive: Callable[[], None] | None = None  # gathers the values again
 
-    def set_classes(self, parameters: Sequence[nn.Parameter]) -> None:
+    def set_classes(self) -> None:
         guarded = self.freed or self.gradient_taken
-        for parameter, plain in zip(parameters, self.plain, strict=True):
+        for parameter, plain in zip(self.parameters, self.plain, strict=True):
             parameter.__class__ = GuardedParameter if guarded else plain
 
 
@@ -82,8 +84,10 @@ class GuardedParameter(nn.Parameter):
         with unguarded():
             if func == functions.SET_DATA and args[1] is args[0]:
                 return None
-            if func in functions.NEEDS_SHAPE and _guard_of(args[0]).state.freed:
-                return _of_freed(func, args, kwargs)
+            if func in functions.OF_SHAPE and _guard_of(args[0]).state.freed:
+                return functions.OF_SHAPE[func](_guard_of(args[0]).shape, *args[1:], **kwargs)
+            if func in functions.CONVERSIONS and _guard_of(args[0]).state.freed:
+                return _unchanged(args[0], func(args[0].new_empty(0), *args[1:], **kwargs))
             if func == functions.GET_DEVICE:
                 args = (_guard_of(args[0]).nothing,)  # a fake tensor of another class can not tell
             if func not in functions.HARMLESS:
@@ -112,24 +116,24 @@ class Guards(Observer):
     _are_taken = False  # whether gradients are marked as taken
 
     def __init__(self) -> None:
-        self._states: dict[int, tuple[Held, State]] = {}  # by the id of the chunk's tensors
+        self._states: dict[int, State] = {}  # by the id of the chunk's tensors
 
     def held(self, held: Held) -> None:
-        state = State([type(parameter) for parameter in held.parameters])
-        self._states[id(held)] = held, state
+        plain = [type(parameter) for parameter in held.parameters]
+        state = self._states[id(held)] = State(held.parameters, plain, held.is_trainable)
         members = zip(held.parameters, held.chunk.members, held.nothing, strict=True)
         for parameter, member, nothing in members:
             its = Guard(member.name, parameter.shape, type(parameter), nothing, state)
             parameter.zeroexp_guard = its  # pyright: ignore[reportAttributeAccessIssue]
 
     def shown(self, held: Held, *, there: bool) -> None:
-        _, state = self._states[id(held)]
+        state = self._states[id(held)]
         state.freed, state.arrive = not there, None
-        state.set_classes(held.parameters)
+        state.set_classes()
 
     def released(self, unit: Unit, gather_again: Callable[[], None]) -> None:
         for held in unit.held:
-            self._states[id(held)][1].arrive = gather_again
+            self._states[id(held)].arrive = gather_again
 
     def gradient(self, unit: Unit, parameter: nn.Parameter, *, is_reduced: bool) -> None:
         hooks = parameter._post_accumulate_grad_hooks
@@ -147,8 +151,8 @@ class Guards(Observer):
             )
 
     def begin_microbatch(self) -> None:
-        for held, _ in self._states.values():
-            for parameter in held.parameters:
+        for state in self._states.values():
+            for parameter in state.parameters:
                 if "zeroexp_guard" not in parameter.__dict__:
                     _guard_of(parameter)  # raises
         self._mark_gradients(taken=False)
@@ -168,16 +172,16 @@ class Guards(Observer):
 
     def _forget_released(self) -> None:
         """Nothing is gathered again after the microbatch in which it was released."""
-        for _, state in self._states.values():
+        for state in self._states.values():
             state.arrive = None
 
     def _mark_gradients(self, *, taken: bool) -> None:
         if taken is self._are_taken:
             return
         self._are_taken = taken
-        for held, state in self._states.values():
-            state.gradient_taken = taken and held.is_trainable
-            state.set_classes(held.parameters)
+        for state in self._states.values():
+            state.gradient_taken = taken and state.is_trainable
+            state.set_classes()
 
 
 def is_guarded(parameter: nn.Parameter) -> bool:
@@ -223,15 +227,6 @@ def _as_edges(inputs: Sequence[Any]) -> list[Any]:
     """Return freed parameters as the edges where their gradients arrive, which needs no values."""
     with unguarded():
         return [get_gradient_edge(each) if _freed_among([each]) else each for each in inputs]
-
-
-def _of_freed(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """Answer a question that the shape, dtype and device of a freed parameter answer."""
-    if func in functions.OF_SHAPE:
-        return functions.OF_SHAPE[func](_guard_of(args[0]).shape, *args[1:], **kwargs)
-    if func in functions.CONVERSIONS:
-        return _unchanged(args[0], func(args[0].new_empty(0), *args[1:], **kwargs))
-    return func(*args, **kwargs)
 
 
 def _before_use(parameter: GuardedParameter, func: Callable[..., Any] | None) -> None:

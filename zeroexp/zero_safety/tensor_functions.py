@@ -35,13 +35,6 @@ OF_SHAPE: dict[Any, Callable[..., Any]] = {
     Tensor.is_contiguous: lambda shape, memory_format=None: True,
 }
 
-# These read the shape alone, or make another tensor of the same shape, dtype or device.
-_TORCH_LIKE = "zeros_like ones_like empty_like full_like rand_like randn_like numel"
-_TENSOR_LIKE = "size dim ndimension numel nelement __len__ new_zeros new_ones new_empty new_full"
-LIKE = {_getter("shape"), _getter("ndim")}
-LIKE |= {getattr(torch, name) for name in _TORCH_LIKE.split()}
-LIKE |= {getattr(Tensor, name) for name in _TENSOR_LIKE.split()}
-
 # `model.to(...)` and its like call these on every parameter.
 _CONVERSIONS = "to cpu cuda float double half bfloat16 type_as"
 CONVERSIONS = {getattr(Tensor, name) for name in _CONVERSIONS.split()}
@@ -50,24 +43,24 @@ GET_DATA, SET_DATA, GET_DEVICE = _getter("data"), _setter("data"), _getter("devi
 
 OF_GRADIENT = {_getter("grad"), _setter("grad"), _deleter("grad")}
 
-# A freed parameter can answer these.
-NEEDS_SHAPE = {*OF_SHAPE, *LIKE, *CONVERSIONS}
-
-# These need neither values nor gradient.
+# These need neither values nor gradient: what a tensor is, and another one of its shape, dtype or device.
 _PROPERTIES = """
-    dtype device layout names itemsize requires_grad retains_grad grad_dtype is_leaf grad_fn output_nr _version
-    _backward_hooks _post_accumulate_grad_hooks is_nested is_sparse is_sparse_csr is_quantized is_mkldnn
-    is_cuda is_cpu is_meta is_mps is_xpu is_maia is_ipu is_xla is_vulkan is_mtia
+    shape ndim dtype device layout names itemsize requires_grad retains_grad grad_dtype is_leaf grad_fn
+    output_nr _version _backward_hooks _post_accumulate_grad_hooks is_nested is_sparse is_sparse_csr is_quantized
+    is_mkldnn is_cuda is_cpu is_meta is_mps is_xpu is_maia is_ipu is_xla is_vulkan is_mtia
 """
 _METHODS = """
+    size dim ndimension numel nelement __len__ new_zeros new_ones new_empty new_full
     requires_grad_ is_floating_point is_complex is_signed element_size get_device
     register_hook register_post_accumulate_grad_hook __hash__
+"""
+_FUNCTIONS = """
+    zeros_like ones_like empty_like full_like rand_like randn_like numel is_floating_point is_complex
 """
 HARMLESS = {
     *(_getter(name) for name in _PROPERTIES.split() if hasattr(Tensor, name)),
     *(getattr(Tensor, name) for name in _METHODS.split()),
     *map(_setter, ("requires_grad", "_backward_hooks", "_post_accumulate_grad_hooks")),
-    torch.is_floating_point,
-    torch.is_complex,
+    *(getattr(torch, name) for name in _FUNCTIONS.split()),
     torch._has_compatible_shallow_copy_type,  # `model.to(...)` calls it
 }
