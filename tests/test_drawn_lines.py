@@ -67,7 +67,7 @@ def words() -> Iterator[str]:
 
 
 def drawn() -> list[list[str]]:
-    number = int(os.environ.get("LINES", "40"))
+    number = int(os.environ.get("LINES", "20"))
     dice, every = random.Random(int(os.environ.get("SEED", "0"))), sorted({*words()})
     return [dice.sample(every, 1 + index % 2) for index in range(number)]
 

@@ -385,9 +385,16 @@ def test_every_key_takes_effect_under_one_engine_and_one_refuses_it(ranks):
     assert walk.problems == []
 
 
-@pytest.mark.slow
 @pytest.mark.usefixtures("files")
-@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize(
+    "engine",
+    [
+        pytest.param(
+            engine, marks=pytest.mark.slow if engine in ("buffer", "zero1") else pytest.mark.wide
+        )
+        for engine in ENGINES
+    ],
+)
 def test_every_key_takes_effect_or_is_refused(ranks, engine):
     walk = Walk(ranks)
     for key, rows in CASES.items():

@@ -219,7 +219,7 @@ def test_a_pair_with_deepspeed(ranks, saved, target, rows):
     check(ranks, saved, target, rows)
 
 
-@pytest.mark.slow
+@pytest.mark.wide
 @pytest.mark.parametrize("size", (1, 2, 3))
 @pytest.mark.parametrize("name", ENGINES)
 def test_all_pairs(ranks, saved, name, size):

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import pytest
 import torch
@@ -55,9 +55,13 @@ def config_of(*words: str) -> Config:
     return composed(*batch, "data.micro_batch_size=1", *words)
 
 
-def quick_or_slow(quick: list, more: list) -> list:
-    slow, every = pytest.mark.slow, dict.fromkeys([*quick, *more])
-    return [pytest.param(*each, marks=() if each in quick else slow) for each in every]
+def quick_or_slow(quick: list, more: list, wide: Sequence = ()) -> list:
+    """Cases of a test with their marks; one that stands in several lists has that of the first."""
+    marks: dict[tuple, Any] = {}
+    for cases, mark in ((quick, ()), (more, pytest.mark.slow), (wide, pytest.mark.wide)):
+        for each in cases:
+            marks.setdefault(each, mark)
+    return [pytest.param(*each, marks=mark) for each, mark in marks.items()]
 
 
 def random_states_bytes(config: Config) -> int:

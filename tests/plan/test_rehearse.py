@@ -163,7 +163,7 @@ def faked(row: Row) -> tuple[str, ...]:
     return (*row["words"], *words, *row["recomputes"])
 
 
-MORE = [
+WIDE = [
     *((FAKE, faked(row)) for row in pairwise(FAKED, every=("stage", "layout"), legal=is_defined)),
     *(
         (row["per_host"], llama(row["stage"], row["layout"], "block", *row["more"]))
@@ -173,6 +173,8 @@ MORE = [
         (row.pop("per_host"), by_module(**row))
         for row in pairwise(MODULES, every=("model", "keep"), legal=is_defined)
     ),
+]
+MORE = [
     *(
         (4, llama(stage, "buffer", unit, RECOMPUTES))
         for stage, unit in itertools.product(("zero2", "zero3"), ("model", "module"))
@@ -188,7 +190,7 @@ MORE = [
 
 
 @pytest.mark.usefixtures("counted")
-@pytest.mark.parametrize(("ranks_per_host", "words"), quick_or_slow(POINTS, MORE))
+@pytest.mark.parametrize(("ranks_per_host", "words"), quick_or_slow(POINTS, MORE, WIDE))
 def test_a_rehearsal_the_closed_forms_and_real_steps_agree(ranks, ranks_per_host, words):
     config = config_of(*words)
     size, transports = config.world_size, ("native",)

@@ -29,8 +29,8 @@ QUICK = "blocks_compiled_in_place_by"
 
 
 def by_aot_eager(function: Callable[[Lab, str], None]) -> None:
-    slow = function.__name__ != QUICK
-    variants(["aot_eager"], SETTINGS, may_refuse=MAY_NOT, tolerance=5e-6, slow=slow)(function)
+    mark = None if function.__name__ == QUICK else "slow"
+    variants(["aot_eager"], SETTINGS, may_refuse=MAY_NOT, tolerance=5e-6, mark=mark)(function)
 
 
 @by_aot_eager
@@ -111,7 +111,7 @@ def a_function_in_a_block_compiled_by(lab: Lab, backend: str) -> None:
     lab.train(lab.wrap(Net(Inside)))
 
 
-@variants(["block", "model"], SETTINGS, may_refuse=MAY_NOT, tolerance=5e-6, slow=True)
+@variants(["block", "model"], SETTINGS, may_refuse=MAY_NOT, tolerance=5e-6, mark="slow")
 def compiled_by_inductor(lab: Lab, what: str) -> None:
     torch._dynamo.reset()
     model = Net()

@@ -81,7 +81,7 @@ def an_error_and_then_on(lab: Lab, place: str) -> None:
 
 
 @variants(
-    ["forward", "backward"], may_refuse=r"microbatch|abandoned|failed|rank|exception", slow=True
+    ["forward", "backward"], may_refuse=r"microbatch|abandoned|failed|rank|exception", mark="slow"
 )
 def an_error_on_one_rank_and_then_on(lab: Lab, place: str) -> None:
     """A bad sample on rank 1 alone; the script leaves out the sample, and every rank makes the step."""

@@ -351,8 +351,6 @@ BY_STAGE = tuple(Setting(stage) for stage in ALL_STAGES)
 ONLY_ZERO3 = (Setting("zero3"),)
 
 
-# What is run before every change; the rest is slow.
-QUICK = (Setting("zero3"),)
 # Of weights that are whole at rest, and on their way after a step, these tell what ZeRO-3 does not.
 QUICK_UNDER_ZERO1 = (
     "weights_read_right_after_the_step",
@@ -367,8 +365,6 @@ QUICK_UNDER_ZERO1 = (
     "a_scripted_function_is_the_first_to_use_in_the_loop",
     "a_scripted_function_is_the_first_to_use_behind_the_step",
 )
-# What is not quick is slow; the other settings, stages by layouts by units by worlds, are wide.
-TRIED = (*QUICK, Setting("zero1"))
 
 Patterns = str | Mapping[str, str] | None
 
@@ -384,7 +380,18 @@ class Scenario:
     may_refuse: Patterns
     oracle: bool  # whether plain PyTorch has something to compare with
     tolerance: float
-    slow: bool
+    mark: str | None  # under ZeRO-3
+    first: bool  # of its variants
+
+    def mark_of(self, setting: Setting) -> str | None:
+        """None: run before every change; slow: each under ZeRO-1, of variants the first; wide: all else."""
+        if setting == Setting("zero3"):
+            return self.mark
+        if setting != Setting("zero1"):
+            return "wide"
+        if self.name in QUICK_UNDER_ZERO1:
+            return None
+        return "slow" if self.first else "wide"
 
 
 SCENARIOS: dict[str, Scenario] = {}
@@ -397,7 +404,8 @@ def scenario(
     may_refuse: Patterns = None,
     oracle: bool = True,
     tolerance: float = 1e-6,
-    slow: bool = False,
+    mark: str | None = None,
+    first: bool = True,
 ) -> Callable[[Callable[[Lab], None]], Callable[[Lab], None]]:
     """Puts a function on the list; its docstring says what a stranger does there."""
 
@@ -405,7 +413,7 @@ def scenario(
         name = function.__name__
         assert name not in SCENARIOS, f"two scenarios are called {name}"
         made = Scenario(
-            name, function, tuple(settings), refused, may_refuse, oracle, tolerance, slow
+            name, function, tuple(settings), refused, may_refuse, oracle, tolerance, mark, first
         )
         SCENARIOS[name] = made
         return function
@@ -420,7 +428,7 @@ def variants(
     quick: Sequence[str] | None = None,
     **words: Any,
 ) -> Callable[[Callable[[Lab, str], None]], None]:
-    """The same scenario once for each name. quick: the engine meets nothing new in the others, which are slow."""
+    """The same scenario once for each name. quick: the engine meets nothing new in the others, which are wide."""
     assert quick is None or set(quick) <= set(names)
 
     def put(function: Callable[[Lab, str], None]) -> None:
@@ -430,8 +438,9 @@ def variants(
                 function(lab, name)
 
             one.__name__ = f"{function.__name__}_{name}"
-            slow = quick is not None and name not in quick
-            scenario(settings, **{"slow": slow, **words})(one)
+            mark = "wide" if quick and name not in quick else None
+            first = name == (quick or names)[0]
+            scenario(settings, **{"mark": mark, "first": first, **words})(one)
 
     return put
 

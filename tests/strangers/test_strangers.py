@@ -8,10 +8,7 @@ from tests.ranks import RankError
 from tests.strangers.known import KNOWN_TODAY, known
 from tests.strangers.lab import (
     GATHERED,
-    QUICK,
-    QUICK_UNDER_ZERO1,
     SCENARIOS,
-    TRIED,
     Refusal,
     Setting,
     difference,
@@ -23,17 +20,14 @@ from tests.strangers.lab import (
 )
 
 load_all()
-ZERO1 = Setting("zero1")
 
 
 def cases():
     for name, made in SCENARIOS.items():
         for setting in made.settings:
             key = f"{name}-{setting}"
-            here = setting in QUICK or (setting == ZERO1 and name in QUICK_UNDER_ZERO1)
-            slow = made.slow or not here
-            marks = [pytest.mark.slow] if slow and setting in TRIED else []
-            marks += [] if setting in TRIED else [pytest.mark.wide]
+            mark = made.mark_of(setting)
+            marks = [pytest.mark.slow if mark == "slow" else pytest.mark.wide] if mark else []
             if reason := known(name, setting.stage, setting.unit):
                 marks.append(pytest.mark.xfail(reason=reason))
             yield pytest.param(name, setting, id=key, marks=marks)

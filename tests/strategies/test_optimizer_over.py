@@ -50,9 +50,15 @@ def test_six_ranks_equal_one_process(ranks, stage):
     check(ranks, [row for row in rows if row["stage"] == stage])
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("stage", STAGES_IN_GROUPS)
-@pytest.mark.parametrize("shape", [(6, 2), (6, 3), (8, 2), (8, 4)], ids=str)
+@pytest.mark.parametrize(
+    "shape",
+    [
+        *(pytest.param(shape, marks=pytest.mark.wide) for shape in ((6, 2), (6, 3), (8, 2))),
+        pytest.param((8, 4), marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
 def test_more_ranks_equal_one_process(ranks, shape, stage):
     check(ranks, [row for row in rows_of(*shape, "transport") if row["stage"] == stage])
 

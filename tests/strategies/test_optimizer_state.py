@@ -142,7 +142,9 @@ def saved(ranks) -> Saved:
     [
         pytest.param(3, list(ONE_SOURCE.items()), id="one by turns to 3"),
         *(
-            pytest.param(n, list(product(RECIPES, SIZES)), id=f"each to {n}", marks=slow)
+            pytest.param(
+                n, list(product(RECIPES, SIZES)), id=f"each to {n}", marks=pytest.mark.wide
+            )
             for n in SIZES
         ),
     ],

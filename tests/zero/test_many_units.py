@@ -101,9 +101,11 @@ def test_one_unit_of_many_chunks(ranks):
     ranks(many, "zero3", 1, 600, "tensor")
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("stage", STAGES_OF_ISSUE)
-@pytest.mark.parametrize("num_blocks", [300, 1000])
+@pytest.mark.parametrize(
+    "num_blocks",
+    [pytest.param(300, marks=pytest.mark.slow), pytest.param(1000, marks=pytest.mark.wide)],
+)
 def test_hundreds_of_units(ranks, stage, num_blocks):
     ranks(many, stage, num_blocks, 1, "buffer")
 
