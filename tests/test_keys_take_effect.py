@@ -208,11 +208,11 @@ class Dispatched(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.names: list[str] = []
+        self.names: list[Any] = []
         self.sent: Counter[tuple[Any, ...]] = Counter()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.names.append(str(func))
+        self.names.append(func)
         if func.namespace == "c10d":
             tensors = [each for each in tree_leaves(args) if isinstance(each, torch.Tensor)]
             self.sent[str(func), *((t.dtype, t.numel()) for t in tensors)] += 1

@@ -87,6 +87,11 @@ def layouts_of(name: str) -> tuple[str, ...]:
     return ("parameter",) if name == "adafactor" else LAYOUTS
 
 
+def layouts_by_turns(name: str) -> tuple[str, ...]:
+    """Whole parameters, and one way to cut them."""
+    return tuple(dict.fromkeys(layouts_of(name)[i] for i in (0, -1 - [*RECIPES].index(name) % 2)))
+
+
 def two_steps(world: World, makes: list[Make]) -> list[CanonicalState]:
     return [train_two_steps(world, recipe_of(make, world.size), make) for make in makes]
 
@@ -170,11 +175,18 @@ def test_a_state_of_any_number_of_ranks_goes_on(ranks, saved, size, sources):
         require_equal(stepped[index], stepped[index + len(sources)], where)
 
 
-@pytest.mark.parametrize("mesh", ["replicas", pytest.param("secondary_partition", marks=slow)])
-def test_a_mesh_changes_no_bit_of_a_state_and_goes_on_from_any(ranks, saved, mesh):
+@pytest.mark.parametrize(
+    ("mesh", "layouts"),
+    [
+        pytest.param("replicas", layouts_by_turns, id="replicas, cut by turns"),
+        pytest.param("replicas", layouts_of, id="replicas", marks=pytest.mark.wide),
+        pytest.param("secondary_partition", layouts_of, id="secondary_partition", marks=slow),
+    ],
+)
+def test_a_mesh_changes_no_bit_of_a_state_and_goes_on_from_any(ranks, saved, mesh, layouts):
     """On four ranks, as ranks that hold everything whole there; groups of replicas add up apart, so as whole parameters
     of the same groups, whose steps tests/strategies/test_replicas.py compares with one process."""
-    makes = [Make(name, "zero3", each, mesh) for name in RECIPES for each in layouts_of(name)]
+    makes = [Make(name, "zero3", each, mesh) for name in RECIPES for each in layouts(name)]
     answers = ranks(two_steps, makes, world_size=4)
     states = [merge(of_ranks) for of_ranks in zip(*answers, strict=True)]
     whole = {

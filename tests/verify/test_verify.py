@@ -133,6 +133,9 @@ def test_all_faults_are_named_by_their_kind():
     )
 
 
-@pytest.mark.slow
-def test_a_hundred_right_loops_raise_no_alarm():
-    assert alarms(list(range(100))) == {}
+@pytest.mark.parametrize(
+    "number", [pytest.param(20, marks=pytest.mark.slow), pytest.param(100, marks=pytest.mark.wide)]
+)
+def test_as_many_right_loops_raise_no_alarm(number):
+    """Engines take turns."""
+    assert alarms(list(range(number))) == {}
