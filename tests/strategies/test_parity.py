@@ -194,15 +194,9 @@ def test_equals_the_oracle(ranks, cell):
 EVERY = (*CELL, "transport", "unit", "reduce_each", "overlap")
 
 
-# Every cell is wide but those of ZeRO-3 on three ranks.
 CELLS = [
-    pytest.param(
-        cell,
-        marks=pytest.mark.slow
-        if of[0]["stage"] == "zero3" and of[0]["world_size"] == 3
-        else pytest.mark.wide,
-    )
-    for cell, of in PAIRS.items()
+    pytest.param(cell, marks=pytest.mark.slow if cell == "zero3-buffer-3" else pytest.mark.wide)
+    for cell in PAIRS
 ]
 
 

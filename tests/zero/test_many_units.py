@@ -110,8 +110,10 @@ def test_hundreds_of_units(ranks, stage, num_blocks):
     ranks(many, stage, num_blocks, 1, "buffer")
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("stage", ["zero2", "zero3"])
+@pytest.mark.parametrize(
+    "stage",
+    [pytest.param("zero2", marks=pytest.mark.wide), pytest.param("zero3", marks=pytest.mark.slow)],
+)
 def test_ten_thousand_tensors_in_one_unit(ranks, stage):
     ranks(many, stage, 1, 10_000, "buffer")
     ranks(many, stage, 1, 10_000, "tensor")
