@@ -26,6 +26,7 @@ class ZeroexpLauncher(Launcher):
     ) -> None:
         self.run_points, self.config = task_function, config
         self._loader = hydra_context.config_loader
+        self._keep_what_is_composed()
         # These checks come before a sweeper writes. The imports are local because Hydra loads this file for every app.
         from zeroexp.check.refusal import refuse_password
         from zeroexp.config.keys import ConfigError
@@ -43,6 +44,16 @@ class ZeroexpLauncher(Launcher):
                 raise ConfigError(f"{key}=???: no value; give it one")
             require_writable(f"{key}={folder}", folder, "choose a folder that is yours")
 
+    def _keep_what_is_composed(self) -> None:
+        """Keep the points that a sweeper composes to see whether it can: composing is most of what a line takes."""
+        load, composed = self._loader.load_sweep_config, dict[tuple[str, ...], DictConfig]()
+
+        def load_and_keep(master_config: DictConfig, sweep_overrides: list[str]) -> DictConfig:
+            composed[tuple(sweep_overrides)] = made = load(master_config, sweep_overrides)
+            return made
+
+        self._loader.load_sweep_config, self._composed = load_and_keep, composed
+
     def launch(
         self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int
     ) -> Sequence[JobReturn]:
@@ -54,7 +65,9 @@ class ZeroexpLauncher(Launcher):
         """Return the overrides that distinguish this point within the sweep, its config as plain values, and the files
         that Hydra writes of a job.
         """
-        composed = self._loader.load_sweep_config(self.config, overrides)
+        if tuple(overrides) not in self._composed:
+            self._loader.load_sweep_config(self.config, overrides)
+        composed = self._composed.pop(tuple(overrides))
         keys = [str(key) for key in composed if key != "hydra"]
         ours = OmegaConf.masked_copy(composed, keys)
         values = OmegaConf.to_container(ours, resolve=True)

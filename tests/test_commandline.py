@@ -11,6 +11,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 import pytest
+from hydra._internal.config_loader_impl import ConfigLoaderImpl
 from omegaconf import OmegaConf
 
 from tests.composing import CONF, compose_once, composed, values_of
@@ -155,6 +156,20 @@ def points_of_line(*words: str) -> Sequence[Composed]:
     taker = Taker()
     zeroexp.compose(taker, list(words), writes=False)
     return taker.batch
+
+
+def test_each_point_of_a_line_is_composed_once(monkeypatch):
+    """Hydra's sweepers compose each to see whether it can, before our launcher is asked for them."""
+    load, composed_by_hydra = ConfigLoaderImpl.load_sweep_config, list[str]()
+
+    def counted(self, master_config, sweep_overrides):
+        composed_by_hydra.append(sweep_overrides[-1])
+        return load(self, master_config, sweep_overrides)
+
+    monkeypatch.setattr(ConfigLoaderImpl, "load_sweep_config", counted)
+    seeds = ["train.seed=1", "train.seed=2"]
+    points = points_of_line("train.seed=1,2")
+    assert composed_by_hydra == [words[-1] for words, _, _ in points] == seeds
 
 
 def test_a_key_that_is_text_gets_the_text_that_was_typed():

@@ -5,6 +5,7 @@ Slurm tells the state of the jobs, and the files of their folders their steps.
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 import time
@@ -17,7 +18,7 @@ from zeroexp.cluster.slurm_state import Sighting, SlurmSilent
 from zeroexp.cluster.submit import SUBMITTING, adopt, is_held_back, slurm_id, submit_all
 from zeroexp.report.sweep_progress import Progress
 from zeroexp.tracking.files import RECORDS, read_json, read_rows, step_record, write_json
-from zeroexp.tracking.follow_file import Complaints, Tail
+from zeroexp.tracking.follow_file import Tail
 from zeroexp.tracking.run import SLURM_FILE, UNFINISHED, state_of
 
 FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 0.5, 15.0  # between two queries to Slurm
@@ -80,26 +81,22 @@ def cancel_unfinished(jobs: Iterable[Job]) -> list[Job]:
     ]
     stopped = [job for job in ours if job.status in UNFINISHED]
     try:
-        in_slurm = cancel(stopped, STOPPED)
+        cancel(stopped, STOPPED)
     except SlurmSilent as error:
-        in_slurm = [job for job in stopped if slurm_id(job) or (job.folder / SUBMITTING).exists()]
-        _print_that_they_go_on(in_slurm, error)
-        stopped = [job for job in stopped if job not in in_slurm]
+        go_on = [job for job in stopped if slurm_id(job) or (job.folder / SUBMITTING).exists()]
+        stopped = [job for job in stopped if job not in go_on]
+        ids = " ".join(job_id for job in go_on if (job_id := slurm_id(job)))
+        sweep = os.path.relpath(go_on[0].folder.parent)
+        print(
+            f"zeroexp: Slurm does not answer ({error}), so that {len(go_on)} jobs go on"
+            f"{f' ({ids})' if ids else ''}; once it does, "
+            f"`zeroexp watch {sweep} --cancel` ends them, and without --cancel follows them",
+            file=sys.stderr,
+        )
     for job in stopped:
-        if job not in in_slurm:
+        if job.status in UNFINISHED:
             job.enter("cancelled", STOPPED)
     return stopped
-
-
-def _print_that_they_go_on(jobs: Sequence[Job], error: SlurmSilent) -> None:
-    ids = " ".join(job_id for job in jobs if (job_id := slurm_id(job)))
-    sweep = os.path.relpath(jobs[0].folder.parent)
-    print(
-        f"zeroexp: Slurm does not answer ({error}), so that {len(jobs)} jobs go on"
-        f"{f' ({ids})' if ids else ''}; once it does, "
-        f"`zeroexp watch {sweep} --cancel` ends them, and without --cancel follows them",
-        file=sys.stderr,
-    )
 
 
 def follow_waited(
@@ -175,7 +172,7 @@ def follow(
 
 
 class ShownRun:
-    """A run whose steps and complaints appear in a sweep's progress as its files grow.
+    """A run whose steps, failed saves and damaged checkpoints appear in a sweep's progress as its files grow.
 
     skip: only what is appended from now on.
     """
@@ -186,7 +183,7 @@ class ShownRun:
         self.job = job
         self._number, self._progress, self._on_step = number, progress, on_step
         self._records = Tail(job.folder / RECORDS, skip=skip)
-        self._complaints = Complaints(job.folder / LOG)
+        self._log = Tail(job.folder / LOG, skip=True)
         self._started = False
 
     def start(self) -> None:
@@ -198,8 +195,9 @@ class ShownRun:
         for row in read_rows(self._records.new_lines() if self._started else ()):
             self._progress.step(self._number, step_record(row))
             self._on_step(self.job)
-        for line in self._complaints.new_complaints():
-            self._progress.note(line)
+        for line in self._log.new_lines():
+            if error := json.loads(line)["error"]:
+                self._progress.note(error)
 
 
 class _Followed(ShownRun):

@@ -1,11 +1,11 @@
 """A process that imports the ranks' modules once, then forks the ranks of every run from itself.
 
-    sweep  ── {"points": configs} ──────────────────────▶  server  ── fork ──▶  try_points.py
-           ◀───────────────────────────── {"tried"} ───────────────────────────
-           ── {"run": folder} ─────────────────────────▶          ── fork ──▶  rank 0 .. N-1
-           ◀───────────── {"ended"} ─────────────────────          ◀─ pidfds ──
-           ── {"rehearse": folder, "seconds"} ─────────▶          ── fork ──▶  its rehearsal
-           ◀───────────── {"rehearsed"} ─────────────────
+    sweep  ── {"run": folder} ──────────────────▶  server  ── fork ──▶  rank 0 .. N-1
+           ◀───────────── {"ended"} ─────────────          ◀─ pidfds ──
+           ── {"points": configs} ──────────────▶          ── fork ──▶  try_points.py
+           ◀───────────── {"tried"} ─────────────          ◀─── pipe ──
+           ── {"rehearse": folder, "seconds"} ──▶          ── fork ──▶  its rehearsal
+           ◀───────────── {"rehearsed"} ─────────          ◀─── pipe ──
 
 The server never makes a thread, a process group or a CUDA context, because these do not survive a fork: a rank starts
 as if it had just imported everything. So points are tried in a fork too, where libraries start threads. When the
@@ -20,13 +20,13 @@ import ctypes
 import gc
 import importlib
 import os
-import select
 import signal
 import sys
 import traceback
 import warnings
 from collections.abc import Callable, Sequence
-from multiprocessing.connection import Connection
+from functools import partial
+from multiprocessing.connection import Connection, Pipe, wait
 from pathlib import Path
 from typing import Any
 
@@ -69,25 +69,42 @@ def serve(control: Connection, module: Any, main: Main) -> None:
             points = "points" in request
             what = "no process can be started" if points else "its end can not be written down"
             answer = {"ended": "failed", "ServerLost": f"{what}: {error}"}
-        if answer:
-            _send(control, answer)
-
-
-def _send(control: Connection, answer: dict[str, Any]) -> None:
-    with contextlib.suppress(BrokenPipeError):  # a cancelled sweep waits for no answer
-        control.send(answer)
+        with contextlib.suppress(BrokenPipeError):  # a cancelled sweep waits for no answer
+            control.send(answer)
 
 
 def _answer(
     request: dict[str, Any], control: Connection, module: Any, main: Main
-) -> dict[str, Any] | None:
-    """Return the answer to a request; None if a fork has given it."""
-    if configs := request.get("points"):
-        whole = _try_points(configs, control, module.import_for)
-        return None if whole else {"ServerLost": "what tries points has died"}
+) -> dict[str, Any]:
     if "run" in request:
         return {"ended": _run(Path(request["run"]), control, module.prepare, main)}
-    return {"rehearsed": _rehearse(**request, module=module, control=control)}
+    if configs := request.get("points"):
+        with contextlib.suppress(Exception):  # it is met again in the fork
+            plugins.load(configs[0].plugins)
+            module.import_for(configs[0])
+        work = partial(_tried, configs)
+    else:
+        work = partial(_rehearsed, Path(request["rehearse"]), module)
+    return _done_by_fork(work, control, request.get("seconds"))
+
+
+def _done_by_fork(
+    work: Callable[[], dict[str, Any]], control: Connection, seconds: float | None
+) -> dict[str, Any]:
+    """Return the answer of a fork, which has so many seconds for it, and ends when the sweep hangs up."""
+    gc.freeze()  # see `_run_ranks`
+    ours, theirs = Pipe(duplex=False)
+    pid = _fork(lambda: theirs.send(work()))
+    theirs.close()
+    answer = None
+    if ours in wait([ours, control], seconds):
+        with contextlib.suppress(EOFError):
+            answer = ours.recv()
+    ours.close()
+    if answer is None:
+        os.kill(pid, signal.SIGKILL)
+    os.waitpid(pid, 0)
+    return answer or {"ServerLost": "the process that does it has died"}
 
 
 def _fork(run: Callable[[], object]) -> int:
@@ -103,19 +120,7 @@ def _fork(run: Callable[[], object]) -> int:
     return pid
 
 
-def _try_points(
-    configs: Sequence[Config], control: Connection, import_for: Callable[[Config], None]
-) -> bool:
-    """Have a fork try the configs and send the answer; tell whether it did."""
-    with contextlib.suppress(Exception):  # it is met again in the fork
-        plugins.load(configs[0].plugins)
-        import_for(configs[0])
-    gc.freeze()  # see `_run`
-    pid = _fork(lambda: _send(control, {"tried": _tried(configs)}))
-    return os.waitpid(pid, 0)[1] == 0
-
-
-def _tried(configs: Sequence[Config]) -> object:
+def _tried(configs: Sequence[Config]) -> dict[str, Any]:
     safe_output.keep_going()
     from zeroexp.check.try_points import try_points
 
@@ -123,9 +128,9 @@ def _tried(configs: Sequence[Config]) -> object:
         plugins.load(configs[0].plugins)
         with open_nodes(configs[0].cluster):  # all are of one cluster
             pass
-        return try_points(configs)
+        return {"tried": try_points(configs)}
     except Exception as error:
-        return _portable(error)
+        return {"tried": _portable(error)}
 
 
 def _portable(error: Exception) -> Exception:
@@ -153,21 +158,9 @@ def _run(folder: Path, control: Connection, prepare: Callable[[Path], None], mai
         return _run_ranks(config, nodes, folder, control, main)
 
 
-def _rehearse(rehearse: str, seconds: float, control: Connection, module: Any) -> bool:
-    """Have a fork rehearse the run in the folder `rehearse`; tell whether it did within so many seconds."""
-    folder = Path(rehearse)
-    device = _device(load(folder / "config.yaml"), ())
-
-    def run() -> None:
-        control.close()
-        module.rehearse(folder, device=device)
-
-    pid = _fork(run)
-    pidfd = os.pidfd_open(pid)
-    select.select([pidfd, control], [], [], seconds)
-    os.kill(pid, signal.SIGKILL)
-    os.close(pidfd)
-    return os.waitpid(pid, 0)[1] == 0
+def _rehearsed(folder: Path, module: Any) -> dict[str, Any]:
+    module.rehearse(folder, device=_device(load(folder / "config.yaml"), ()))
+    return {"rehearsed": True}
 
 
 def _device(config: Config, nodes: Sequence[int]) -> str:

@@ -18,7 +18,6 @@ from zeroexp.tracking import attempt, failure
 from zeroexp.tracking.json_files import read_json
 from zeroexp.tracking.run import SLURM_FILE
 
-OF_ARRAY = re.compile(r"^(\d+)\|([^|]*)\|", re.MULTILINE)
 OF_THIS_USER = (f"--user={os.getuid()}", "--noheader", "--states=all")
 SRUN_WRITES = "slurm"  # a folder in the run's folder
 
@@ -73,24 +72,9 @@ def find_by_comment(comment: str) -> str | None:
 
 def ask_squeue(wanted: set[str]) -> dict[str, Sighting]:
     # This asks for all jobs of the user, since asking for a forgotten id alone would be an error.
-    fields = (
-        "ArrayJobID",
-        "ArrayTaskID",
-        "State",
-        "Reason",
-        "NodeList",
-        "PreemptTime",
-        "RestartCnt",
-    )
+    fields = ("JobArrayID", "State", "Reason", "NodeList", "PreemptTime", "RestartCnt")
     shown = f"--Format={','.join(f'{field}:|' for field in fields)}"
-    lines = _ask("squeue", *OF_THIS_USER, "--array", shown)
-    return parse_job_lines(OF_ARRAY.sub(_with_element, lines), wanted)
-
-
-def _with_element(found: re.Match[str]) -> str:
-    """Write 7|3| as sacct does, 7_3|, and 7|N/A| of a job that is no element of an array as 7|."""
-    job_id, element = found.groups()
-    return f"{job_id}_{element}|" if element.isdigit() else f"{job_id}|"
+    return parse_job_lines(_ask("squeue", *OF_THIS_USER, "--array", shown), wanted)
 
 
 def ask_sacct(wanted: set[str]) -> dict[str, Sighting]:

@@ -58,7 +58,7 @@ from zeroexp.tracking.files import (
     write_summary,
 )
 from zeroexp.tracking.json_files import reserve
-from zeroexp.tracking.mlflow import LINK
+from zeroexp.tracking.labels import LINK
 from zeroexp.tracking.run import UNFINISHED, Run, read_run, read_runs
 from zeroexp.tracking.store import with_store
 from zeroexp.tracking.uploads import Uploads, open_uploads

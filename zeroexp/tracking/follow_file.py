@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from pathlib import Path
 
@@ -40,13 +39,3 @@ class Tail:
         self._position += len(complete) + len(newline)
         self._told = (self._told + complete + newline)[-MARK_BYTES:]
         return complete.decode().splitlines()
-
-
-class Complaints:
-    """New complaints in a log of a run's checkpoints: a failed save, or a damaged checkpoint that was passed over."""
-
-    def __init__(self, log: Path) -> None:
-        self._log = Tail(log, skip=True)
-
-    def new_complaints(self) -> list[str]:
-        return [error for line in self._log.new_lines() if (error := json.loads(line)["error"])]

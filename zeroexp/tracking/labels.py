@@ -6,24 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from zeroexp.measure.record import StepRecord
-from zeroexp.tracking.files import ENGINE, RECORDS, SUMMARY
 from zeroexp.tracking.run import UNFINISHED, Run
 
-FILES = (
-    "config.yaml",
-    "environment.json",
-    "state.json",
-    "failure.json",
-    "load.json",
-    "slurm.json",
-    "attempts.json",
-    ENGINE,
-    RECORDS,
-    SUMMARY,
-    "logs",
-)
-# What instruments leave where they were asked for: timelines, torch's profiles and snapshots, samples of nodes.
-PATTERNS = ("trace.*.json", "profile.*", "memory.*.pickle", "system.*.jsonl")
 ENVIRONMENT = {  # tag -> key of a run's environment
     "git_commit": "git.commit",
     "git_dirty": "git.dirty",
@@ -33,6 +17,7 @@ ENVIRONMENT = {  # tag -> key of a run's environment
     "mlflow.source.git.commit": "git.commit",
     "mlflow.source.name": "command",
 }
+LINK = "mlflow.json"  # the MLflow run that a folder became: of a run, and of a sweep's page
 FINISHED, FAILED, KILLED, RUNNING = "FINISHED", "FAILED", "KILLED", "RUNNING"
 
 
@@ -67,9 +52,9 @@ def run_tags(run: Run, status: str) -> dict[str, str]:
 
 
 def artifacts(folder: Path) -> list[Path]:
-    """Return the files and folders of a run that MLflow keeps."""
-    named = [folder / name for name in FILES if (folder / name).exists()]
-    return named + [path for pattern in PATTERNS for path in sorted(folder.glob(pattern))]
+    """Return what MLflow keeps of a run: its files, also those of instruments, and the folder of its logs."""
+    own = [path for path in sorted(folder.glob("[!.]*")) if path.is_file() and path.name != LINK]
+    return [*own, *folder.glob("logs")]
 
 
 def start_time(run: Run) -> float:

@@ -12,10 +12,10 @@ from __future__ import annotations
 
 import contextlib
 import os
+import select
 import signal
 import subprocess
 import sys
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -40,7 +40,7 @@ def sender(folder: Path) -> Iterator[None]:
     """Send the run's steps as they appear in its folder during the block, then the rest within END_SECONDS."""
     with (folder / "logs" / LOG).open("ab") as log:
         process = subprocess.Popen(
-            [sys.executable, "-m", "zeroexp.tracking.live", str(folder), str(END_SECONDS)],
+            [sys.executable, "-m", "zeroexp.tracking.live", str(folder)],
             stdin=subprocess.PIPE,  # closes when this process ends for any reason
             stdout=log,
             stderr=log,
@@ -50,22 +50,19 @@ def sender(folder: Path) -> Iterator[None]:
         yield
     finally:
         process.stdin.close()
-        try:
-            process.wait(2 * END_SECONDS)  # it ends by itself, unless somebody stopped it
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(END_SECONDS)
+        process.kill()
+        process.wait()
 
 
 def main() -> None:
-    """Run the sender: `python -m zeroexp.tracking.live <run folder> <seconds for the end>`."""
-    folder, end_seconds = Path(sys.argv[1]), int(sys.argv[2])
+    """Run the sender: `python -m zeroexp.tracking.live <run folder>`."""
+    folder = Path(sys.argv[1])
     os.nice(NICENESS)
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR2):
         # Slurm signals all processes of a job; our task tells us when to end
         signal.signal(number, signal.SIG_IGN)
-    over = threading.Event()
-    threading.Thread(target=_await_the_end, args=(over, end_seconds), daemon=True).start()
     # Which the task of rank 0 does not need.
     from zeroexp.process.reachable import without_password
     from zeroexp.tracking.mlflow import MlflowTracker
@@ -83,15 +80,8 @@ def main() -> None:
             has_warned = True
         if is_over:
             return
-        is_over = over.wait(pause)
+        is_over = bool(select.select([sys.stdin], [], [], pause)[0])  # our task has hung up
         pause = min(pause * PAUSE_GROWTH, LONGEST_PAUSE_SECONDS)
-
-
-def _await_the_end(over: threading.Event, end_seconds: int) -> None:
-    """Wait until the task hangs up; from then on this process ends within `end_seconds`, whatever the network does."""
-    os.read(0, 1)
-    signal.alarm(end_seconds)
-    over.set()
 
 
 def _end_of(folder: Path) -> str:

@@ -14,10 +14,10 @@ from pathlib import Path
 from zeroexp.measure.record import StepRecord
 from zeroexp.tracking import attempt, entries, labels, views
 from zeroexp.tracking.files import RECORDS, read_json, read_timed_records, write_json
+from zeroexp.tracking.labels import LINK
 from zeroexp.tracking.run import read_run
 from zeroexp.tracking.store import Store
 
-LINK = "mlflow.json"  # in a run's folder, and in that of a sweep for its page
 PAGE = "report.html"  # of a sweep's folder, see report/page
 PAGE_OF = "report_of"  # the tag of the run that holds it; `sweep` would show it among the points
 
