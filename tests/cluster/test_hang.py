@@ -14,7 +14,6 @@ import pytest
 from tests import rank_code
 from tests.test_rank import log_of, make_job, process_of
 from zeroexp.cluster.local import LocalCluster
-from zeroexp.config.keys import save
 from zeroexp.process import progress
 from zeroexp.process.watchdog.hung import Idle, Sight, ranks_behind
 from zeroexp.tracking.files import read_records
@@ -42,46 +41,16 @@ def test_a_stopped_rank_is_named_and_leaves_its_stack(local: LocalCluster, tmp_p
         assert asked and "loop.py" in stack and "most recent call first" in stack
 
 
-@pytest.mark.slow  # what is decided of such ranks stands in CASES
-def test_of_sleeping_ranks_the_one_that_did_least_is_named(
+def test_a_rank_that_never_comes_to_the_first_step_is_named(
     local: LocalCluster, tmp_path: Path
 ) -> None:
-    """Both processes sleep: rank 0 since it waits for rank 1, under a stage that sends something in forward."""
-    job = make_job(tmp_path / "run", cluster__hang_s=HANG_SECONDS, strategy__name="zero3")
-    config = job.config
-    for row in (
-        config.strategy.parameters,
-        config.strategy.gradients,
-        config.strategy.optimizer,
-    ):
-        row.placement = "shard"
-    config.train.steps = 10
-    save(config, job.folder / "config.yaml")
-    rank_code.choose(job.folder, "tests.cluster.hanging_ranks:sleep_in_forward")
-    outcome = local.run(job)
-    cause = outcome.cause
-    assert cause is not None and (cause["rank"], cause["exception"]) == (1, "Hang"), cause
-    assert " in forward of step 1; " in cause["message"]
-    assert "hanging_ranks.py" in log_of(job, 1).partition(" rank 1: no progress for ")[2]
-
-
-@pytest.mark.parametrize(
-    ("how", "where"),
-    [
-        ("sleep_while_building", "the building of the model"),
-        pytest.param("sleep_before_meeting", "the start", marks=pytest.mark.slow),
-    ],
-)
-def test_a_rank_that_never_comes_to_the_first_step_is_named(
-    local: LocalCluster, tmp_path: Path, how: str, where: str
-) -> None:
-    """Rank 0 waits for it in the meeting or in a collective: it was blamed, ten minutes later."""
+    """Both processes sleep: rank 0 waits for it in a collective, and was blamed, ten minutes later."""
     job = make_job(tmp_path / "run", cluster__hang_s=2)
-    rank_code.choose(job.folder, f"tests.cluster.hanging_ranks:{how}")
+    rank_code.choose(job.folder, "tests.cluster.hanging_ranks:sleep_while_building")
     outcome = local.run(job)
     cause = outcome.cause
     assert cause is not None and (cause["rank"], cause["exception"]) == (1, "Hang"), cause
-    assert f" in {where}; " in cause["message"]
+    assert " in the building of the model; " in cause["message"]
     for rank, at in ((0, "rank.py"), (1, "hanging_ranks.py")):
         assert at in log_of(job, rank).partition(f" rank {rank}: no progress for ")[2]
 
