@@ -5,14 +5,20 @@ What they hold: tests/plan/test_torch_closed_forms.py.
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
+import torch
+from torch import Tensor, nn
 
 from tests.engines import HSDP, NATIVE, check
 from tests.models_for_tests import MODELS
-from tests.oracle import Recipe, build_on_rank, configured, run_steps
+from tests.oracle import Recipe, assembled, build_on_rank, configured, pieces_of, run_steps
 from tests.ranks import RankError
 from zeroexp.config.optimizer import optimizer_factory, parameter_groups
 from zeroexp.engines.torch_ddp import TorchDDP
+from zeroexp.engines.torch_fsdp2 import TorchFSDP2
+from zeroexp.interface.strategy import CanonicalState
 from zeroexp.process.world import World
 
 LABELS = {
@@ -46,6 +52,41 @@ def test_models_of_transformers(ranks, engine, model):
 def test_fsdp2_in_two_groups_equals_one_process(ranks, stage, precision):
     """Also its state: each element is given once, by one of the groups."""
     check(ranks, HSDP[stage], Recipe(world_size=4, precision=precision))
+
+
+class Scaled(nn.LayerNorm):
+    """A layer by its own weight, with another inside."""
+
+    def __init__(self) -> None:
+        super().__init__(4)
+        self.inside = nn.LayerNorm(4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(self.inside(x) ** 2)
+
+
+def step_of_nested_layers(world: World, unit: str) -> CanonicalState:
+    module = nn.Sequential(Scaled(), nn.Linear(4, 1))
+    strategy = TorchFSDP2(
+        module,
+        blocks=[],
+        param_groups=[{"params": list(module.parameters())}],
+        optimizer_factory=partial(torch.optim.SGD, lr=0.1),
+        world=world,
+        reshard_after_forward=True,
+        unit=unit,
+    )
+    with strategy.microbatch(last=True):
+        strategy.backward(strategy.model(torch.eye(4)[world.rank :]).square().sum())
+    strategy.step()
+    return pieces_of(strategy)
+
+
+def test_fsdp2_in_layers_that_lie_inside_of_others(ranks):
+    layers, model = (assembled(ranks(step_of_nested_layers, unit)) for unit in ("layer", "model"))
+    assert layers.keys() == model.keys()
+    for name, tensors in model.items():
+        assert torch.equal(layers[name]["weight"], tensors["weight"]), name
 
 
 @pytest.mark.parametrize("model", ["moe_one_rank", "moe_by_turns"])

@@ -192,7 +192,7 @@ def _shard(
     policy = MixedPrecisionPolicy()
     if dtypes.compute != dtypes.master or dtypes.reduce != dtypes.master:
         policy = MixedPrecisionPolicy(param_dtype=dtypes.compute, reduce_dtype=dtypes.reduce)
-    for unit in units:
+    for unit in reversed(units):  # what lies inside of another comes first
         fully_shard(unit, mesh=mesh, reshard_after_forward=reshard, mp_policy=policy)
     fully_shard(module, mesh=mesh, reshard_after_forward=False, mp_policy=policy)
     for submodule in module.modules():

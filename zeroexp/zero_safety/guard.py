@@ -147,7 +147,8 @@ class Guards(Observer):
             raise RuntimeError(
                 f"{unit} got a gradient after its gradients of this microbatch were reduced: call "
                 "strategy.backward once in a microbatch, with the sum of the losses (use loss.backward() for all "
-                "but the last), and compute penalties on weights after the model's forward"
+                "but the last), compute penalties on weights after the model's forward, and recompute what others "
+                "use too with use_reentrant=False"
             )
 
     def begin_microbatch(self) -> None:
