@@ -78,9 +78,9 @@ def _unknown_option(error: MissingConfigException) -> str:
 
 
 def _unknown_key(key: str, value: str) -> str:
-    if key.startswith(FREE):
+    if f"{key}.".startswith(FREE):
         # Two pluses work beside a word that has it and one that lacks it.
-        plus = "++" if ".settings." in key else "+"
+        plus = "++" if ".settings." in f"{key}." else "+"
         return f"{key}={value}: not there so far; use {plus}{key}={value} to add it"
     return f"{key}={value}: unknown key; {suggest_key(key, (name for name, _ in fields_of()))}"
 
