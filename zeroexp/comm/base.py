@@ -43,7 +43,8 @@ class GatherPart:
 class ReducePart:
     """One chunk whose gradients are summed over ranks.
 
-    gradients: one flat tensor for each member. All parts of a move have gradients of one dtype, in which they travel.
+    gradients: one flat tensor for each member.
+    dtype: in which they travel and are summed, the same for all parts of a move; None: the gradients' own.
     out: one flat tensor for each span this rank owns; it may be that very span of `gradients`.
     accumulate: the sum is added to `out` instead of overwriting it.
     absent: members of which this rank has had no gradient in this step, whose `gradients` are zeros.
@@ -54,12 +55,17 @@ class ReducePart:
     out: list[Tensor] = field(default_factory=list)
     accumulate: bool = False
     absent: Sequence[int] = ()
+    dtype: torch.dtype | None = None
+
+    @property
+    def sent_dtype(self) -> torch.dtype:
+        return self.dtype or self.gradients[0].dtype
 
 
 def spans_of(parts: Sequence[ReducePart], owner: int) -> list[Tensor]:
-    """Return views of the gradients that `owner` sums."""
+    """Return the gradients that `owner` sums, as they travel: views, or casts where that is another dtype."""
     return [
-        part.gradients[span.member][span.start : span.stop]
+        part.gradients[span.member][span.start : span.stop].to(part.sent_dtype)
         for part in parts
         for span in part.chunk.spans(owner)
     ]

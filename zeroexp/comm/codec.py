@@ -127,7 +127,8 @@ def reduce_scatter_encoded(
     residuals: are added to the terms, and become what the codes leave out of the sum.
     """
     peers = [rank for rank in range(world.size) if rank != world.rank]
-    nothing = parts[0].gradients[0].new_empty(0)  # a peer may own nothing of these parts
+    # A peer may own nothing of these parts.
+    nothing = parts[0].gradients[0].new_empty(0, dtype=parts[0].sent_dtype)
     sent: dict[int, Tensor] = {}
     for peer in peers:
         terms = torch.cat([nothing, *spans_of(parts, peer)])

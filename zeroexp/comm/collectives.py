@@ -349,7 +349,7 @@ class Collectives:
             reduced = self._count("reduce_scatter", self.group, kind, sent, move)
         if not self._sums_between_each_step or not last:
             return reduced
-        nothing = parts[0].gradients[0].new_empty(0)
+        nothing = parts[0].gradients[0].new_empty(0, dtype=parts[0].sent_dtype)
         alike, apart = list[Tensor](), list[Tensor]()
         for part, share in zip_longest(parts, shares):
             (alike if share is None else apart).extend(part.out or [nothing])

@@ -74,10 +74,10 @@ class Native(Transport):
 
     def reduce_scatter(self, parts: Sequence[ReducePart], what: str) -> Sent:
         self._moves.record_collective(what)
-        itemsize = parts[0].gradients[0].itemsize
-        layout = message_layout_of(tuple(part.chunk for part in parts), itemsize)
+        dtype = parts[0].sent_dtype
+        layout = message_layout_of(tuple(part.chunk for part in parts), dtype.itemsize)
         join_gradients(layout, parts)
-        message = parts[0].gradients[0].new_empty(layout.numel)
+        message = parts[0].gradients[0].new_empty(layout.numel, dtype=dtype)
         pack_gradients(layout, message, parts)
         own, works = self._reduce(layout, message)
         # Not the parts, which would keep the gradients alive: the message holds copies of them.

@@ -22,10 +22,13 @@ def join_gradients(layout: MessageLayout, parts: Sequence[ReducePart]) -> None:
     for part in parts:
         if len(part.gradients) > 1:
             part.gradients[:] = [torch.cat(part.gradients)]
+    if len({part.gradients[0].dtype for part in parts}) > 1:  # `_chunk_cat` takes one
+        for part in parts:
+            part.gradients[:] = [part.gradients[0].to(part.sent_dtype)]
 
 
 def pack_gradients(layout: MessageLayout, message: Tensor, parts: Sequence[ReducePart]) -> None:
-    """Copy the gradients, joined by `join_gradients`, into the message; what padding holds is no matter."""
+    """Copy the gradients, joined by `join_gradients`, into the message of any dtype; padding may hold anything."""
     if layout.is_table and not layout.is_chunk:
         chunks = [part.gradients[0] for part in parts]
         table = message.view(layout.num_ranks, -1)

@@ -120,7 +120,9 @@ def make_units(
             held.append(allocate(chunk, group.parameters, stage, dtypes, wire, observer.shown))
             _move_into(held[-1], deferred=values is not None)
             observer.held(held[-1])
-        units.append(Unit(group.name, held, stage, dtypes, wire, bucket_bytes))
+        each = options.reduce_each == "microbatch"
+        unit = Unit(group.name, held, stage, dtypes, wire, bucket_bytes, each_microbatch=each)
+        units.append(unit)
     if values is not None:
         _load_values(values, units)
     for unit in units:

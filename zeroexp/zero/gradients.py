@@ -5,6 +5,11 @@
 A whole gradient is dropped when the last of its elements is on its way, unless it rests partial. The reductions of a
 microbatch cover each element once, so the number of reduced elements tells a first sum, which is written, from a later
 one, which is added.
+
+[Note: dtype of accumulation] bfloat16 keeps three digits of a sum, so what autograd adds up, over uses of a weight in a
+forward and over backwards, it adds up in the dtype of the reduction. A gradient that is no sum stays in the dtype of
+compute, half the bytes, until it is packed: that of a weight which the graph of the first microbatch uses once, where
+every microbatch is reduced. One of a backward that may not be the last of its microbatch is widened.
 """
 
 from __future__ import annotations
@@ -12,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from zeroexp.comm.base import ReducePart
 from zeroexp.cut.bucket import Slice
@@ -27,7 +32,10 @@ Keep = Callable[[], None]
 class Gradients:
     """All gradients of one chunk under one stage."""
 
-    def __init__(self, held: Held, stage: Stage, dtypes: Dtypes, world: World):
+    def __init__(
+        self, held: Held, stage: Stage, dtypes: Dtypes, world: World, *, each_microbatch: bool
+    ):
+        """each_microbatch: it is reduced, so that nothing is added up in the parameters."""
         self._chunk = held.chunk
         self._parameters = held.parameters
         self._owned, self._summed = held.owned, held.summed
@@ -36,9 +44,16 @@ class Gradients:
         self._rests = stage.gradients
         self._dtype = dtypes.reduce
         self._is_alone = world.size == 1  # grouping.py, [Note: world of one]
+        # [Note: dtype of accumulation]
+        self._narrow, self._wide = (
+            dtypes.compute,
+            torch.promote_types(dtypes.compute, dtypes.reduce),
+        )
         for parameter in self._parameters:
-            # Autograd adds up the gradients of microbatches, and bfloat16 keeps three digits of a sum.
-            parameter.grad_dtype = torch.promote_types(dtypes.compute, dtypes.reduce)
+            parameter.grad_dtype = self._wide
+        is_moved_on = each_microbatch and stage.gradients is Placement.SHARD and not self._is_alone
+        self.can_be_narrow = is_moved_on and self._narrow is not self._wide
+        self._to_narrow: list[nn.Parameter] = []  # by `clear`
         self._whole: dict[int, Tensor] = {}  # whole gradients by member
         self._sums: dict[int, Tensor] = {}  # sums by summed span; all-reduced sums by member
         self._num_reduced = 0  # elements reduced since `clear`
@@ -52,6 +67,26 @@ class Gradients:
             left = [p.grad for p in self._parameters if p.grad is not None]
         return [*left, *self._whole.values(), *self._sums.values()]
 
+    def narrow(self, member: int) -> None:
+        """Expect gradients of this member that are no sums."""
+        parameter = self._parameters[member]
+        with unguarded():
+            if parameter.grad is None:
+                parameter.grad_dtype = self._narrow
+            else:
+                self._to_narrow.append(parameter)
+
+    def widen(self, member: int) -> None:
+        """Expect more to be added to a member's gradient before `clear`."""
+        parameter = self._parameters[member]
+        with unguarded():
+            if parameter.grad_dtype is self._wide:
+                return
+            gradient, parameter.grad = parameter.grad, None
+            parameter.grad_dtype = self._wide
+            parameter.grad = None if gradient is None else gradient.to(self._wide)
+        self._to_narrow.append(parameter)
+
     def to_scatter(self, part: Slice) -> ReducePart:
         """Return what partial -> sharded moves: the elements, and where this rank's share of their sum goes."""
         accumulate = self._accumulates(part)
@@ -62,7 +97,7 @@ class Gradients:
         out = [_part(self._sums[index], own.start, own.stop) for index, own in windows]
         self._drop_reduced(part)
         absent = [i for i, each in enumerate(part.ranges) if not self.present[each.member]]
-        return ReducePart(part.chunk, terms, out, accumulate, absent)
+        return ReducePart(part.chunk, terms, out, accumulate, absent, self._dtype)
 
     def to_sum(self, part: Slice) -> tuple[ReducePart, Keep]:
         """Return what partial -> replicated sums in place, and a call that keeps the sums once they are there."""
@@ -107,6 +142,9 @@ class Gradients:
         with unguarded():
             for parameter in self._parameters:
                 parameter.grad = None
+            for parameter in self._to_narrow:
+                parameter.grad_dtype = self._narrow
+        self._to_narrow.clear()
 
     def _accumulates(self, part: Slice) -> bool:
         accumulates = self._num_reduced >= self._chunk.unpadded_numel
@@ -114,7 +152,7 @@ class Gradients:
         return accumulates
 
     def _gradients_in(self, part: Slice) -> list[Tensor]:
-        """Return views of each range's gradient in the reduce dtype; the parameters keep no gradient."""
+        """Return views of each range's gradient; the parameters keep none."""
         with unguarded():
             for member in (each.member for each in part.ranges):
                 if member not in self._whole:
@@ -123,14 +161,18 @@ class Gradients:
         return [_part(self._whole[each.member], each.start, each.stop) for each in part.ranges]
 
     def _own(self, member: int) -> Tensor:
-        """Return what autograd left in a parameter, or zeros, in the reduce dtype; call it unguarded."""
+        """Return what autograd left in a parameter, or zeros; call it unguarded.
+
+        In the reduce dtype, except where gradients stay in that of compute until they are packed.
+        """
         gradient = self._parameters[member].grad
         if gradient is None:
             place = self._chunk.members[member]
             return torch.zeros(place.stop - place.start, dtype=self._dtype, device=self._device)
         self.present[member] = True
         # A sparse embedding leaves a sparse gradient.
-        return gradient.to_dense().to(self._dtype)
+        gradient = gradient.to_dense()
+        return gradient if self.can_be_narrow else gradient.to(self._dtype)
 
     def _drop_reduced(self, part: Slice) -> None:
         """Drop members that are all on their way: buckets come last range first, so a member's first range ends it."""

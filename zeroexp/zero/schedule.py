@@ -36,12 +36,13 @@ gathered again then, and stays in the microbatches that follow. Elsewhere it sta
 from __future__ import annotations
 
 import zlib
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
+from typing import Any
 
 from torch import Tensor
 
@@ -173,8 +174,19 @@ class Schedule:
         """Yield the loss whose backward, inside, closes units, see [Note: which backward]."""
         if not self.in_microbatch:
             raise _outside("backward", ": run forward and backward inside it")
+        if not self._agreed:
+            self._narrow_gradients(loss)
         with self._closing.of_loss(loss) as loss:
             yield loss
+
+    def _narrow_gradients(self, loss: Tensor) -> None:
+        """Narrow those of weights that the first microbatch uses once, see gradients.py."""
+        narrowing = [unit for unit in self._units if unit.narrows_gradients]
+        uses = uses_of_leaves(loss) if narrowing else {}
+        for unit in narrowing:
+            for index, parameter in enumerate(unit.trainable_parameters):
+                if uses.get(id(parameter)) == 1:
+                    unit.narrow_gradient(index)
 
     def before_backward(self, unit: Unit, ticks: Ticks) -> None:
         """Close the units used later and gather `unit`, since the gradient of its output is about to be used."""
@@ -226,6 +238,7 @@ class Schedule:
                 "strategy.backward(loss), not loss.backward()"
             )
         if not self._closing.is_current():
+            unit.widen_gradient(index)
             return
         use.missing.discard(index)
         if self._at_events_only:
@@ -413,6 +426,24 @@ class ClosingBackward:
     def _note(self) -> None:
         if self.is_open and self._task is None:
             self._task = current_task()
+
+
+def uses_of_leaves(loss: Tensor) -> Counter[int]:
+    """Count how often the graph of a loss uses each of its leaves, by the leaf's `id`."""
+    uses = Counter[int]()
+    nodes, seen = [loss.grad_fn], set[Any]()
+    while nodes:
+        node = nodes.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        for following, _ in node.next_functions:
+            leaf = getattr(following, "variable", None)
+            if leaf is not None:
+                uses[id(leaf)] += 1
+            else:
+                nodes.append(following)
+    return uses
 
 
 def _outside(what: str, why: str = "") -> RuntimeError:

@@ -48,8 +48,13 @@ class Unit:
         dtypes: Dtypes,
         wire: Collectives,
         bucket_bytes: int | None = None,
+        *,
+        each_microbatch: bool = False,
     ):
-        """One reduction takes at most `bucket_bytes`, or the whole unit where that is None."""
+        """One reduction takes at most `bucket_bytes`, or the whole unit where that is None.
+
+        each_microbatch: gradients are reduced by it, and not by the step.
+        """
         self.name = name
         self.is_root = not name
         self.held = held
@@ -72,7 +77,16 @@ class Unit:
         self._arriving: Pending | None = None
         self._parts = [GatherPart(h.chunk, h.full, h.piece) for h in held if h.full is not None]
         self._parts_published = [part for part in self._parts if part.chunk.kind != FROZEN]
-        self._gradients = [Gradients(h, stage, dtypes, wire.group) for h in self.trainable]
+        self._gradients = [
+            Gradients(h, stage, dtypes, wire.group, each_microbatch=each_microbatch)
+            for h in self.trainable
+        ]
+        # By index of the trainable parameter: the gradients of its chunk, and its member.
+        self._gradients_of = [
+            (gradients, member)
+            for held, gradients in zip(self.trainable, self._gradients, strict=True)
+            for member in range(len(held.parameters))
+        ]
         itemsize, size = dtypes.reduce.itemsize, wire.group.size
         self.buckets = cut_in_buckets(
             [held.chunk for held in self.trainable], itemsize, bucket_bytes
@@ -196,6 +210,21 @@ class Unit:
                 keep_one()
 
         return Pending([summed], keep)
+
+    @property
+    def narrows_gradients(self) -> bool:
+        """Whether gradients that are no sums stay narrow, see gradients.py, [Note: dtype of accumulation]."""
+        return any(gradients.can_be_narrow for gradients in self._gradients)
+
+    def narrow_gradient(self, index: int) -> None:
+        """Expect gradients of this trainable parameter that are no sums."""
+        gradients, member = self._gradients_of[index]
+        gradients.narrow(member)
+
+    def widen_gradient(self, index: int) -> None:
+        """Expect more to be added to the gradient of this trainable parameter."""
+        gradients, member = self._gradients_of[index]
+        gradients.widen(member)
 
     # -- hand_over: G -> O, before the optimizer's step ------------------------------------------
 
