@@ -28,14 +28,14 @@ from zeroexp.comm.shared_memory import Arena, SharedChannel
 from zeroexp.comm.wake_up import Bell
 from zeroexp.engines.sharded import Sharded
 from zeroexp.process import world as worlds
-from zeroexp.zero import norm
+from zeroexp.zero import step_sums
 
 # Part -> where its functions are found.
 PARTS: dict[str, Sequence[tuple[Any, str]]] = {
     "forward": [(Training, "_loss")],
     "backward": [(Limit, "backward"), (Sharded, "backward")],
     "optimizer": [(Limit, "step"), (Sharded, "_update")],
-    "norm": [(norm, "sum_squares")],
+    "norm": [(step_sums, "sum_squares")],
     "lay out": [(Arena, "stage")],
     "sum": [(direct, "sum_into")],
     "copy": [(SharedChannel, "copy_offered")],

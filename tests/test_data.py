@@ -31,7 +31,7 @@ from zeroexp.check.try_data import check_data
 from zeroexp.config.keys import ConfigError, DataConfig, ModelConfig
 from zeroexp.data import StepBatch, packed, table_rows
 from zeroexp.data.batches import Data, build_data
-from zeroexp.data.order import sample_indices
+from zeroexp.data.epoch_permutation import sample_indices
 from zeroexp.data.sources import CORPUS
 from zeroexp.models import find_weights
 

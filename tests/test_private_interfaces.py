@@ -55,6 +55,7 @@ ATTRIBUTES = {
     "Tensor._version",
     "Tensor._use_count",
     "Tensor.untyped_storage()._cdata",
+    "nn.Parameter(Tensor)._backward_hooks",
     "nn.Parameter(Tensor)._post_accumulate_grad_hooks",
     "nn.Linear(1, 1)._parameters",
     "nn.Linear(1, 1)._modules",

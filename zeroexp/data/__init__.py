@@ -7,8 +7,8 @@ rank that reads it, so a global batch is the same at every world size, and a run
     rank r, microbatch m reads          position + (m * world_size + r) * micro_batch_size ...
 
 `text.py` tokenizes and packs once into a cache folder (and is the only file that imports datasets); `packed.py` maps
-that folder into memory, which is all that a rank has to do; `synthetic.py` makes samples from their index; `order.py`
-holds the permutations; `data_sources.py` names the sources, and imports no torch.
+that folder into memory, which is all that a rank has to do; `synthetic.py` makes samples from their index;
+`epoch_permutation.py` holds the permutations; `data_sources.py` names the sources, and imports no torch.
 """
 
 from __future__ import annotations

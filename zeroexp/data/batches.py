@@ -13,7 +13,7 @@ from zeroexp.config.data_sources import DATA
 from zeroexp.config.keys import ConfigError, DataConfig, ModelConfig
 from zeroexp.data import Samples, StepBatch, ValidationTurn, packed, sources
 from zeroexp.data.check_source import require_samples
-from zeroexp.data.order import sample_indices
+from zeroexp.data.epoch_permutation import sample_indices
 
 
 class Data:

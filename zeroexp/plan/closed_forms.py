@@ -41,7 +41,7 @@ from zeroexp.plan.form_terms import (
 )
 from zeroexp.zero.options import Options
 
-# Size of each number that ranks sum before a step (norm.py): the sum of squares, and one for each parameter.
+# Size of each number that ranks sum before a step (step_sums.py): the sum of squares, and one for each parameter.
 TALLY_BYTES = 8
 NUM_CHECKS = 5  # summed numbers that tell whether ranks issued the same gathers (native only)
 

@@ -52,7 +52,7 @@ def form_of(
 def _sharded_form(config: Config, model: BuiltModel, transport: str, between: str) -> ShardedForm:
     strategy, world_size = config.strategy, config.world_size
     of_optimizer = parameter_groups(model.module, config.optimizer, model.blocks)
-    options = options_of(strategy).with_kinds_of(of_optimizer)
+    options = options_of(strategy).with_ranks_of(of_optimizer)
     group_size = world_size // options.replicas
     stage = stage_for_world(stage_of(strategy), group_size, options.offload)
     sends = options.gather_codec, options.reduce_codec, options.secondary_partition

@@ -46,8 +46,8 @@ Read zeroexp/cut/ first, then the files with a star: they are the algorithm. Imp
     gathers.py          units are gathered when they are needed, and ahead in the order of the microbatch before; freed
     schedule.py *       events in a module become verbs, in an order that all ranks agree on
     hooks.py            reports the events, and what autograd saves of gathered parameters
-    whole.py            every parameter shown whole
-    norm.py             the sum over ranks before a step: norm of the gradients, and who has one
+    gathered.py         every parameter shown whole
+    step_sums.py        the sum over ranks before a step: norm of the gradients, and who has one
     matrices.py         matrices of which ranks hold pieces, brought together while an optimizer needs them whole
     outer.py            replicas that are seldom synchronised: the outer optimizer of DiLoCo
     state_dict.py       weights and moments as canonical pieces, and back

@@ -30,18 +30,18 @@ from zeroexp.interface.values import Values, make_places
 from zeroexp.measure.verb_seconds import meter
 from zeroexp.process.world import World
 from zeroexp.zero.assemble import make_units, start_alike
+from zeroexp.zero.gathered import gathered
 from zeroexp.zero.grouping import group_parameters, groups_of_lists, stage_for_world
 from zeroexp.zero.held import unguarded
 from zeroexp.zero.hooks import SavedViews, attach
 from zeroexp.zero.matrices import bring_matrices_together
-from zeroexp.zero.norm import StepSums
 from zeroexp.zero.observer import Observer
 from zeroexp.zero.options import Dtypes, Options, own_dtypes
 from zeroexp.zero.outer import MOMENTUM, OuterStep, prefix_of
 from zeroexp.zero.schedule import Schedule
 from zeroexp.zero.state_dict import held_pieces
+from zeroexp.zero.step_sums import StepSums
 from zeroexp.zero.unit import MasterGradient, Unit
-from zeroexp.zero.whole import gathered
 
 
 class Engine:
@@ -51,7 +51,7 @@ class Engine:
     """
 
     observed_by: type[Observer] = Observer  # engines/sharded.py names the one that refuses mistakes
-    _unread: StepSums | None = None  # of the step before, see norm.py, [Note: without a stop]
+    _unread: StepSums | None = None  # of the step before, see step_sums.py, [Note: without a stop]
 
     def __init__(
         self,
@@ -73,19 +73,19 @@ class Engine:
         values: what the parameters of a module on meta are to hold. scales_loss: see interface/loss_scale.py.
         """
         param_groups = groups_of_lists(param_groups, optimizer_factory)
-        options = (options or Options()).with_kinds_of(param_groups)
+        options = (options or Options()).with_ranks_of(param_groups)
         self._observer = self.observed_by()
         trained_by = param_groups, optimizer_factory
         carried_out_by = stage, options, max_grad_norm, values, world
         self._observer.building(module, blocks, *trained_by, *carried_out_by)
-        dtypes = (dtypes or own_dtypes(module)).with_kinds_of(param_groups)
+        dtypes = (dtypes or own_dtypes(module)).with_masters_of(param_groups)
         stage = stage_for_world(stage, world.size // options.replicas, options.offload)
         if values is not None:
             make_places(module, world.device)
         # torch can not convert modules of fake tensors, and a fake world is given a model that lies on its device.
         self.model = module if world.is_fake else module.to(world.device)
         self._stage, self._max_grad_norm = stage, max_grad_norm
-        self.wire = Collectives(world, **options.of_moves)
+        self.wire = Collectives(world, **options.for_collectives)
         settings = [str(stage), options, dtypes, max_grad_norm, list(blocks), scales_loss]
         start_alike(self.model, settings, param_groups, values, self.wire)
         self.wire.connect()
@@ -133,7 +133,7 @@ class Engine:
 
     @contextmanager
     def gathered(self, *, write: bool = False) -> Iterator[None]:
-        """Show all parameters whole inside; all ranks enter and leave together, see whole.py."""
+        """Show all parameters whole inside; all ranks enter and leave together, see gathered.py."""
         if write:
             self._outer.require_joined("gathered(write=True)")
         with (
@@ -145,7 +145,7 @@ class Engine:
     def step(self, *, drain: bool = False) -> Tensor:
         """Hand over the reduced gradients, clip, update all masters at once, publish unit by unit; return the norm."""
         self._observer.step(is_gathered=any(unit.is_pinned for unit in self.units))
-        self._schedule.drain()
+        self._schedule.wait_and_free_ahead()
         with meter.issuing("hand_over", "all units"), unguarded():
             handed = [each for unit in self.units for each in unit.hand_over()]
         self.wire.quiesce()
@@ -215,7 +215,7 @@ class Engine:
         return state
 
     def load_state_dict(self, state: CanonicalState) -> None:
-        self._schedule.drain()
+        self._schedule.wait_and_free_ahead()
         targets = held_pieces(self.units, self._outer)
         self._saved_state.load(
             self._outer.own_state(state),

@@ -134,7 +134,7 @@ class Gathers:
         for unit in self.sharded:
             unit.wait()
 
-    def drain(self) -> None:
+    def wait_and_free_ahead(self) -> None:
         """Return when nothing is in flight and nothing is gathered ahead; what is in use stays."""
         self.wait()
         self._free_unused()

@@ -45,14 +45,11 @@ class Gradients:
         self._dtype = dtypes.reduce
         self._is_alone = world.size == 1  # grouping.py, [Note: world of one]
         # [Note: dtype of accumulation]
-        self._narrow, self._wide = (
-            dtypes.compute,
-            torch.promote_types(dtypes.compute, dtypes.reduce),
-        )
+        self._wide = torch.promote_types(dtypes.compute, dtypes.reduce)
         for parameter in self._parameters:
             parameter.grad_dtype = self._wide
         is_moved_on = each_microbatch and stage.gradients is Placement.SHARD and not self._is_alone
-        self.can_be_narrow = is_moved_on and self._narrow is not self._wide
+        self.can_be_narrow = is_moved_on and dtypes.compute is not self._wide
         self._to_narrow: list[nn.Parameter] = []  # by `clear`
         self._whole: dict[int, Tensor] = {}  # whole gradients by member
         self._sums: dict[int, Tensor] = {}  # sums by summed span; all-reduced sums by member
@@ -68,11 +65,16 @@ class Gradients:
         return [*left, *self._whole.values(), *self._sums.values()]
 
     def narrow(self, member: int) -> None:
-        """Expect gradients of this member that are no sums."""
+        """Expect gradients of this member that are no sums, and leave each in the dtype in which it comes.
+
+        A hook of the parameter computes with its gradient in the dtype of the reduction.
+        """
         parameter = self._parameters[member]
         with unguarded():
+            if parameter._backward_hooks:
+                return
             if parameter.grad is None:
-                parameter.grad_dtype = self._narrow
+                parameter.grad_dtype = None
             else:
                 self._to_narrow.append(parameter)
 
@@ -89,8 +91,8 @@ class Gradients:
 
     def to_scatter(self, part: Slice) -> ReducePart:
         """Return what partial -> sharded moves: the elements, and where this rank's share of their sum goes."""
-        accumulate = self._accumulates(part)
-        terms = self._gradients_in(part)
+        accumulate = self._count_reduced(part)
+        terms = self._take_gradients(part)
         windows = [self._elements_of(part, span) for span in part.chunk.spans(self._rank)]
         if not accumulate:
             self._allocate_sums(part, [index for index, _ in windows])
@@ -101,8 +103,8 @@ class Gradients:
 
     def to_sum(self, part: Slice) -> tuple[ReducePart, Keep]:
         """Return what partial -> replicated sums in place, and a call that keeps the sums once they are there."""
-        accumulate = self._accumulates(part)
-        terms = self._gradients_in(part)
+        accumulate = self._count_reduced(part)
+        terms = self._take_gradients(part)
         whole = {each.member: self._whole[each.member] for each in part.ranges}
         self._drop_reduced(part)
 
@@ -118,10 +120,10 @@ class Gradients:
     def owned(self) -> list[Tensor]:
         """Return the sums of the owned spans; where gradients rest replicated they are cut out of whole sums.
 
-        Call it unguarded, as `_own`.
+        Call it unguarded, as `_take`.
         """
         if self._is_alone:
-            self._sums = {member: self._own(member) for member in range(len(self._parameters))}
+            self._sums = {member: self._take(member) for member in range(len(self._parameters))}
             return [*self._sums.values()]
         assert self._num_reduced, f"{self._chunk}: no gradient was reduced since the last step"
         if self._rests is Placement.REPLICATE:
@@ -143,24 +145,25 @@ class Gradients:
             for parameter in self._parameters:
                 parameter.grad = None
             for parameter in self._to_narrow:
-                parameter.grad_dtype = self._narrow
+                parameter.grad_dtype = None
         self._to_narrow.clear()
 
-    def _accumulates(self, part: Slice) -> bool:
+    def _count_reduced(self, part: Slice) -> bool:
+        """Count the elements of a reduction; return whether its sums are added to earlier ones."""
         accumulates = self._num_reduced >= self._chunk.unpadded_numel
         self._num_reduced += part.chunk.unpadded_numel
         return accumulates
 
-    def _gradients_in(self, part: Slice) -> list[Tensor]:
+    def _take_gradients(self, part: Slice) -> list[Tensor]:
         """Return views of each range's gradient; the parameters keep none."""
         with unguarded():
             for member in (each.member for each in part.ranges):
                 if member not in self._whole:
-                    self._whole[member] = self._own(member).reshape(-1)
+                    self._whole[member] = self._take(member).reshape(-1)
                     self._parameters[member].grad = None
         return [_part(self._whole[each.member], each.start, each.stop) for each in part.ranges]
 
-    def _own(self, member: int) -> Tensor:
+    def _take(self, member: int) -> Tensor:
         """Return what autograd left in a parameter, or zeros; call it unguarded.
 
         In the reduce dtype, except where gradients stay in that of compute until they are packed.
@@ -170,9 +173,10 @@ class Gradients:
             place = self._chunk.members[member]
             return torch.zeros(place.stop - place.start, dtype=self._dtype, device=self._device)
         self.present[member] = True
-        # A sparse embedding leaves a sparse gradient.
-        gradient = gradient.to_dense()
-        return gradient if self.can_be_narrow else gradient.to(self._dtype)
+        if self.can_be_narrow and gradient.layout is torch.strided:
+            return gradient
+        # A sparse embedding leaves a sparse gradient, whose rows are added up.
+        return gradient.to(self._dtype).to_dense()
 
     def _drop_reduced(self, part: Slice) -> None:
         """Drop members that are all on their way: buckets come last range first, so a member's first range ends it."""

@@ -70,7 +70,7 @@ class Held:
     elements: list[Tensor] = field(default_factory=list[Tensor])
     full: Tensor | None = None  # flat and padded; None until the unit rests
     views: list[Tensor] = field(default_factory=list)  # views of full, one for each parameter
-    # A copy of full in memory of its own, while `whole` shows it (whole.py).
+    # A copy of full in memory of its own, while `whole` shows it (gathered.py).
     pinned: Tensor | None = None
     # What parameters show while freed: one nan in their shape, so that C++ code, which no guard sees, makes nan of it.
     nothing: list[Tensor] = field(init=False)

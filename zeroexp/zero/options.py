@@ -35,7 +35,7 @@ class Dtypes:
     def master_of(self, chunk: Chunk) -> torch.dtype:
         return dict(self.of_kinds).get(chunk.kind, self.master)
 
-    def with_kinds_of(self, param_groups: Sequence[dict[str, Any]]) -> Dtypes:
+    def with_masters_of(self, param_groups: Sequence[dict[str, Any]]) -> Dtypes:
         """Return these with the masters that groups name."""
         named = {g["kind"]: DTYPES[g["master"]] for g in param_groups if "master" in g}
         return replace(self, of_kinds=tuple(named.items()))
@@ -111,7 +111,7 @@ class Options:
     # The folder of a file for each rank, mapped into its memory, in which lies what rests on the host; None: no file.
     offload_folder: str | None = None
 
-    def with_kinds_of(self, param_groups: Sequence[dict[str, Any]]) -> Options:
+    def with_ranks_of(self, param_groups: Sequence[dict[str, Any]]) -> Options:
         """Return these with the ranks that groups name."""
         named = {g.get("kind", ""): g["over"] for g in param_groups if "over" in g}
         return replace(self, over_of_kinds=tuple(named.items()))
@@ -144,7 +144,7 @@ class Options:
         return chunk.for_ranks(group_size)
 
     @property
-    def of_moves(self) -> dict[str, Any]:
+    def for_collectives(self) -> dict[str, Any]:
         """Those that the moves between ranks, and to the host, are made with."""
         names = ("transport", "replicas", "reductions_apart", "gather_codec", "reduce_codec")
         names = (*names, "codes_rest", "error_feedback", "secondary_partition", "shares_updates")

@@ -35,8 +35,8 @@ from zeroexp.cut.bucket import Bucket
 from zeroexp.interface.canonical import OUTER, fill_from_canonical, is_moment
 from zeroexp.interface.held_pieces import HeldPiece
 from zeroexp.interface.strategy import CanonicalState
-from zeroexp.zero.norm import StepSums
 from zeroexp.zero.options import Outer
+from zeroexp.zero.step_sums import StepSums
 from zeroexp.zero.unit import Unit
 
 MOMENTUM = f"{OUTER}momentum"

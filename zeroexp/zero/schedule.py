@@ -281,13 +281,13 @@ class Schedule:
         self._finish_reductions()
         self.gathers.wait()
 
-    def drain(self) -> None:
+    def wait_and_free_ahead(self) -> None:
         """Wait for all that is in flight and free what was gathered ahead; what is kept for backward stays.
 
         All ranks call it together: what is freed has to be gathered again.
         """
         self._finish_reductions()
-        self.gathers.drain()
+        self.gathers.wait_and_free_ahead()
 
     # -- how units are closed and freed -----------------------------------------------------------
 

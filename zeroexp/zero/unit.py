@@ -59,7 +59,9 @@ class Unit:
         self.is_root = not name
         self.held = held
         self.residence = Residence.READY
-        self.is_pinned = False  # whether the parameters lie whole in memory of their own (whole.py)
+        self.is_pinned = (
+            False  # whether the parameters lie whole in memory of their own (gathered.py)
+        )
         self.is_sharded = stage.gather is Move.ALL_GATHER and bool(held)
         self.full: FullStorage | None = None  # of the full parameters, where they rest sharded
         self.secondary: SecondaryCopy | None = None  # for gathers inside of the node
@@ -69,8 +71,8 @@ class Unit:
         self.parameters = [parameter for each in held for parameter in each.parameters]
         self.trainable_parameters = [p for held in self.trainable for p in held.parameters]
         # Gradients that rest partial are summed on the way to the optimizer.
-        self.reduces_at_hand_over = stage.hand_over is Move.REDUCE_SCATTER
-        self._sums_by = stage.hand_over if self.reduces_at_hand_over else stage.reduce
+        self.reduces_for_hand_over = stage.hand_over is Move.REDUCE_SCATTER
+        self._sums_by = stage.hand_over if self.reduces_for_hand_over else stage.reduce
         self._publishes = stage.publish is Move.ALL_GATHER and bool(self.trainable)
         self._wire = wire
         self._offer: int | None = None
@@ -194,7 +196,7 @@ class Unit:
         """
         if self._wire.group.size == 1:
             return Pending([])  # grouping.py, [Note: world of one]
-        with meter.issuing("hand_over" if self.reduces_at_hand_over else "reduce", str(self)):
+        with meter.issuing("hand_over" if self.reduces_for_hand_over else "reduce", str(self)):
             if self._sums_by is Move.REDUCE_SCATTER:
                 parts = [self._gradients[part.index].to_scatter(part) for part in bucket.slices]
                 index = self.buckets.index(bucket)

@@ -21,7 +21,7 @@ class CallOrder(Observer):
     def built(self, engine: Engine) -> None:
         # Gradients that can be reduced only once in a step: a second last microbatch would sum again what was summed
         # between replicas.
-        of_units = any(unit.reduces_at_hand_over for unit in engine.units)
+        of_units = any(unit.reduces_for_hand_over for unit in engine.units)
         self._once = engine.wire.holders.size > 1 or of_units
 
     def begin_microbatch(self) -> None:

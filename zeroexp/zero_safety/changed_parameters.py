@@ -19,10 +19,10 @@ import torch
 from torch import Tensor, nn
 
 from zeroexp.zero.engine import Engine
+from zeroexp.zero.gathered import written_while_reading
 from zeroexp.zero.held import Residence, unguarded
 from zeroexp.zero.observer import Observer
 from zeroexp.zero.unit import Unit
-from zeroexp.zero.whole import written_while_reading
 
 AS_INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 # A module's dict of parameters or of children, a copy of it from when the engine was built, ids of the values in it

@@ -44,7 +44,7 @@ def gathered(
         yield
         return
     if write:
-        schedule.drain()
+        schedule.wait_and_free_ahead()
     for unit in units:
         _pin(unit)
     if write:  # peers may still read pieces that are overwritten below
