@@ -7,9 +7,9 @@ microbatch cover each element once, so the number of reduced elements tells a fi
 one, which is added.
 
 [Note: dtype of accumulation] bfloat16 keeps three digits of a sum, so what autograd adds up, over uses of a weight in a
-forward and over backwards, it adds up in the dtype of the reduction. A gradient that is no sum stays in the dtype of
-compute, half the bytes, until it is packed: that of a weight which the graph of the first microbatch uses once, where
-every microbatch is reduced. One of a backward that may not be the last of its microbatch is widened.
+forward and over backwards, it adds up in the dtype of the reduction. Where every microbatch is reduced, the gradient of
+a weight that the graph of its loss uses once is no sum of autograd's: it stays as it comes, half the bytes, until it is
+packed. A hook computes with the wider one.
 """
 
 from __future__ import annotations
@@ -44,13 +44,12 @@ class Gradients:
         self._rests = stage.gradients
         self._dtype = dtypes.reduce
         self._is_alone = world.size == 1  # grouping.py, [Note: world of one]
-        # [Note: dtype of accumulation]
         self._wide = torch.promote_types(dtypes.compute, dtypes.reduce)
         for parameter in self._parameters:
             parameter.grad_dtype = self._wide
         is_moved_on = each_microbatch and stage.gradients is Placement.SHARD and not self._is_alone
         self.can_be_narrow = is_moved_on and dtypes.compute is not self._wide
-        self._to_narrow: list[nn.Parameter] = []  # by `clear`
+        self._as_it_comes: list[nn.Parameter] = []  # [Note: dtype of accumulation]
         self._whole: dict[int, Tensor] = {}  # whole gradients by member
         self._sums: dict[int, Tensor] = {}  # sums by summed span; all-reduced sums by member
         self._num_reduced = 0  # elements reduced since `clear`
@@ -65,29 +64,23 @@ class Gradients:
         return [*left, *self._whole.values(), *self._sums.values()]
 
     def narrow(self, member: int) -> None:
-        """Expect gradients of this member that are no sums, and leave each in the dtype in which it comes.
-
-        A hook of the parameter computes with its gradient in the dtype of the reduction.
-        """
+        """Let the next gradient of this member, which is no sum, stay in the dtype in which it comes."""
         parameter = self._parameters[member]
+        num_hooks = len(parameter._backward_hooks or ())
+        num_hooks += len(parameter._post_accumulate_grad_hooks or ()) - 1  # one is ours
         with unguarded():
-            if parameter._backward_hooks:
-                return
-            if parameter.grad is None:
+            if parameter.grad is None and num_hooks <= 0:
                 parameter.grad_dtype = None
-            else:
-                self._to_narrow.append(parameter)
+                self._as_it_comes.append(parameter)
 
-    def widen(self, member: int) -> None:
-        """Expect more to be added to a member's gradient before `clear`."""
-        parameter = self._parameters[member]
+    def widen(self) -> None:
+        """Let autograd add up all gradients in the dtype of the reduction again."""
         with unguarded():
-            if parameter.grad_dtype is self._wide:
-                return
-            gradient, parameter.grad = parameter.grad, None
-            parameter.grad_dtype = self._wide
-            parameter.grad = None if gradient is None else gradient.to(self._wide)
-        self._to_narrow.append(parameter)
+            for parameter in self._as_it_comes:
+                gradient, parameter.grad = parameter.grad, None
+                parameter.grad_dtype = self._wide
+                parameter.grad = None if gradient is None else gradient.to(self._wide)
+        self._as_it_comes.clear()
 
     def to_scatter(self, part: Slice) -> ReducePart:
         """Return what partial -> sharded moves: the elements, and where this rank's share of their sum goes."""
@@ -144,9 +137,6 @@ class Gradients:
         with unguarded():
             for parameter in self._parameters:
                 parameter.grad = None
-            for parameter in self._to_narrow:
-                parameter.grad_dtype = None
-        self._to_narrow.clear()
 
     def _count_reduced(self, part: Slice) -> bool:
         """Count the elements of a reduction; return whether its sums are added to earlier ones."""

@@ -99,6 +99,7 @@ class Schedule:
         self._overlap = options.overlap
         # Where a gather needs all ranks, reductions start only at events, see [Note: one order].
         self._at_events_only = bool(self.gathers.sharded) and not wire.facts.moves_on_wait
+        self._narrowing = [unit for unit in units if unit.narrows_gradients]
         self._uses = {unit: Progress() for unit in units}
         self._open: dict[Unit, None] = {}  # used in this microbatch and not closed, or used again
         # Parameters that got no gradient in the previous microbatch.
@@ -174,19 +175,21 @@ class Schedule:
         """Yield the loss whose backward, inside, closes units, see [Note: which backward]."""
         if not self.in_microbatch:
             raise _outside("backward", ": run forward and backward inside it")
-        if not self._agreed:
-            self._narrow_gradients(loss)
+        self._narrow_gradients(loss)
         with self._closing.of_loss(loss) as loss:
             yield loss
 
     def _narrow_gradients(self, loss: Tensor) -> None:
-        """Narrow those of weights that the first microbatch uses once, see gradients.py."""
-        narrowing = [unit for unit in self._units if unit.narrows_gradients]
-        uses = uses_of_leaves(loss) if narrowing else {}
-        for unit in narrowing:
+        """Narrow those of weights that this microbatch uses once, see gradients.py."""
+        uses = uses_of_leaves(loss) if self._narrowing else {}
+        for unit in self._narrowing:
             for index, parameter in enumerate(unit.trainable_parameters):
                 if uses.get(id(parameter)) == 1:
                     unit.narrow_gradient(index)
+
+    def _widen_gradients(self) -> None:
+        for unit in self._narrowing:
+            unit.widen_gradients()
 
     def before_backward(self, unit: Unit, ticks: Ticks) -> None:
         """Close the units used later and gather `unit`, since the gradient of its output is about to be used."""
@@ -238,7 +241,6 @@ class Schedule:
                 "strategy.backward(loss), not loss.backward()"
             )
         if not self._closing.is_current():
-            unit.widen_gradient(index)
             return
         use.missing.discard(index)
         if self._at_events_only:
@@ -262,6 +264,7 @@ class Schedule:
         if not self._agreed:
             self._agree()
         self.gathers.end_microbatch()
+        self._widen_gradients()
         self.in_microbatch = False
         self._observer.end_microbatch(last=self._last)
 
@@ -269,6 +272,7 @@ class Schedule:
         """Free everything after an exception in the microbatch; launched reductions cannot be taken back."""
         self.in_microbatch = False
         self._observer.abandon_microbatch(reduced=self._abandon_reductions())
+        self._widen_gradients()
         self.gathers.abandon_microbatch()
         self._uses = {unit: Progress() for unit in self._units}
         self._inner.clear()
@@ -429,18 +433,23 @@ class ClosingBackward:
 
 
 def uses_of_leaves(loss: Tensor) -> Counter[int]:
-    """Count how often the graph of a loss uses each of its leaves, by the leaf's `id`."""
+    """Count how often the graph of a loss uses each of its leaves, by the leaf's `id`.
+
+    None are counted where a checkpoint hides others, as torch's reentrant one does.
+    """
     uses = Counter[int]()
     nodes, seen = [loss.grad_fn], set[Any]()
     while nodes:
         node = nodes.pop()
         if node is None or node in seen:
             continue
+        if node.name() == "CheckpointFunctionBackward":
+            return Counter()
         seen.add(node)
+        following: Any
         for following, _ in node.next_functions:
-            leaf = getattr(following, "variable", None)
-            if leaf is not None:
-                uses[id(leaf)] += 1
+            if following is not None and following.name() == "torch::autograd::AccumulateGrad":
+                uses[id(following.variable)] += 1
             else:
                 nodes.append(following)
     return uses

@@ -219,14 +219,14 @@ class Unit:
         return any(gradients.can_be_narrow for gradients in self._gradients)
 
     def narrow_gradient(self, index: int) -> None:
-        """Expect gradients of this trainable parameter that are no sums."""
+        """Let the next gradient of this trainable parameter, which is no sum, stay narrow."""
         gradients, member = self._gradients_of[index]
         gradients.narrow(member)
 
-    def widen_gradient(self, index: int) -> None:
-        """Expect more to be added to the gradient of this trainable parameter."""
-        gradients, member = self._gradients_of[index]
-        gradients.widen(member)
+    def widen_gradients(self) -> None:
+        """Let gradients be added up from now on."""
+        for gradients in self._gradients:
+            gradients.widen()
 
     # -- hand_over: G -> O, before the optimizer's step ------------------------------------------
 
