@@ -25,9 +25,8 @@ from dataclasses import dataclass, replace
 from benchmarks.real_runs import before_others, config_of, peak_and_steps_of
 from zeroexp.plan.advise import Advice, advise, confirm_best
 from zeroexp.plan.composed_points import ComposedPoints
-from zeroexp.plan.outcome import plan_point
+from zeroexp.plan.outcome import PlannedPoint, plan_point
 from zeroexp.plan.plan_points import Plans
-from zeroexp.plan.search import Candidate
 from zeroexp.plan.text_table import GIB, MIB
 from zeroexp.process import safe_output
 
@@ -41,12 +40,12 @@ STEPS = "train.warmup_steps=2 train.steps=8"
 class Run:
     """One candidate of a case, as it was planned and as it ran."""
 
-    candidate: Candidate
+    candidate: PlannedPoint
     peak_bytes: float = 0.0
     seconds: float = float("inf")  # of the fastest step
 
     def run(self, prepare: Callable[[], object]) -> None:
-        peak, steps = peak_and_steps_of(self.candidate.planned.config, prepare)
+        peak, steps = peak_and_steps_of(self.candidate.config, prepare)
         self.peak_bytes, self.seconds = max(self.peak_bytes, peak), min(self.seconds, *steps)
 
 
@@ -107,7 +106,7 @@ def judge(
 
     share: where the limit lies between the least and the most that candidates are planned to hold.
     """
-    peaks = sorted(each.peak_bytes for each in case.candidates)
+    peaks = sorted(each.outcome.peak_bytes for each in case.candidates)
     limit = int(peaks[0] + share * (peaks[-1] - peaks[0]))
     case.candidates = [within(each, limit) for each in case.candidates]
     confirm_best(case)
@@ -121,7 +120,7 @@ def judge(
         Run(each)
         for each in case.candidates
         if each is not best
-        and each.peak_bytes <= HOPELESS_BYTES * limit
+        and each.outcome.peak_bytes <= HOPELESS_BYTES * limit
         and each.seconds <= HOPELESS_SECONDS * best.seconds
     ]
     for _ in range(rounds):
@@ -143,15 +142,14 @@ def judge(
     )
 
 
-def within(each: Candidate, limit: int) -> Candidate:
-    outcome = replace(each.planned.outcome, memory_gib=limit / GIB)
-    return Candidate(each.words, each.planned._replace(outcome=outcome))
+def within(each: PlannedPoint, limit: int) -> PlannedPoint:
+    return each._replace(outcome=replace(each.outcome, memory_gib=limit / GIB))
 
 
 def name_of(run: Run) -> str:
     each = run.candidate
     again = " recomputing" if each.recomputes else ""
-    return f"{each.stage}, {each.micro}{again}: {1e3 * run.seconds:.1f} ms, {run.peak_bytes / MIB:.2f} MiB"
+    return f"{each.outcome.strategy}, {each.micro}{again}: {1e3 * run.seconds:.1f} ms, {run.peak_bytes / MIB:.2f} MiB"
 
 
 if __name__ == "__main__":

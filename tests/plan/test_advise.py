@@ -8,11 +8,10 @@ from dataclasses import asdict, replace
 from tests.composing import composed
 from zeroexp.plan.advice_text import advice_json, as_text
 from zeroexp.plan.advise import Advice, advise
-from zeroexp.plan.changes import BATCH, MICRO, with_settings
-from zeroexp.plan.composed_points import ComposedPoints
-from zeroexp.plan.outcome import RankPeak, RehearsedPeaks, plan_point
+from zeroexp.plan.changes import MICRO, with_settings
+from zeroexp.plan.composed_points import BATCH, ComposedPoints
+from zeroexp.plan.outcome import PlannedPoint, RankPeak, RehearsedPeaks, plan_point
 from zeroexp.plan.plan_points import Plans
-from zeroexp.plan.search import Candidate
 
 GIB = 2**30
 WORDS = ("model=mlp_tiny", "data=vectors", "data.seq_len=16", "world_size=2")
@@ -20,7 +19,7 @@ TINY = (*WORDS, "cluster.device=cuda", "data.global_batch_size=4")
 LINE = " ".join(TINY)
 
 
-def candidate(stage: str, micro: int, seconds: float | None, gib: float) -> Candidate:
+def candidate(stage: str, micro: int, seconds: float | None, gib: float) -> PlannedPoint:
     """One of 8 GiB of memory; `seconds` None: it was not rehearsed."""
     config = with_settings(composed(*TINY), {"strategy": stage, MICRO: micro, BATCH: 8})
     planned = plan_point(config, None, "cuda")
@@ -28,11 +27,11 @@ def candidate(stage: str, micro: int, seconds: float | None, gib: float) -> Cand
     times = None if seconds is None else (0.8 * seconds, seconds, 1.2 * seconds)
     rehearsed = times and RehearsedPeaks([peak], "cpu", times, seconds or 0.0, "made up")
     outcome = replace(planned.outcome, memory_gib=8.0, rehearsed=rehearsed)
-    return Candidate(f"strategy={stage}", planned._replace(outcome=outcome))
+    return planned._replace(outcome=outcome)
 
 
-def advice(*candidates: Candidate) -> Advice:
-    return Advice(candidates[0].planned.config, [*candidates])
+def advice(*candidates: PlannedPoint) -> Advice:
+    return Advice(candidates[0].config, [*candidates])
 
 
 def test_the_fastest_that_fits_is_named_beside_the_one_that_leaves_most_memory():
@@ -47,11 +46,13 @@ def test_the_fastest_that_fits_is_named_beside_the_one_that_leaves_most_memory()
     )
     best, leanest = found.best, found.leanest
     assert best and leanest
-    assert (best.stage, best.micro, best.seconds) == ("zero1", 2, 2.0)
-    assert (leanest.stage, leanest.micro) == ("zero3", 2), "the fastest of the leanest stage"
+    assert (best.outcome.strategy, best.micro, best.seconds) == ("zero1", 2, 2.0)
+    assert (leanest.outcome.strategy, leanest.micro) == ("zero3", 2), (
+        "the fastest of the leanest stage"
+    )
     assert [each.seconds for each in found.frontier] == [1.0, 2.0, 2.5, 4.0, 5.0]
     (late,) = found.late
-    assert late.stage == "zero2" and not found.only_saves_memory(late)
+    assert late.outcome.strategy == "zero2" and not found.only_saves_memory(late)
     assert found.only_saves_memory(candidate("zero2", 1, None, 0))
     text = " ".join(as_text(found).split())
     assert text.startswith(
@@ -64,9 +65,9 @@ def test_the_fastest_that_fits_is_named_beside_the_one_that_leaves_most_memory()
 
 def test_of_two_that_are_as_fast_the_one_that_holds_less_is_named():
     found = advice(candidate("zero1", 2, 2.0, 6), candidate("zero2", 2, 2.01, 4))
-    assert found.best and found.best.stage == "zero2"
+    assert found.best and found.best.outcome.strategy == "zero2"
     found = advice(candidate("zero1", 2, 2.0, 6), candidate("zero2", 2, 2.1, 4))
-    assert found.best and found.best.stage == "zero1"
+    assert found.best and found.best.outcome.strategy == "zero1"
 
 
 def test_where_nothing_fits_it_says_so():
@@ -105,7 +106,8 @@ def test_when_time_is_over_it_stops_where_something_fits(monkeypatch, tmp_path):
     (found,) = advise(plans, now=iter(range(0, 10**6, 3600)).__next__)
     assert len(found.rehearsed) == 1 and found.best and len(found.candidates) == 4 * 2 * 2
     # What is likely to be the fastest is rehearsed first: the largest micro-batch, without recomputation.
-    assert (found.best.stage, found.best.micro, found.best.recomputes) == ("ddp", 2, False)
+    best = found.best
+    assert (best.outcome.strategy, best.micro, best.recomputes) == ("ddp", 2, False)
 
 
 def test_on_gpus_a_line_that_leaves_it_open_means_what_people_run(monkeypatch, tmp_path):
@@ -115,7 +117,7 @@ def test_on_gpus_a_line_that_leaves_it_open_means_what_people_run(monkeypatch, t
     for device, expected in (("cuda", ("bf16_master", 2048, 16)), ("cpu", ("fp32", 128, 16))):
         plans.entries = [plan_point(composed("model=tiny", "world_size=2"), None, device)]
         (found,) = advise(plans, now=iter(range(0, 10**6, 3600)).__next__)
-        planned = found.candidates[-1].planned
+        planned = found.candidates[-1]
         assert (" reserved, " in as_text(found)) == (device == "cuda")
         config, data = planned.config, planned.config.data
         assert planned.outcome.memory_gib == (80 if device == "cuda" else None)

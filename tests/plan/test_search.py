@@ -1,14 +1,15 @@
-"""The search of a plan: the fewest ranks at which model states fit, and the largest number whose peak does."""
+"""Changes of a point: the fewest ranks at which its peak fits, the largest number whose peak does, other stages."""
 
 from __future__ import annotations
 
 import pytest
 
 from tests.composing import composed
-from zeroexp.plan.changes import with_world
-from zeroexp.plan.fewest_ranks import largest
-from zeroexp.plan.outcome import plan_point
-from zeroexp.plan.search import MOST_RANKS, first_that_fits, more_ranks
+from zeroexp.config.keys import resolve
+from zeroexp.plan.changes import planned_change, with_settings
+from zeroexp.plan.fewest_ranks import fewest_ranks, largest
+from zeroexp.plan.outcome import PlannedPoint, plan_point
+from zeroexp.plan.peak import with_rehearsal
 
 MIB = 2**20
 # Peaks over a number of samples or tokens.
@@ -39,30 +40,41 @@ def test_the_largest_that_fits_is_found(kind, step, most, limit_mib):
     assert tries <= 2 * (most // step).bit_length()
 
 
-def fewest(words: str, limit_mib: float, above: int = 0) -> int | None:
-    point = plan_point(composed("model=tiny", "world_size=2", *words.split()), None, "cpu")
-    point.config.cluster.device_memory_gib = limit_mib / 1024
-    found = first_that_fits(more_ranks(point.config, "cpu", above=above), point)
-    return found and found.planned.config.world_size
-
-
-def states_mib(world_size: int, kind: str | None = None) -> float:
-    config = with_world(composed("model=tiny", "strategy=zero3", "world_size=1"), world_size)
-    outcome = plan_point(config, None, "cpu").outcome
-    return (outcome.by_kind[kind] if kind else outcome.total).fullest / MIB
+def rehearsed_at(world_size: int, stage: str) -> PlannedPoint:
+    words = ("model=mlp_tiny", "data=vectors", "data.seq_len=16", f"strategy={stage}")
+    config = with_settings(composed(*words, "world_size=1"), {"world_size": world_size})
+    return with_rehearsal(plan_point(config, None, "cpu"))
 
 
 def test_the_fewest_ranks_are_those_half_of_which_do_not_fit():
-    assert fewest("strategy=zero3", 1024) == 1
-    assert fewest("strategy=zero3", 1024, above=2) == 4
-    for size in (2, 4):
-        held = states_mib(size)
-        assert held < states_mib(size // 2)
-        assert fewest("strategy=zero3", held) == size
-    # No number of ranks makes what every rank holds whole smaller.
-    assert fewest("strategy=ddp", 1) is None
-    assert MOST_RANKS["cpu"] < MOST_RANKS["cuda"]
+    """And no number of ranks makes smaller what every rank holds whole."""
+    half, point = (rehearsed_at(size, "zero3") for size in (2, 4))
+    held, more = (each.outcome.peak_bytes for each in (point, half))
+    assert held < more
+    for stage, limit, size in (("zero3", held, 4), ("zero3", more, 2), ("ddp", more // 4, None)):
+        start = rehearsed_at(1, stage)
+        start.config.cluster.device_memory_gib = limit / 2**30
+        found = fewest_ranks(start)
+        assert (found and found.config.world_size) == size
 
 
 def test_one_rank_lays_out_nothing_for_others():
-    assert states_mib(1, "buffers") == 0 < states_mib(2, "buffers")
+    alone, two = (rehearsed_at(size, "zero3").outcome.by_kind["buffers"] for size in (1, 2))
+    assert alone.fullest == 0 < two.fullest
+
+
+@pytest.mark.parametrize(
+    ("named", "stages"),
+    [((), ["ddp", "zero1", "zero2", "zero3"]), (("strategy.keep=all",), ["zero3"])],
+)
+def test_what_the_line_names_stays_and_what_it_leaves_open_follows_the_stage(named, stages):
+    """A stage under which a word has no meaning is none to compare; defaults are those of each stage."""
+    words = ("model=mlp_tiny", "data=vectors", "world_size=2")
+    point = plan_point(composed(*words, "strategy=zero3", *named), None, "cpu")
+    keys = [word.partition("=")[0] for word in named]
+    for stage in ("ddp", "zero1", "zero2", "zero3"):
+        found = planned_change(point, {"strategy": stage}, keys)
+        assert (found is not None) == (stage in stages)
+        if found:
+            again = composed(*words, found.outcome.name, *named)
+            assert found.config == resolve(again)

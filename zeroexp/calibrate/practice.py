@@ -15,7 +15,7 @@ from zeroexp.data.batches import build_data
 from zeroexp.engines.build import build_strategy
 from zeroexp.measure.instruments import Instruments
 from zeroexp.models.module import build_deferred
-from zeroexp.plan.changes import with_stage
+from zeroexp.plan.changes import with_settings
 from zeroexp.plan.rehearse import rehearse
 from zeroexp.plan.speed import Speed
 from zeroexp.process.world import World
@@ -55,7 +55,7 @@ class PracticeRun:
         config.strategy = StrategyConfig(name="", implementation=self.layout)
         config.cluster.device, config.world_size = "cpu", NUM_RANKS
         config.train.warmup_steps, config.train.steps = NUM_WARMUP, NUM_STEPS
-        return with_stage(config, self.stage)
+        return with_settings(config, {"strategy": self.stage})
 
 
 POINTS = (

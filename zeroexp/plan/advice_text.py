@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import json
 
-from zeroexp.config.keys import Config
-from zeroexp.plan.advise import BUDGET_SECONDS, Advice, advise
+from zeroexp.plan.advise import BUDGET_SECONDS, Advice, advise, way_of
+from zeroexp.plan.outcome import PlannedPoint
 from zeroexp.plan.plan_points import Plans
 from zeroexp.plan.plan_table import json_entry, row_of, states_at_peak
-from zeroexp.plan.search import Candidate
 from zeroexp.plan.text_table import GIB, MIB, Row, lines_of, unit_of, wrapped
 
 HEADS = {
@@ -35,13 +34,13 @@ def as_text(advice: Advice) -> str:
 def _entry(advice: Advice) -> dict[str, object]:
     best, leanest = advice.best, advice.leanest
     return {
-        "advice": " ".join(_first_line(advice)),
-        "use": best and best.words,
-        "leanest": leanest and leanest.words,
-        "frontier": [each.words for each in advice.frontier],
+        "advice": _first_line(advice),
+        "use": best and best.outcome.name,
+        "leanest": leanest and leanest.outcome.name,
+        "frontier": [each.outcome.name for each in advice.frontier],
         "num_not_rehearsed": len(advice.late),
         "candidates": [
-            {"words": each.words, "recomputes": each.recomputes, **json_entry(each.planned)}
+            {"words": each.outcome.name, "recomputes": each.recomputes, **json_entry(each)}
             for each in advice.candidates
         ],
     }
@@ -49,69 +48,79 @@ def _entry(advice: Advice) -> dict[str, object]:
 
 def _lines(advice: Advice) -> list[str]:
     rows = advice.rehearsed
-    lines = wrapped(*_first_line(advice))
-    lines += ["", *wrapped(*_reasons(advice)), ""]
+    lines = [*wrapped(_first_line(advice)), "", *wrapped(*_reasons(advice)), ""]
     if best := advice.best:
-        lines += [*wrapped(f"A run takes these words: {_words(advice, best)}"), ""]
+        lines += [*wrapped(f"A run takes these words: {_words(best)}"), ""]
     if not rows:
         return lines
-    unit, size = unit_of([each.peak_bytes for each in rows])
-    speeds = "; ".join(dict.fromkeys(each.rehearsed.speed for each in rows if each.rehearsed))
+    unit, size = unit_of([each.outcome.peak_bytes for each in rows])
+    rehearsals = [each.outcome.rehearsed for each in rows if each.outcome.rehearsed]
+    settings = ", ".join({each.allocator for each in rehearsals} - {""})
+    reserved = f" reserved by torch's caching allocator ({settings})" if settings else ""
     notes = (
-        f"Rehearsed, with activations: {unit} of the fullest rank{_allocator(advice)}, and expected ms of a step "
-        f"({speeds}). * is on the frontier: no other is as fast and holds less."
+        f"Rehearsed, with activations: {unit} of the fullest rank{reserved}, and expected ms of a step "
+        f"({'; '.join(dict.fromkeys(each.speed for each in rehearsals))}). * is on the frontier: no other is as fast "
+        "and holds less."
     )
     best_of = advice.frontier
     figures = [{"frontier": "*" if each in best_of else "", **_row(each)} for each in rows]
     return [*lines, *wrapped(notes), "", *lines_of(HEADS, figures, size, 3)]
 
 
-def _row(each: Candidate) -> Row:
+def _row(each: PlannedPoint) -> Row:
     return {
-        **row_of(each.planned),
-        "recomputes": _on(each.recomputes),
-        "peak_bytes": each.peak_bytes,
-        "fits": each.planned.outcome.verdict or "-",
+        **row_of(each),
+        "recomputes": _on(each),
+        "peak_bytes": each.outcome.peak_bytes,
+        "fits": each.outcome.verdict or "-",
         "step_ms": f"{1e3 * each.seconds:,.1f}",
     }
 
 
-def _first_line(advice: Advice) -> list[str]:
+def _first_line(advice: Advice) -> str:
     """Return the sentence that answers, and where nothing fits the one that says so."""
-    best = advice.best
-    on = f"on {_ranks(advice)} with {_work(advice.config)}"
-    if best is None or best.rehearsed is None:
-        if advice.not_rehearsed:
-            return [f"Nothing can be advised {on}: {next(iter(advice.not_rehearsed))}."]
-        least = min(advice.candidates, key=lambda each: each.peak_bytes)
-        held = f"{least.stage} with micro-batch {least.micro} holds {_size(least.peak_bytes)}"
-        what = "" if least.rehearsed else " of model states alone"
-        return [f"Nothing fits {on}: {held}{what}. Use more ranks: --fit says how many."]
-    least, expected, most = best.rehearsed.step_seconds
-    limit = best.planned.outcome.memory_gib
+    best, config = advice.best, advice.config
+    data, gpu = config.data, f" {config.cluster.gpu}" if config.cluster.gpu else ""
+    on = (
+        f"on {config.world_size}{gpu} ranks ({advice.candidates[0].outcome.place}) with {config.precision.name}, "
+        f"sequences of {data.seq_len:,} and {data.global_batch_size:,} samples a step of {config.model.name}"
+    )
+    if best is None or best.outcome.rehearsed is None:
+        for each in advice.candidates:
+            if reason := each.outcome.not_rehearsed:
+                return f"Nothing can be advised {on}: {reason}."
+        least = min(advice.candidates, key=lambda each: each.outcome.peak_bytes)
+        held = f"{least.outcome.strategy} with micro-batch {least.micro} holds {_held(least)}"
+        return f"Nothing fits {on}: {held}. Use more ranks: --fit says how many."
+    outcome, (least, expected, most) = best.outcome, best.outcome.rehearsed.step_seconds
+    limit, size = outcome.memory_gib, outcome.peak_bytes
     line = (
-        f"use {best.stage}, micro-batch {best.micro}, recomputation {_on(best.recomputes)}: "
-        f"{_size(best.peak_bytes)}{f' of {limit:g} GiB' if limit else ''}{_reserved(best)}, "
+        f"use {outcome.strategy}, micro-batch {best.micro}, recomputation {_on(best)}: "
+        f"{_size(size)}{f' of {limit:g} GiB' if limit else ''}{' reserved' if outcome.rehearsed.allocator else ''}, "
         f"{expected:.3g} s a step ({least:.3g}-{most:.3g})"
     )
-    others = [each for each in advice.fitting if each.stage != best.stage]
+    others = [each for each in advice.fitting if each.outcome.strategy != outcome.strategy]
     if others:
-        line += f", {others[0].seconds / best.seconds:.3g} x as fast as {others[0].stage}"
-    lean = advice.leanest
-    if lean and lean.way != best.way:
-        free = f"leave {_size(limit * GIB - lean.peak_bytes)} free" if limit else ""
-        takes = (
-            "" if lean in others[:1] else f" and take {lean.seconds / best.seconds:.3g} x as long"
+        line += (
+            f", {others[0].seconds / best.seconds:.3g} x as fast as {others[0].outcome.strategy}"
         )
-        line += f"; {_name(lean)} would {free or f'hold {_size(lean.peak_bytes)}'}{takes}"
-    return [f"{line}; {on}."]
+    lean = advice.leanest
+    if lean and way_of(lean) != way_of(best):
+        free = limit and f"leave {_size(limit * GIB - lean.outcome.peak_bytes)} free"
+        line += (
+            f"; {lean.outcome.strategy}{' with recomputation' if lean.recomputes else ''} would "
+        )
+        line += free or f"hold {_size(lean.outcome.peak_bytes)}"
+        if lean not in others[:1]:
+            line += f" and take {lean.seconds / best.seconds:.3g} x as long"
+    return f"{line}; {on}."
 
 
 def _reasons(advice: Advice) -> list[str]:
     """Return what makes its peak and its seconds, which stages can not fit, and how many candidates were left."""
     best, reasons = advice.best, list[str]()
-    if best and best.rehearsed:
-        peak, computes = best.rehearsed.fullest, best.rehearsed.compute_seconds
+    if best and best.outcome.rehearsed:
+        peak, computes = best.outcome.rehearsed.fullest, best.outcome.rehearsed.compute_seconds
         states, waits = states_at_peak(peak.by_kind), max(0.0, best.seconds - computes)
         kept = ""
         if peak.reserved_bytes is not None:
@@ -123,12 +132,11 @@ def _reasons(advice: Advice) -> list[str]:
             f"{_size(peak.num_bytes - states)} are activations, logits and what exists for a moment{kept}. Of its step "
             f"it computes {1e3 * computes:,.1f} ms and waits {1e3 * waits:,.1f} ms for messages."
         )
-    for stage in dict.fromkeys(each.stage for each in advice.candidates):
-        of_stage = [each for each in advice.candidates if each.stage == stage]
-        if best and not any(each.may_fit for each in of_stage):
-            least = min(of_stage, key=lambda each: each.peak_bytes)
-            alone = "" if least.rehearsed else " of model states alone"
-            reasons.append(f"{stage} does not fit: at least {_size(least.peak_bytes)}{alone}.")
+    for stage in dict.fromkeys(each.outcome.strategy for each in advice.candidates):
+        of_stage = [each for each in advice.candidates if each.outcome.strategy == stage]
+        if best and not any(each.outcome.may_fit for each in of_stage):
+            least = min(of_stage, key=lambda each: each.outcome.peak_bytes)
+            reasons.append(f"{stage} does not fit: at least {_held(least)}.")
     if late := advice.late:
         spare = all(advice.only_saves_memory(each) for each in late)
         which = ", which may hold less, but are not expected to be faster" if spare else ""
@@ -139,28 +147,16 @@ def _reasons(advice: Advice) -> list[str]:
     return reasons
 
 
-def _words(advice: Advice, best: Candidate) -> str:
+def _words(best: PlannedPoint) -> str:
     """Return what a command line needs for the best: its own words, and what was taken for what the line left open."""
-    data = best.planned.config.data
-    words = [best.words, f"data.global_batch_size={data.global_batch_size}"]
-    words = [words[0]] if "data.global_batch_size=" in words[0] else words
-    return " ".join(
-        [*words, f"data.seq_len={data.seq_len} precision={advice.config.precision.name}"]
-    )
+    data, precision = best.config.data, best.config.precision.name
+    batch = f"data.global_batch_size={data.global_batch_size}"
+    return f"{best.outcome.name} {batch} data.seq_len={data.seq_len} precision={precision}"
 
 
-def _ranks(advice: Advice) -> str:
-    config, place = advice.config, advice.candidates[0].planned.outcome.place
-    gpu = f" {config.cluster.gpu}" if config.cluster.gpu else ""
-    return f"{config.world_size}{gpu} ranks ({place})"
-
-
-def _work(config: Config) -> str:
-    data = config.data
-    return (
-        f"{config.precision.name}, sequences of {data.seq_len:,} and {data.global_batch_size:,} samples a step of "
-        f"{config.model.name}"
-    )
+def _held(each: PlannedPoint) -> str:
+    alone = "" if each.outcome.rehearsed else " of model states alone"
+    return f"{_size(each.outcome.peak_bytes)}{alone}"
 
 
 def _size(num_bytes: float) -> str:
@@ -168,19 +164,5 @@ def _size(num_bytes: float) -> str:
     return f"{num_bytes / size:.3g} {unit}"
 
 
-def _reserved(each: Candidate) -> str:
-    return " reserved" if each.rehearsed and each.rehearsed.allocator else ""
-
-
-def _allocator(advice: Advice) -> str:
-    """Return whose reservations are meant, where the ranks are GPUs."""
-    settings = {each.rehearsed.allocator for each in advice.rehearsed if each.rehearsed} - {""}
-    return f" reserved by torch's caching allocator ({', '.join(settings)})" if settings else ""
-
-
-def _name(each: Candidate) -> str:
-    return f"{each.stage}{' with recomputation' if each.recomputes else ''}"
-
-
-def _on(recomputes: bool) -> str:
-    return "on" if recomputes else "off"
+def _on(each: PlannedPoint) -> str:
+    return "on" if each.recomputes else "off"

@@ -18,7 +18,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable, Collection, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -29,16 +29,14 @@ from zeroexp.plan.changes import (
     MICRO,
     RECOMPUTES,
     SEQ_LEN,
-    Change,
-    change,
     longest_sequence,
+    planned_change,
     with_settings,
 )
 from zeroexp.plan.composed_points import BATCH
 from zeroexp.plan.outcome import PlannedPoint
 from zeroexp.plan.peak import with_rehearsal
 from zeroexp.plan.plan_points import Plans
-from zeroexp.plan.search import Candidate, planned_changes
 from zeroexp.plan.speed import calibration_path
 from zeroexp.plan.text_table import GIB
 
@@ -55,62 +53,66 @@ class Advice:
     """What was compared for one model on one number of ranks."""
 
     config: Config  # the line's point with what is taken for what it leaves open
-    candidates: list[Candidate]
-    not_rehearsed: dict[str, None] = field(default_factory=dict[str, None])  # reasons
+    candidates: list[PlannedPoint]
 
-    def rehearse(self, at: int, *, quick: bool) -> Candidate:
+    def rehearse(self, at: int, *, quick: bool) -> PlannedPoint:
         """Rehearse the candidate at this place."""
-        words, planned = self.candidates[at]
+        words = self.candidates[at].outcome.name
         print(f"{words}: rehearsing{'' if quick else ' in full'}", file=sys.stderr, flush=True)
-        self.candidates[at] = Candidate(words, with_rehearsal(planned, quick=quick))
+        self.candidates[at] = with_rehearsal(self.candidates[at], quick=quick)
         return self.candidates[at]
 
     @property
-    def rehearsed(self) -> list[Candidate]:
+    def rehearsed(self) -> list[PlannedPoint]:
         """The rehearsed candidates, the fastest first; of two that are as fast the one that holds less."""
-        found = [each for each in self.candidates if each.rehearsed]
-        return sorted(found, key=lambda each: (each.seconds, each.peak_bytes))
+        found = [each for each in self.candidates if each.outcome.rehearsed]
+        return sorted(found, key=lambda each: (each.seconds, each.outcome.peak_bytes))
 
     @property
-    def fitting(self) -> list[Candidate]:
-        return [each for each in self.rehearsed if each.may_fit]
+    def fitting(self) -> list[PlannedPoint]:
+        return [each for each in self.rehearsed if each.outcome.may_fit]
 
     @property
-    def best(self) -> Candidate | None:
+    def best(self) -> PlannedPoint | None:
         """The fastest that fits; of those that are as fast, see ALIKE, the one that holds least."""
         fitting = self.fitting
         alike = [each for each in fitting if each.seconds <= (1 + ALIKE) * fitting[0].seconds]
-        return min(alike, key=lambda each: each.peak_bytes, default=None)
+        return min(alike, key=lambda each: each.outcome.peak_bytes, default=None)
 
     @property
-    def leanest(self) -> Candidate | None:
+    def leanest(self) -> PlannedPoint | None:
         """What leaves most memory free: the fastest candidate of the stage and recomputation that can hold least."""
         fitting = self.fitting
-        least = min(fitting, key=lambda each: each.peak_bytes, default=None)
-        return next((each for each in fitting if least and each.way == least.way), None)
+        least = min(fitting, key=lambda each: each.outcome.peak_bytes, default=None)
+        return next((each for each in fitting if least and way_of(each) == way_of(least)), None)
 
     @property
-    def frontier(self) -> list[Candidate]:
+    def frontier(self) -> list[PlannedPoint]:
         """The candidates that no other beats in both time and memory."""
-        best: list[Candidate] = []
+        best: list[PlannedPoint] = []
         for each in self.rehearsed:
-            if not best or each.peak_bytes < best[-1].peak_bytes:
+            if not best or each.outcome.peak_bytes < best[-1].outcome.peak_bytes:
                 best.append(each)
         return best
 
-    def only_saves_memory(self, each: Candidate) -> bool:
+    def only_saves_memory(self, each: PlannedPoint) -> bool:
         """Whether a candidate of its stage fits that takes as many samples at once and recomputes no more."""
         return any(
-            fits.stage == each.stage
+            fits.outcome.strategy == each.outcome.strategy
             and fits.micro >= each.micro
             and fits.recomputes <= each.recomputes
             for fits in self.fitting
         )
 
     @property
-    def late(self) -> list[Candidate]:
+    def late(self) -> list[PlannedPoint]:
         """What may fit and was not rehearsed."""
-        return [each for each in self.candidates if each.may_fit and not each.rehearsed]
+        return [e for e in self.candidates if e.outcome.may_fit and not e.outcome.rehearsed]
+
+
+def way_of(each: PlannedPoint) -> tuple[str, bool]:
+    """Return the stage, and whether activations are recomputed."""
+    return each.outcome.strategy, each.recomputes
 
 
 def advise(plans: Plans, *, now: Callable[[], float] = time.monotonic) -> list[Advice]:
@@ -156,15 +158,9 @@ def _with_defaults(planned: PlannedPoint, named: Collection[str]) -> Config:
     return with_settings(config, settings)
 
 
-def _candidates(base: PlannedPoint, named: Collection[str]) -> Iterator[Candidate]:
+def _candidates(base: PlannedPoint, named: Collection[str]) -> Iterator[PlannedPoint]:
     """Yield the ways to do the work of one point of the line that are defined, by closed forms."""
-    layout = f"strategy.implementation={base.config.strategy.implementation} "
-    for words, planned in planned_changes(_ways(base.config, named), base, named):
-        yield Candidate((layout if LAYOUT in named else "") + words, planned)
-
-
-def _ways(config: Config, named: Collection[str]) -> Iterator[Change]:
-    """Yield the candidates of one point of the line."""
+    config = base.config
     of_line = {"strategy", "study"} & {*named}
     own = config.strategy.name
     stages = (own,) if of_line or own not in STAGES else STAGES
@@ -172,8 +168,11 @@ def _ways(config: Config, named: Collection[str]) -> Iterator[Change]:
     halves = [2**i for i in range(each.bit_length()) if each % 2**i == 0]
     micros = (config.data.micro_batch_size,) if MICRO in named else halves
     choices = (config.train.activation_checkpointing,) if RECOMPUTES in named else (False, True)
+    layout = {LAYOUT: config.strategy.implementation} if LAYOUT in named else {}
     for stage, recomputes, micro in product(stages, choices, micros):
-        yield change(config, {"strategy": stage, MICRO: micro, RECOMPUTES: recomputes})
+        settings = {**layout, "strategy": stage, MICRO: micro, RECOMPUTES: recomputes}
+        if candidate := planned_change(base, settings, named):
+            yield candidate
 
 
 def _rehearse_likely_first(advice: Advice, until: float | None, now: Callable[[], float]) -> None:
@@ -181,23 +180,25 @@ def _rehearse_likely_first(advice: Advice, until: float | None, now: Callable[[]
 
     It is not over before one is found that fits.
     """
-    left = {at: each for at, each in enumerate(advice.candidates) if each.may_fit}
+    left = {at: each for at, each in enumerate(advice.candidates) if each.outcome.may_fit}
     bytes_per_sample: dict[bool, float] = {}  # with and without recomputation
 
     def unlikely(at: int) -> tuple[bool, bool, bool, int, int]:
         each = left[at]
-        limit = (each.planned.outcome.memory_gib or float("inf")) * GIB
-        expected = each.states_bytes + each.micro * bytes_per_sample.get(each.recomputes, 0.0)
+        limit = (each.outcome.memory_gib or float("inf")) * GIB
+        expected = each.outcome.total.fullest + each.micro * bytes_per_sample.get(
+            each.recomputes, 0.0
+        )
         return expected > limit, advice.only_saves_memory(each), each.recomputes, -each.micro, at
 
     while left and (until is None or now() < until or not advice.best):
         at = min(left, key=unlikely)
         del left[at]
         tried = advice.rehearse(at, quick=True)
-        if tried.rehearsed is None:
-            advice.not_rehearsed[str(tried.planned.outcome.not_rehearsed)] = None
+        outcome = tried.outcome
+        if outcome.rehearsed is None:
             return  # no other one can be
-        beside = (tried.peak_bytes - tried.states_bytes) / tried.micro
+        beside = (outcome.peak_bytes - outcome.total.fullest) / tried.micro
         bytes_per_sample[tried.recomputes] = max(beside, 0.0)
 
 

@@ -25,7 +25,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections.abc import Hashable, Iterable, Mapping
-from dataclasses import dataclass
+from typing import NamedTuple
 
 MIB = 2**20
 ROUND, SMALL, SMALL_PAGE, LARGE_PAGE = 512, MIB, 2 * MIB, 20 * MIB
@@ -41,90 +41,86 @@ class OutOfDeviceMemory(Exception):
     """Neither a free block nor the device, once it has got back what is free, holds a request."""
 
 
-@dataclass(eq=False)
-class Block:
-    """Part of a segment, between its neighbours there."""
+class Block(NamedTuple):
+    """What a request has got: addresses of its pool."""
 
     pool: Pool
     address: int
     size: int
-    allocated: bool = False
-    mapped: bool = True  # False: addresses of an expandable segment without memory
-    previous: Block | None = None
-    next: Block | None = None
 
-    @property
-    def size_to_grow_to(self) -> int:
-        return self.size + (self.next.size if self.next and not self.next.mapped else 0)
 
-    def split(self, size: int) -> Block:
-        """Cut after `size` bytes, and return the rest."""
-        rest = Block(self.pool, self.address + size, self.size - size, mapped=self.mapped)
-        rest.previous, rest.next, self.next, self.size = self, self.next, rest, size
-        if rest.next:
-            rest.next.previous = rest
-        return rest
+class Spans:
+    """Spans of addresses, none of which touch: one that is added joins its neighbours."""
 
-    def put_back(self) -> None:
-        """Go among the blocks of the pool that are not allocated, with free neighbours that are mapped as this one."""
-        self.allocated = False
-        for other in (self.previous, self.next):
-            if other and not other.allocated and other.mapped == self.mapped:
-                self.pool.remove(other)
-                first, last = (other, self) if other is self.previous else (self, other)
-                self.address, self.size = first.address, self.size + other.size
-                self.previous, self.next = first.previous, last.next
-                if self.previous:
-                    self.previous.next = self
-                if self.next:
-                    self.next.previous = self
-        self.pool.add(self)
+    def __init__(self) -> None:
+        self.sizes: dict[int, int] = {}  # by address
+        self.ordered: list[tuple[int, int]] = []  # (size, address)
+        self._starts: dict[int, int] = {}  # by the address behind the span
+
+    def add(self, address: int, size: int) -> None:
+        if address in self._starts:
+            address = self._starts[address]
+            size += self.take(address)
+        if address + size in self.sizes:
+            size += self.take(address + size)
+        self.sizes[address], self._starts[address + size] = size, address
+        insort(self.ordered, (size, address))
+
+    def take(self, address: int) -> int:
+        """Take out the span at this address, and return its size."""
+        size = self.sizes.pop(address)
+        del self._starts[address + size]
+        del self.ordered[bisect_left(self.ordered, (size, address))]
+        return size
+
+    def cut(self, address: int, size: int, after: int = 0) -> None:
+        """Take `size` bytes out of the span at this address, behind its first `after`."""
+        if rest := self.take(address) - after - size:
+            self.add(address + after + size, rest)
+        if after:
+            self.add(address, after)
+
+    def before(self, address: int) -> int:
+        """Return where the span begins that ends at this address; this address if there is none."""
+        return self._starts.get(address, address)
 
 
 class Pool:
-    """The blocks that are not allocated of one stream's small or large requests."""
+    """What is not allocated of one stream's small or large requests."""
 
     def __init__(self, is_small: bool) -> None:
         self.page = SMALL_PAGE if is_small else LARGE_PAGE
-        self.free: list[tuple[int, int, Block]] = []  # by size, then address
-        self.unmapped: list[tuple[int, int, Block]] = []  # by address
-        self.add(Block(self, 0, ADDRESSES, mapped=False))
+        self.free = Spans()
+        self.unmapped = Spans()  # without memory: of an expandable segment, or given back
+        self.unmapped.add(0, ADDRESSES)
+        self.segments: dict[int, int] = {}  # others, by address
 
-    def add(self, block: Block) -> None:
-        entries, key = self._place(block)
-        insort(entries, (*key, block))
+    def smallest_free(self, size: int, *, expandable: bool) -> int | None:
+        """Return the address of the smallest free span; one before unmapped ones counts as all that it can grow to."""
+        free = self.free.ordered
 
-    def remove(self, block: Block) -> None:
-        entries, key = self._place(block)
-        del entries[bisect_left(entries, key)]
+        def grown(at: int) -> int:
+            span, address = free[at]
+            return span + self.unmapped.sizes.get(address + span, 0)
 
-    def _place(self, block: Block) -> tuple[list[tuple[int, int, Block]], tuple[int, int]]:
-        if block.mapped:
-            return self.free, (block.size, block.address)
-        return self.unmapped, (0, block.address)
-
-    def take_free(self, size: int, *, expandable: bool) -> Block | None:
-        """Return the smallest free block; one at the end of what is mapped counts as all that it can grow to."""
-        at = bisect_left(self.free, (size, 0))
-        if at == len(self.free):
-            return None
-        while expandable and at + 1 < len(self.free):
-            if self.free[at + 1][2].size_to_grow_to >= self.free[at][2].size_to_grow_to:
-                break
+        at = bisect_left(free, (size, 0))
+        while expandable and at + 1 < len(free) and grown(at + 1) < grown(at):
             at += 1
-        return self.free.pop(at)[2]
+        return free[at][1] if at < len(free) else None
 
-    def lowest_room(self, size: int) -> Block:
-        """Return the first block, free or unmapped, from which on there are so many addresses."""
-        for _, _, block in self.unmapped:
-            before = block.previous
-            start = before if before and not before.allocated else block
-            room, after = 0, start
-            while after and not after.allocated and room < size:
-                room, after = room + after.size, after.next
-            if room >= size:
+    def lowest_room(self, size: int) -> int:
+        """Return the first address, of a free or an unmapped span, from which on there are so many."""
+        for unmapped in sorted(self.unmapped.sizes):
+            start = self.free.before(unmapped)
+            room = 0
+            while room < size:
+                span = self.free.sizes.get(start + room) or self.unmapped.sizes.get(start + room)
+                if span is None:
+                    break
+                room += span
+            else:
                 return start
-        raise AssertionError("the last block has room for all")
+        raise AssertionError("the last span has room for all")
 
 
 class CachingAllocator:
@@ -149,61 +145,54 @@ class CachingAllocator:
             self._pools[is_small, stream] = Pool(is_small)
         pool = self._pools[is_small, stream]
         ask = self._expand if self.expandable else self._new_segment
-        block = pool.take_free(size, expandable=self.expandable) or ask(pool, size)
-        if block is None:
+        address = pool.smallest_free(size, expandable=self.expandable)
+        if address is None:
+            address = ask(pool, size)
+        if address is None:
             self._give_back_free()
             self.num_retries += 1
-            block = ask(pool, size)
-        if block is None:
+            address = ask(pool, size)
+        if address is None:
             raise OutOfDeviceMemory(f"{size:,} bytes beside {self.reserved_bytes:,} reserved")
-        rest = block.size - size
-        if rest >= ROUND if is_small or self.expandable else rest > SMALL:
-            pool.add(block.split(size))
-        block.allocated = True
-        self.allocated_bytes += block.size
+        rest = pool.free.sizes[address] - size
+        if not (rest >= ROUND if is_small or self.expandable else rest > SMALL):
+            size += rest
+        pool.free.cut(address, size)
+        self.allocated_bytes += size
         self.peak_allocated_bytes = max(self.peak_allocated_bytes, self.allocated_bytes)
-        return block
+        return Block(pool, address, size)
 
     def free(self, block: Block) -> None:
         self.allocated_bytes -= block.size
-        block.put_back()
+        block.pool.free.add(block.address, block.size)
 
-    def _new_segment(self, pool: Pool, size: int) -> Block | None:
+    def _new_segment(self, pool: Pool, size: int) -> int | None:
+        """Return where the driver puts a segment, see [Note: addresses]; twice that, so that no two segments touch."""
         segment = pool.page if size < OWN_SEGMENT else _rounded(size, ROUND_SEGMENT)
         if not self._reserve(segment):
             return None
-        return Block(pool, self._address(segment), segment)
-
-    def _address(self, size: int) -> int:
-        """Return where the driver puts a segment, see [Note: addresses]."""
-        at = next((at for at, (_, left) in enumerate(self._left) if left >= size), None)
+        at = next((at for at, (_, left) in enumerate(self._left) if left >= segment), None)
         if at is None:
-            chunk = _rounded(size, CHUNK)
+            at, chunk = 0, _rounded(segment, CHUNK)
             self._lowest -= chunk
             self._left.insert(0, (self._lowest, chunk))
-            at = 0
         address, left = self._left[at]
-        self._left[at] = address + size, left - size
-        return address
+        self._left[at] = address + segment, left - segment
+        pool.segments[2 * address] = segment
+        pool.free.add(2 * address, segment)
+        return 2 * address
 
-    def _expand(self, pool: Pool, size: int) -> Block | None:
-        """Map pages at the lowest addresses where there is room, beside free blocks."""
-        block = pool.lowest_room(size)
-        while not block.mapped or block.size < size:
-            unmapped = block.next if block.mapped else block
-            assert unmapped is not None
-            missing = size - (block.size if block.mapped else 0)
-            pages = min(_rounded(missing, pool.page), unmapped.size)
+    def _expand(self, pool: Pool, size: int) -> int | None:
+        """Map pages at the lowest addresses where there is room, beside free spans."""
+        start = pool.lowest_room(size)
+        while (mapped := pool.free.sizes.get(start, 0)) < size:
+            end = start + mapped
+            pages = min(_rounded(size - mapped, pool.page), pool.unmapped.sizes[end])
             if not self._reserve(pages):
                 return None
-            pool.remove(unmapped)
-            if pages < unmapped.size:
-                pool.add(unmapped.split(pages))
-            unmapped.mapped = True
-            unmapped.put_back()
-            block = unmapped
-        pool.remove(block)
-        return block
+            pool.unmapped.cut(end, pages)
+            pool.free.add(end, pages)
+        return start
 
     def _reserve(self, num_bytes: int) -> bool:
         if self.limit is not None and self.reserved_bytes + num_bytes > self.limit:
@@ -213,31 +202,18 @@ class CachingAllocator:
         return True
 
     def _give_back_free(self) -> None:
-        give_back = self._unmap if self.expandable else self._free_segment
-        for block in [block for pool in self._pools.values() for _, _, block in pool.free]:
-            give_back(block)
-
-    def _free_segment(self, block: Block) -> None:
-        """Give back the segment of a free block that is all of it."""
-        if not block.previous and not block.next:
-            block.pool.remove(block)
-            self.reserved_bytes -= block.size
-
-    def _unmap(self, block: Block) -> None:
-        """Give back the pages of a free block that are free as a whole."""
-        pool, page = block.pool, block.pool.page
-        start, end = _rounded(block.address, page), (block.address + block.size) // page * page
-        if start >= end:
-            return
-        pool.remove(block)
-        if start > block.address:
-            before, block = block, block.split(start - block.address)
-            pool.add(before)
-        if end < block.address + block.size:
-            pool.add(block.split(end - start))
-        self.reserved_bytes -= block.size
-        block.mapped = False
-        block.put_back()
+        """Give back the segments, or the pages, that are free as a whole."""
+        for pool in self._pools.values():
+            for address, size in [*pool.free.sizes.items()]:
+                start, end = address, address + size
+                if self.expandable:
+                    start, end = _rounded(start, pool.page), end // pool.page * pool.page
+                elif pool.segments.get(address) != size:
+                    continue
+                if start < end:
+                    pool.free.cut(address, end - start, start - address)
+                    pool.unmapped.add(start, end - start)
+                    self.reserved_bytes -= end - start
 
 
 def _rounded(num_bytes: int, multiple: int) -> int:

@@ -6,15 +6,21 @@ import sys
 from collections.abc import Callable
 
 from zeroexp.config.keys import Config, ConfigError
-from zeroexp.plan.changes import MICRO, SEQ_LEN, longest_sequence, with_settings
+from zeroexp.plan.changes import (
+    MICRO,
+    SEQ_LEN,
+    longest_sequence,
+    planned_change,
+    with_settings,
+)
 from zeroexp.plan.composed_points import BATCH
 from zeroexp.plan.outcome import PlannedPoint, plan_point
-from zeroexp.plan.peak import rehearse_point
+from zeroexp.plan.peak import rehearse_point, with_rehearsal
 from zeroexp.plan.plan_points import Plans
 from zeroexp.plan.plan_table import row_of, settings_of, skipped_sentences
-from zeroexp.plan.search import MOST_RANKS, first_that_fits, more_ranks
 from zeroexp.plan.text_table import GIB, Row, lines_of, unit_of, wrapped
 
+MOST_RANKS = {"cuda": 4096, "cpu": 64}  # CPU ranks share a host, where each pair counts apart
 MOST_SAMPLES, TOKENS = 1 << 16, 64  # the largest micro-batch that is tried; the step of sequences
 MOST_TOKENS = 1 << 20  # of a model that names no longest sequence
 HEAD = (
@@ -59,26 +65,24 @@ def _fit(point: PlannedPoint, limit: int) -> Row:
     told = f"{outcome.strategy} {outcome.implementation}: rehearsing"
     print(told, file=sys.stderr, flush=True)
     row = row_of(point) | {"settings": settings_of(outcome)}
-    row |= {"world_size": f"not up to {MOST_RANKS[point.device]}"}
     row |= dict.fromkeys(("samples", "seq_len", "peak_bytes", "left_bytes"), "-")
-    start = first_that_fits(more_ranks(point.config, point.device), point)
-    if start is None:
-        return row
-    size, held = start.planned.config.world_size, start.planned.outcome.total.fullest
-    try:
-        for at in more_ranks(point.config, point.device, above=size // 2):
-            peak = _peak(at.config, point)
-            if peak <= limit:
-                samples, tokens = _most_work(at.config, point, limit)
-                work = {"samples": samples or "-", "seq_len": tokens or "-"}
-                return row | work | _ranks(at.config.world_size, peak, limit)
-    except ConfigError as refusal:
-        return row | {"not_rehearsed": str(refusal)} | _ranks(size, held, limit)
-    return row
+    if (at := fewest_ranks(point)) is None:
+        return row | {"world_size": f"not up to {MOST_RANKS[point.device]}"}
+    held = at.outcome.peak_bytes
+    row |= {"world_size": at.config.world_size, "peak_bytes": held, "left_bytes": limit - held}
+    if reason := at.outcome.not_rehearsed:
+        return row | {"not_rehearsed": reason}
+    samples, tokens = _most_work(at.config, point, limit)
+    return row | {"samples": samples or "-", "seq_len": tokens or "-"}
 
 
-def _ranks(world_size: int, num_bytes: float, limit: int) -> Row:
-    return {"world_size": world_size, "peak_bytes": num_bytes, "left_bytes": limit - num_bytes}
+def fewest_ranks(point: PlannedPoint) -> PlannedPoint | None:
+    """Return the point at the fewest ranks at which its rehearsed peak fits, or model states where none is known."""
+    for power in range(MOST_RANKS[point.device].bit_length()):
+        at = planned_change(point, {"world_size": 2**power})
+        if at and at.outcome.fits and (at := with_rehearsal(at)).outcome.fits:
+            return at
+    return None
 
 
 def _peak(config: Config, of: PlannedPoint) -> int:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from statistics import fmean
 from typing import Any, NamedTuple
 
 from zeroexp.config.engines import label_of
@@ -14,7 +15,6 @@ from zeroexp.measure.summary import spread
 from zeroexp.models.module import BuiltModel
 from zeroexp.plan.closed_forms import ClosedForm, ShardedForm
 from zeroexp.plan.form_of_config import build_on_meta, form_of
-from zeroexp.plan.form_terms import HeldElements
 from zeroexp.plan.machines import Machines, machines_of
 
 
@@ -83,12 +83,20 @@ class Outcome:
     not_rehearsed: str | None = None  # why it was not, where it was asked for
 
     @property
+    def peak_bytes(self) -> int:
+        """What a rank's device must have room for: rehearsed, else model states alone."""
+        return self.rehearsed.fullest.needed_bytes if self.rehearsed else int(self.total.fullest)
+
+    @property
     def fits(self) -> bool | None:
         """Whether the peak fits, or where nothing was rehearsed model states; None where no limit is set."""
         if self.memory_gib is None:
             return None
-        most = self.rehearsed.fullest.needed_bytes if self.rehearsed else self.total.fullest
-        return most <= self.memory_gib * 2**30
+        return self.peak_bytes <= self.memory_gib * 2**30
+
+    @property
+    def may_fit(self) -> bool:
+        return self.fits is not False
 
     @property
     def verdict(self) -> str | None:
@@ -118,22 +126,15 @@ class Outcome:
         return self.owned.per_rank.count(0)
 
 
-@dataclass(frozen=True)
-class PlannedRank:
-    """A planned rank tells what it will hold and send."""
+class PlannedRank(NamedTuple):
+    """What a rank holds and sends."""
 
-    by_kind: dict[str, int]
-    total_bytes: int
-    sent: dict[str, int]
-    held_elements: HeldElements
-    bytes_at: dict[str, int]  # moment -> bytes of all kinds
-    host_bytes: int
-    files_bytes: int
-    bus_bytes: int
+    figures: dict[str, int]  # bytes by the names of Outcome, of each kind the most at any moment
+    sent: dict[str, int]  # bytes of one step, by kind
 
 
 class PlannedPoint(NamedTuple):
-    """One point of a line, or a change of one: planned, and rehearsed by peak.py."""
+    """One point of a line, or a change of one, whose name are its words: planned, and rehearsed by peak.py."""
 
     config: Config
     model: BuiltModel  # on the device `meta`
@@ -144,6 +145,20 @@ class PlannedPoint(NamedTuple):
     @property
     def device(self) -> str:
         return self.machines.device
+
+    @property
+    def micro(self) -> int:
+        return self.config.data.micro_batch_size
+
+    @property
+    def recomputes(self) -> bool:
+        return self.config.train.activation_checkpointing
+
+    @property
+    def seconds(self) -> float:
+        """Expected seconds of a rehearsed step."""
+        assert self.outcome.rehearsed is not None
+        return self.outcome.rehearsed.step_seconds[1]
 
 
 def plan_point(
@@ -161,36 +176,31 @@ def plan_point(
 
 def _outcome_of(name: str, config: Config, form: ClosedForm, machines: Machines) -> Outcome:
     ranks = planned_ranks(form)
-    busiest = max(ranks, key=lambda rank: sum(rank.sent.values()))
-    sent = spread([sum(rank.sent.values()) for rank in ranks])
+    of = {name: spread([rank.figures[name] for rank in ranks]) for name in ranks[0].figures}
+    some = {name: each for name, each in of.items() if each.fullest}
     inside = _sent_inside(form, machines, ranks)
-    held = [rank.held_elements for rank in ranks]
-    outer = config.strategy.outer.every
+    strategy = config.strategy
     return Outcome(
         name=name,
-        strategy=config.strategy.name,
-        implementation=config.strategy.implementation,
+        strategy=strategy.name,
+        implementation=strategy.implementation,
         model=config.model.name,
         world_size=form.world_size,
         place=str(machines),
-        by_kind={k: spread([rank.by_kind[k] for rank in ranks]) for k in ranks[0].by_kind},
-        total=spread([rank.total_bytes for rank in ranks]),
-        owned=spread([elements.owned for elements in held]),
-        padding_bytes=spread([each.padding * form.parameter_itemsize for each in held]),
-        sent=sent,
-        sent_by_kind=busiest.sent,
+        by_kind={kind: of[kind] for kind in kinds_in([of])},
+        total=of["total"],
+        owned=of["owned"],
+        padding_bytes=of["padding_bytes"],
+        sent=of["sent"],
+        sent_by_kind=max(ranks, key=lambda rank: rank.figures["sent"]).sent,
         sent_inside=inside,
-        sent_between=sent.mean - inside,
-        host=_spread_if_any([rank.host_bytes for rank in ranks]),
-        files=_spread_if_any([rank.files_bytes for rank in ranks]),
-        bus=_spread_if_any([rank.bus_bytes for rank in ranks]),
-        label=label_of(config.strategy.implementation, config.strategy.name, outer),
+        sent_between=of["sent"].mean - inside,
+        host=some.get(HOST),
+        files=some.get(FILES),
+        bus=some.get("bus"),
+        label=label_of(strategy.implementation, strategy.name, strategy.outer.every),
         memory_gib=_available_gib(config),
     )
-
-
-def _spread_if_any(per_rank: list[int]) -> Spread | None:
-    return spread(per_rank) if any(per_rank) else None
 
 
 def _sent_inside(form: ClosedForm, machines: Machines, ranks: Sequence[PlannedRank]) -> float:
@@ -210,29 +220,26 @@ def _available_gib(config: Config) -> float | None:
 
 def planned_ranks(form: ClosedForm) -> list[PlannedRank]:
     """Return what every rank holds and sends; ranks that are alike are computed once."""
-    first: dict[Hashable, PlannedRank] = {}
-    ranks: list[PlannedRank] = []
-    for rank in range(form.world_size):
-        key = form.equivalence_key(rank)
-        if key not in first:
-            first[key] = _planned_rank(form, rank)
-        ranks.append(first[key])
-    return ranks
+    keys = [form.equivalence_key(rank) for rank in range(form.world_size)]
+    of_keys = {key: rank for rank, key in enumerate(keys)}
+    planned = {key: _planned_rank(form, rank) for key, rank in of_keys.items()}
+    return [planned[key] for key in keys]
 
 
 def _planned_rank(form: ClosedForm, rank: int) -> PlannedRank:
     held = [form.held_bytes(moment, rank) for moment in MOMENTS]
     totals, traffic = [int(on_device(kinds)) for kinds in held], form.traffic(rank)
-    return PlannedRank(
-        by_kind={kind: max(kinds[kind] for kinds in held) for kind in kinds_in(held)},
-        total_bytes=max(totals),
-        sent=traffic.bytes_by_kind,
-        held_elements=form.held_elements(rank),
-        bytes_at=dict(zip(MOMENTS, totals, strict=True)),
-        host_bytes=max(kinds.get(HOST, 0) for kinds in held),
-        files_bytes=max(kinds.get(FILES, 0) for kinds in held),
-        bus_bytes=sum(traffic.bus_bytes.values()),
-    )
+    elements, kinds = form.held_elements(rank), (*kinds_in(held), HOST, FILES)
+    figures = {
+        **{kind: max(each.get(kind, 0) for each in held) for kind in kinds},
+        "total": max(totals),
+        "after_backward": totals[MOMENTS.index("after_backward")],
+        "owned": elements.owned,
+        "padding_bytes": elements.padding * form.parameter_itemsize,
+        "sent": sum(traffic.bytes_by_kind.values()),
+        "bus": sum(traffic.bus_bytes.values()),
+    }
+    return PlannedRank(figures, traffic.bytes_by_kind)
 
 
 def plan_beside(
@@ -248,19 +255,19 @@ def plan_beside(
     transports = settings["transport"], settings.get("transport_between_replicas")
     form = form_of(config, build_on_meta(config, vocab_size), *transports)
     ranks = planned_ranks(form)
-    planned = {k: float(max(rank.by_kind[k] for rank in ranks)) for k in ranks[0].by_kind}
-    planned["total"] = max(rank.total_bytes for rank in ranks)
-    planned["after_backward"] = max(rank.bytes_at["after_backward"] for rank in ranks)
+    most = {name: max(rank.figures[name] for rank in ranks) for name in ranks[0].figures}
+    names = [*kinds_in([most]), "total", "after_backward"]
     if isinstance(form, ShardedForm):
-        if form.options.offload:
-            planned["host"] = max(rank.host_bytes for rank in ranks)
-            if form.options.offload_folder:
-                planned["files"] = max(rank.files_bytes for rank in ranks)
-            planned["bus"] = max(rank.bus_bytes for rank in ranks)
-        sent = [sum(rank.sent.values()) for rank in ranks]
-        planned["sent"] = max(sent)
-        if config.cluster.link is not None:
-            machines = machines_of(config, "cpu")
-            between = sum(sent) / len(sent) - _sent_inside(form, machines, ranks)
-            planned["link"] = between * machines.shape.ranks_per_node
+        offload, folder = form.options.offload, form.options.offload_folder
+        names += [
+            "sent",
+            *((HOST, "bus") if offload else ()),
+            *((FILES,) if offload and folder else ()),
+        ]
+    planned = {name: float(most[name]) for name in names}
+    if isinstance(form, ShardedForm) and config.cluster.link is not None:
+        machines = machines_of(config, "cpu")
+        sent = fmean(rank.figures["sent"] for rank in ranks)
+        between = sent - _sent_inside(form, machines, ranks)
+        planned["link"] = between * machines.shape.ranks_per_node
     return planned
