@@ -187,7 +187,7 @@ def _outcome_of(name: str, config: Config, form: ClosedForm, machines: Machines)
         model=config.model.name,
         world_size=form.world_size,
         place=str(machines),
-        by_kind={kind: of[kind] for kind in kinds_in([of])},
+        by_kind={kind: of[kind] for kind in kinds_in([ranks[0].figures])},
         total=of["total"],
         owned=of["owned"],
         padding_bytes=of["padding_bytes"],
