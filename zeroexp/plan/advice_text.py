@@ -92,11 +92,12 @@ def _first_line(advice: Advice) -> str:
         least = min(advice.candidates, key=lambda each: each.outcome.peak_bytes)
         held = f"{least.outcome.strategy} with micro-batch {least.micro} holds {_held(least)}"
         return f"Nothing fits {on}: {held}. Use more ranks: --fit says how many."
-    outcome, (least, expected, most) = best.outcome, best.outcome.rehearsed.step_seconds
+    outcome, rehearsed = best.outcome, best.outcome.rehearsed
+    least, expected, most = rehearsed.step_seconds
     limit, size = outcome.memory_gib, outcome.peak_bytes
     line = (
         f"use {outcome.strategy}, micro-batch {best.micro}, recomputation {_on(best)}: "
-        f"{_size(size)}{f' of {limit:g} GiB' if limit else ''}{' reserved' if outcome.rehearsed.allocator else ''}, "
+        f"{_size(size)}{f' of {limit:g} GiB' if limit else ''}{' reserved' if rehearsed.allocator else ''}, "
         f"{expected:.3g} s a step ({least:.3g}-{most:.3g})"
     )
     others = [each for each in advice.fitting if each.outcome.strategy != outcome.strategy]
@@ -106,7 +107,7 @@ def _first_line(advice: Advice) -> str:
         )
     lean = advice.leanest
     if lean and way_of(lean) != way_of(best):
-        free = limit and f"leave {_size(limit * GIB - lean.outcome.peak_bytes)} free"
+        free = f"leave {_size(limit * GIB - lean.outcome.peak_bytes)} free" if limit else ""
         line += (
             f"; {lean.outcome.strategy}{' with recomputation' if lean.recomputes else ''} would "
         )
