@@ -6,7 +6,6 @@ on a GPU, with and without expandable segments, and the model has to reserve the
 
 from __future__ import annotations
 
-import itertools
 import json
 import random
 from collections.abc import Callable
@@ -73,31 +72,6 @@ def test_an_expandable_segment_grows_by_pages(sizes, reserved):
     assert held.reserved_bytes == reserved
 
 
-def test_a_request_takes_the_smallest_free_block_that_holds_it():
-    freed = [*born(64 * MIB, 32 * MIB, 48 * MIB), *dead(0, 1, 2)]
-    held = after(*freed, (3, 30 * MIB, ""), (4, 48 * MIB, ""), (5, 64 * MIB, ""))
-    assert held.reserved_bytes == 144 * MIB, "each finds its own"
-    held = after(*freed, (3, 33 * MIB, ""), (4, 64 * MIB, ""), (5, 48 * MIB, ""))
-    assert held.reserved_bytes == (144 + 48) * MIB, "33 MiB lie in the block of 48"
-
-
-@pytest.mark.parametrize("expandable", [False, True])
-def test_freed_neighbours_are_one_block(expandable):
-    parts = born(*[5 * MIB] * 4)
-    for order in ((1, 2), (2, 1), (0, 2, 1)):
-        held = after(*parts, *dead(*order), (9, 10 * MIB, ""), expandable=expandable)
-        assert held.reserved_bytes == 20 * MIB, order
-    held = after(*parts, *dead(0, 2), (9, 10 * MIB, ""), expandable=expandable)
-    assert held.reserved_bytes == (40 if expandable else 30) * MIB, "a living one lies between"
-
-
-@pytest.mark.parametrize("expandable", [False, True])
-def test_each_stream_has_blocks_of_its_own(expandable):
-    gathered = [(0, 20 * MIB, "compute"), (0, 0, "compute"), (1, 20 * MIB, "gather")]
-    held = after(*gathered, expandable=expandable)
-    assert (held.peak_allocated_bytes, held.reserved_bytes) == (20 * MIB, 40 * MIB)
-
-
 def test_a_full_device_gets_back_segments_that_are_free_as_a_whole():
     """Two of 20 MiB are, whose room one of 40 MiB takes; that of 30 is in use at its beginning."""
     changes = [*born(20 * MIB, 20 * MIB, 30 * MIB), *dead(0, 1, 2), (3, 22 * MIB, "")]
@@ -129,35 +103,6 @@ def test_retries_are_those_of_the_last_part():
     step = [(0, MIB + 1, "compute"), (0, 0, ""), (1, MIB + 1, "gather"), (1, 0, "")]
     assert replay(step, step, expandable=False, limit=20 * MIB).num_retries == 2
     assert replay(step, [], expandable=False, limit=20 * MIB).num_retries == 0
-
-
-@pytest.mark.parametrize("expandable", [False, True])
-@pytest.mark.parametrize("seed", range(4))
-def test_no_byte_is_lost_or_given_twice(seed, expandable):
-    """Blocks that live never meet; what is free is reserved; when all is freed, each segment is one free block."""
-    draw, limit = random.Random(seed), 400 * MIB
-    allocator = CachingAllocator(expandable=expandable, limit=limit)
-    alive = []
-    for _ in range(1500):
-        if alive and draw.random() < 0.48:
-            allocator.free(alive.pop(draw.randrange(len(alive))))
-            continue
-        size = draw.choice((1, 700, 90 * KIB, MIB, 3 * MIB, 11 * MIB, 37 * MIB))
-        try:
-            alive.append(allocator.allocate(size + draw.randrange(512), draw.randrange(2)))
-        except OutOfDeviceMemory:
-            allocator.free(alive.pop(draw.randrange(len(alive))))
-        spans = sorted((id(b.pool), b.address, b.address + b.size) for b in alive)
-        pairs = itertools.pairwise(spans)
-        assert all(a[0] != b[0] or a[2] <= b[1] for a, b in pairs), "two lie in one place"
-        free = sum(sum(pool.free.sizes.values()) for pool in allocator._pools.values())
-        assert free + allocator.allocated_bytes == allocator.reserved_bytes <= limit
-    assert allocator.num_retries
-    for block in alive:
-        allocator.free(block)
-    assert allocator.allocated_bytes == 0
-    allocator._give_back_free()
-    assert allocator.reserved_bytes == 0
 
 
 @pytest.mark.parametrize(

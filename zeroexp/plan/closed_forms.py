@@ -87,17 +87,19 @@ class ClosedForm:
         """
         assert moment in MOMENTS, moment
         held, itemsize = self.held_elements(rank), ITEMSIZE[getattr(self.precision, self.of_states)]
-        between = moment == "after_forward" and self.accumulation > 1
-        has_gradients = between or moment in ("after_backward", "after_step")
         at_rest = 0 if self.copies_weights else self.parameter_itemsize
         return {
             "parameters": self.parameter_itemsize * held.resting,
-            "gradients": self._gradient_bytes(moment, rank) if has_gradients else 0,
+            "gradients": self._gradient_bytes(moment, rank) if self._has_gradients(moment) else 0,
             "optimizer": self.optimizer.num_bytes(held, itemsize),
             "master": self.optimizer.master_bytes(held, itemsize, at_rest),
             "secondary": 0,
             "buffers": self._buffer_bytes(moment, rank),
         }
+
+    def _has_gradients(self, moment: str) -> bool:
+        between = moment == "after_forward" and self.accumulation > 1
+        return between or moment in ("after_backward", "after_step")
 
     def equivalence_key(self, rank: int) -> Hashable:
         """Return a key that is equal for ranks that hold and send as much."""

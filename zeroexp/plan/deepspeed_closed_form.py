@@ -75,8 +75,6 @@ class DeepSpeedForm(ClosedForm):
         return self._overlapping(rank) if self.stage < 3 else None
 
     def _gradient_bytes(self, moment: str, rank: int) -> int:
-        if not self._has_gradients(moment):
-            return 0
         if self._keeps_all:
             return self._compute * self._num_trained + self._reduce * sum(self._flat)
         if self.stage == 3 or self._compute != self._reduce:
@@ -98,7 +96,7 @@ class DeepSpeedForm(ClosedForm):
         return empty + (1 + self.overlaps) * self.bucket * self._compute * waits
 
     def _has_gradients(self, moment: str) -> bool:
-        return moment == "after_backward" or (moment == "after_forward" and self.accumulation > 1)
+        return moment != "after_step" and super()._has_gradients(moment)
 
     def _overlapping(self, rank: int) -> tuple[int, int]:
         """Return the elements of all parameters that lie, if in part, in the rank's part; and its padding."""

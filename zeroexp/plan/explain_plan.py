@@ -8,7 +8,7 @@ from zeroexp.config.keys import ConfigError
 from zeroexp.plan.outcome import Outcome
 from zeroexp.plan.peak import with_rehearsal
 from zeroexp.plan.plan_points import Plans
-from zeroexp.plan.text_table import mib, wrapped
+from zeroexp.plan.text_table import MIB, amount, wrapped
 
 NUM_LARGEST = 3
 
@@ -27,11 +27,13 @@ def explain(plans: Plans) -> str:
 
 
 def _amounts(named: Iterable[tuple[float, str]]) -> list[str]:
-    return [f"{mib(num_bytes):>14}  {name}" for num_bytes, name in named]
+    return [f"{amount(num_bytes, MIB):>14}  {name}" for num_bytes, name in named]
 
 
 def _state_lines(outcome: Outcome) -> list[str]:
-    most = f"The fullest rank holds {mib(outcome.total.fullest)} MiB of model states at once"
+    most = (
+        f"The fullest rank holds {amount(outcome.total.fullest, MIB)} MiB of model states at once"
+    )
     kinds = [(each.fullest, kind) for kind, each in outcome.by_kind.items() if each.fullest]
     return [*wrapped(f"{most}; of each kind at most:"), *_amounts(kinds)]
 
@@ -41,10 +43,13 @@ def _rehearsed_lines(outcome: Outcome) -> list[str]:
     if outcome.rehearsed is None:
         return wrapped(f"Its peak is not rehearsed: {outcome.not_rehearsed}.")
     peak = outcome.rehearsed.fullest
-    head = f"Rehearsed, with activations: rank {peak.rank} holds {mib(peak.num_bytes)} MiB at most, in {peak.phase}"
+    held = amount(peak.num_bytes, MIB)
+    head = (
+        f"Rehearsed, with activations: rank {peak.rank} holds {held} MiB at most, in {peak.phase}"
+    )
     if peak.reserved_bytes is not None:
         allocator = f"torch's caching allocator ({outcome.rehearsed.allocator})"
-        head += f", for which {allocator} reserves {mib(peak.reserved_bytes)}"
+        head += f", for which {allocator} reserves {amount(peak.reserved_bytes, MIB)}"
     largest = [(size, f"{kind}, {made}") for size, kind, made in peak.largest[:NUM_LARGEST]]
     return [
         *wrapped(f"{head}:"),

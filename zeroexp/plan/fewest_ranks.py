@@ -85,26 +85,20 @@ def fewest_ranks(point: PlannedPoint) -> PlannedPoint | None:
     return None
 
 
-def _peak(config: Config, of: PlannedPoint) -> int:
-    """Return the bytes that a rank's device must have room for. Raises ConfigError."""
-    return rehearse_point(plan_point(config, of.model, of.device)).fullest.needed_bytes
-
-
 def _most_work(config: Config, of: PlannedPoint, limit: int) -> tuple[int | None, int | None]:
-    """Return the largest micro-batch, alone in a step, and the longest sequence that fit."""
+    """Return the largest micro-batch, alone in a step, and the longest sequence that fit. Raises ConfigError."""
+
+    def peak(settings: dict[str, int]) -> int:
+        changed = with_settings(config, settings)
+        return rehearse_point(plan_point(changed, of.model, of.device)).fullest.needed_bytes
 
     def of_samples(samples: int) -> int:
-        batch = {MICRO: samples, BATCH: samples * config.world_size}
-        return _peak(with_settings(config, batch), of)
+        return peak({MICRO: samples, BATCH: samples * config.world_size})
 
-    def of_tokens(tokens: int) -> int:
-        return _peak(with_settings(config, {SEQ_LEN: tokens}), of)
-
-    step = min(TOKENS, config.data.seq_len)
-    longest = longest_sequence(of.model) or MOST_TOKENS
+    step, longest = min(TOKENS, config.data.seq_len), longest_sequence(of.model) or MOST_TOKENS
     return (
         largest(of_samples, limit, step=1, most=MOST_SAMPLES),
-        largest(of_tokens, limit, step=step, most=longest),
+        largest(lambda tokens: peak({SEQ_LEN: tokens}), limit, step=step, most=longest),
     )
 
 

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -80,14 +81,11 @@ def rehearse_point(
     microbatches = max(1.0, form.accumulation / most)  # for each rehearsed one
     times = [step_seconds(r.seconds, microbatches, untold, speed.unsure) for r in rehearsed]
     slowest = max(range(len(times)), key=lambda index: times[index][1])
-    peaks = [_rank_peak(each) for each in rehearsed]
-    expandable, gib = expands_segments(os.environ), planned.outcome.memory_gib
-    if not on_host:
-        limit = None if gib is None else int(gib * GIB)
-        of_ranks = zip(peaks, rehearsed, strict=True)
-        peaks = [_with_reserved(peak, rank, expandable, limit) for peak, rank in of_ranks]
+    expandable = None if on_host else expands_segments(os.environ)
+    gib = planned.outcome.memory_gib
+    limit = None if gib is None else int(gib * GIB)
     return RehearsedPeaks(
-        peaks,
+        [_rank_peak(each, expandable, limit) for each in rehearsed],
         rehearsed[0].device,
         step_seconds=times[slowest],
         compute_seconds=compute_seconds(rehearsed[slowest].seconds, microbatches),
@@ -137,31 +135,31 @@ def _most_microbatches(form: ClosedForm) -> int:
     return MOST_MICROBATCHES + (0 if waits else form.facts.reductions_in_flight)
 
 
-def _rank_peak(rehearsed: RehearsedRank) -> RankPeak:
+def _rank_peak(rehearsed: RehearsedRank, expandable: bool | None, limit: int | None) -> RankPeak:
+    """Return the peak of a rank; expandable: None on a CPU, where no allocator reserves."""
     phase, peaks = rehearsed.peak_phase, rehearsed.peaks
-    peak = peaks[phase]
+    reserved, num_retries = None, 0
+    if expandable is not None:
+        reserved, num_retries = _reserved(rehearsed, expandable, limit)
     return RankPeak(
         rank=rehearsed.rank,
         phase=phase,
-        num_bytes=peak.num_bytes,
-        by_kind=dict(sorted(peak.by_kind.items(), key=lambda term: -term[1])),
+        num_bytes=peaks[phase].num_bytes,
+        by_kind=dict(sorted(peaks[phase].by_kind.items(), key=lambda term: -term[1])),
         by_phase={name: each.num_bytes for name, each in peaks.items() if name != "build"},
-        largest=peak.largest,
+        largest=peaks[phase].largest,
+        reserved_bytes=reserved,
+        num_retries=num_retries,
     )
 
 
-def _with_reserved(
-    peak: RankPeak, rehearsed: RehearsedRank, expandable: bool, limit: int | None
-) -> RankPeak:
-    """Return the peak with what the allocator reserves: below the limit, if it holds once free memory is given back."""
+def _reserved(rehearsed: RehearsedRank, expandable: bool, limit: int | None) -> tuple[int, int]:
+    """Return what the allocator reserves, below the limit if it can, and how often it gives back what is free then."""
     stream = rehearsed.changes[0][0][2]
     kernels = [(-1, WORKSPACE_BYTES, stream), (-2, WORKSPACE_BYTES, stream)]
     changes = kernels, *rehearsed.changes
-    free = replay(*changes, expandable=expandable)
-    if limit is None or free.peak_bytes <= limit:
-        return replace(peak, reserved_bytes=free.peak_bytes)
-    try:
-        held = replay(*changes, expandable=expandable, limit=limit)
-    except OutOfDeviceMemory:
-        return replace(peak, reserved_bytes=free.peak_bytes)
-    return replace(peak, reserved_bytes=held.peak_bytes, num_retries=held.num_retries)
+    held = replay(*changes, expandable=expandable)
+    if limit is not None and held.peak_bytes > limit:
+        with suppress(OutOfDeviceMemory):
+            held = replay(*changes, expandable=expandable, limit=limit)
+    return held.peak_bytes, held.num_retries

@@ -25,7 +25,7 @@ class Plans:
     def __init__(self, composed: ComposedPoints, *, rehearses: bool = False) -> None:
         """rehearses: whether each point is rehearsed too."""
         self.named, self.notes, self.rehearses = composed.named, composed.notes, rehearses
-        self._models: list[tuple[Config, BuiltModel]] = []
+        self._models: dict[str, BuiltModel] = {}
         # A point that is not planned says why.
         self.entries: list[PlannedPoint | Point] = self._plan_all(composed.points)
 
@@ -60,8 +60,7 @@ class Plans:
 
     def _model(self, config: Config) -> BuiltModel:
         """Return the point's model; points of one model share it."""
-        for known, model in self._models:
-            if (known.model, known.data.vocab_size) == (config.model, config.data.vocab_size):
-                return model
-        self._models.append((config, build_on_meta(config)))
-        return self._models[-1][1]
+        key = repr((config.model, config.data.vocab_size))
+        if key not in self._models:
+            self._models[key] = build_on_meta(config)
+        return self._models[key]

@@ -102,7 +102,7 @@ class AbsentNeighbour(SharedChannel):
     def receive(self, tag: int, like: Sequence[Tensor], what: str, *, into: bool) -> Arrival:
         if into:
             return Arrival(lambda: list(like), lambda: None)
-        with self._storages.not_counting:
+        with self._storages.not_counting():
             terms = [torch.empty_like(tensor) for tensor in like]
         return Arrival(lambda: terms, lambda: None)
 

@@ -19,7 +19,8 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Generator, Hashable, Iterable
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -81,18 +82,6 @@ class Peak:
     largest: list[tuple[int, str, str]] = field(compare=False)
 
 
-class NotCounting:
-    """No storage counts that is born inside: it is of another rank, or has a shape or an address alone."""
-
-    depth = 0
-
-    def __enter__(self) -> None:
-        self.depth += 1
-
-    def __exit__(self, *error: object) -> None:
-        self.depth -= 1
-
-
 class Storages(LocalOperations):
     """Follows all storages of fake tensors of `mode`; enter it inside of that mode."""
 
@@ -108,7 +97,7 @@ class Storages(LocalOperations):
         self._current_stream: Callable[[], Hashable] = torch.get_device_module(
             device
         ).current_stream
-        self.not_counting = NotCounting()
+        self._num_uncounted = 0  # how many ask just now that nothing counts
         self._mode = mode
         self._device = device
         self._num_words = num_words
@@ -134,7 +123,7 @@ class Storages(LocalOperations):
         self._propagate = propagate = ShardingPropagator._propagate_tensor_meta_non_cached
 
         def propagate_uncounted(propagator: ShardingPropagator, schema: Any) -> Any:
-            with self.not_counting:  # it asks for the shape of a result with whole tensors
+            with self.not_counting():  # it asks for the shape of a result with whole tensors
                 return propagate(propagator, schema)
 
         ShardingPropagator._propagate_tensor_meta_non_cached = propagate_uncounted  # pyright: ignore[reportAttributeAccessIssue]
@@ -155,6 +144,13 @@ class Storages(LocalOperations):
         return result
 
     # -- what the caller tells and asks ------------------------------------------------------------
+
+    @contextmanager
+    def not_counting(self) -> Generator[None]:
+        """Count no storage that is born inside: it is of another rank, or has a shape or an address alone."""
+        self._num_uncounted += 1
+        yield
+        self._num_uncounted -= 1
 
     def begin_phase(self, phase: str) -> None:
         """Begin a phase; all changes belong to it until the next one."""
@@ -210,7 +206,7 @@ class Storages(LocalOperations):
             serial = len(self._all)
             is_logits = tensor.dim() > 1 and tensor.shape[-1] == self._num_words
             kind = MESSAGES if meter.is_issuing else None
-            counts = not self.not_counting.depth and not on_host.is_entered
+            counts = not self._num_uncounted and not on_host.is_entered
             self._all.append(Storage(self._phase, str(func), is_logits, kind=kind, counts=counts))
             self._serials[address] = serial
             self._references[serial] = weakref.ref(

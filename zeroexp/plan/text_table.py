@@ -66,8 +66,3 @@ def unit_of(amounts: Sequence[float]) -> tuple[str, int]:
 
 def amount(num_bytes: float, size: int) -> str:
     return f"{num_bytes / size:,.2f}" if size == GIB else f"{num_bytes / size:,.1f}"
-
-
-def mib(num_bytes: float, sign: str = "") -> str:
-    """Return bytes in MiB; sign: `+` shows it, and no zero has one."""
-    return format(num_bytes / MIB, f"{sign}{'z' if sign else ''},.1f")
