@@ -204,16 +204,19 @@ class CachingAllocator:
     def _give_back_free(self) -> None:
         """Give back the segments, or the pages, that are free as a whole."""
         for pool in self._pools.values():
-            for address, size in [*pool.free.sizes.items()]:
-                start, end = address, address + size
-                if self.expandable:
-                    start, end = _rounded(start, pool.page), end // pool.page * pool.page
-                elif pool.segments.get(address) != size:
-                    continue
-                if start < end:
-                    pool.free.cut(address, end - start, start - address)
-                    pool.unmapped.add(start, end - start)
-                    self.reserved_bytes -= end - start
+            for span in [*pool.free.sizes.items()]:
+                self._give_back(pool, *span)
+
+    def _give_back(self, pool: Pool, address: int, size: int) -> None:
+        start, end = address, address + size
+        if self.expandable:
+            start, end = _rounded(start, pool.page), end // pool.page * pool.page
+        elif pool.segments.get(address) != size:
+            return
+        if start < end:
+            pool.free.cut(address, end - start, start - address)
+            pool.unmapped.add(start, end - start)
+            self.reserved_bytes -= end - start
 
 
 def _rounded(num_bytes: int, multiple: int) -> int:

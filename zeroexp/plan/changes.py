@@ -49,20 +49,24 @@ def with_settings(
     """Return the config with other values by key, and with what follows from them but for the keys in `named`."""
     config = deepcopy(config)
     for key, value in settings.items():
-        group, _, name = key.partition(".")
-        if key == "strategy":
-            _set_stage(config, value, named)
-        elif key == "precision":
-            _set_precision(config, value)
-        elif key == "world_size":  # with at least one microbatch for each rank
-            config.world_size, data = value, config.data
-            step = data.micro_batch_size * value
-            data.global_batch_size = max(1, data.global_batch_size // step) * step
-        else:
-            setattr(getattr(config, group), name, value)
-        if key == RECOMPUTES and not value:
-            config.train.recompute_every, config.train.recompute_except = None, []
+        _set(config, key, value, named)
     return resolve(config)
+
+
+def _set(config: Config, key: str, value: Any, named: Collection[str]) -> None:
+    group, _, name = key.partition(".")
+    if key == "strategy":
+        _set_stage(config, value, named)
+    elif key == "precision":
+        _set_precision(config, value)
+    elif key == "world_size":  # with at least one microbatch for each rank
+        config.world_size, data = value, config.data
+        step = data.micro_batch_size * value
+        data.global_batch_size = max(1, data.global_batch_size // step) * step
+    else:
+        setattr(getattr(config, group), name, value)
+    if key == RECOMPUTES and not value:
+        config.train.recompute_every, config.train.recompute_except = None, []
 
 
 def _set_stage(config: Config, stage: str, named: Collection[str]) -> None:
