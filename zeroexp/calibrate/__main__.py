@@ -24,8 +24,7 @@ from pathlib import Path
 import torch
 
 from zeroexp.calibrate.factors import fit_factors
-from zeroexp.calibrate.on_ranks import NUM_RANKS, on_ranks
-from zeroexp.calibrate.practice import practise
+from zeroexp.calibrate.practice import NUM_RANKS, practise
 from zeroexp.calibrate.rates import measure_rates
 from zeroexp.check.rules_batch import num_gpus
 from zeroexp.comm.tuning import PROBED_BYTES, fit_link
@@ -41,6 +40,7 @@ from zeroexp.plan.speed import (
 )
 from zeroexp.process import safe_output
 from zeroexp.process.json_output import json_alone, wants_json
+from zeroexp.process.on_ranks import on_ranks
 
 
 def main() -> int:
@@ -88,7 +88,7 @@ def calibrate() -> Calibration:
 
 def rates(device: str = "cpu", num_ranks: int = NUM_RANKS) -> Calibration:
     """Measure what each thing takes by itself; there are no factors yet."""
-    measured = on_ranks(measure_rates, device, num_ranks)
+    measured, *_ = on_ranks(measure_rates, num_ranks, device=device)
     moves = measured.pop("moves")
     links = {name: fit_link(list(PROBED_BYTES), seconds) for name, seconds in moves.items()}
     return Calibration(

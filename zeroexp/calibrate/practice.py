@@ -9,7 +9,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from zeroexp.calibrate.on_ranks import NUM_RANKS, on_ranks
 from zeroexp.config.keys import Config, DataConfig, ModelConfig, StrategyConfig
 from zeroexp.data.batches import build_data
 from zeroexp.engines.build import build_strategy
@@ -18,9 +17,12 @@ from zeroexp.models.module import build_deferred
 from zeroexp.plan.changes import with_settings
 from zeroexp.plan.rehearse import rehearse
 from zeroexp.plan.speed import Speed
+from zeroexp.process.on_ranks import on_ranks
 from zeroexp.process.world import World
+from zeroexp.run.rank import keep_freed_memory
 from zeroexp.training.loop import train
 
+NUM_RANKS = 2  # on CPUs
 NUM_WARMUP, NUM_STEPS, NUM_ROUNDS = 3, 7, 2
 PHASES = ("forward", "backward", "step")
 
@@ -99,10 +101,11 @@ def measured(config: Config) -> dict[str, float]:
 
     Whatever else goes on in a machine only slows a step down.
     """
-    return on_ranks(lambda world: _train(config, world))
+    return on_ranks(lambda world: _train(config, world), NUM_RANKS)[0]
 
 
 def _train(config: Config, world: World) -> dict[str, float]:
+    keep_freed_memory()
     data = build_data(config.data, config.model, config.train.seed)
     model = build_deferred(config.model, seed=config.train.seed, vocab_size=data.vocab_size)
     strategy = build_strategy(config, model, world)

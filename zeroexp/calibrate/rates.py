@@ -14,6 +14,7 @@ from torch.nn import functional
 from zeroexp.comm.tuning import measure_moves
 from zeroexp.process import world as worlds
 from zeroexp.process.world import World
+from zeroexp.run.rank import keep_freed_memory
 
 NUM_LAUNCHES, NUM_TRIALS = 2000, 5
 
@@ -54,6 +55,7 @@ SIZES = {
 
 def measure_rates(world: World) -> dict[str, Any]:
     """Return the fields of a Calibration that are rates, but for `links`. All ranks call it together."""
+    keep_freed_memory()
     device = world.device
     sizes = SIZES[device.type]
     transports = sizes.transports if world.size > 1 else ()

@@ -4,6 +4,7 @@ world.py         rank, world size, device and process group; no other file reads
 rendezvous.py    the store in which the ranks of a job meet; ports.py: at which port
 progress.py      how far a rank is, in memory that it shares with the process that started it
 watchdog/        whether the ranks of a job live, advance and do the same
+on_ranks.py      a function that runs on ranks of this machine
 signals.py       Ctrl-C, SIGTERM and SIGHUP
 locks.py         locks that a process holds for its life
 safe_output.py   output whose failures end no work; writable.py: folders that take results; reachable.py: servers
