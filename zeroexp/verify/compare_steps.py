@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 
 from zeroexp.verify import explain_difference
-from zeroexp.verify.explain_difference import Cause, GradientLook, UpdateLook
+from zeroexp.verify.explain_difference import GradientLook, Story, UpdateLook, Wrong
 from zeroexp.verify.local_elements import Piece, whole
 from zeroexp.verify.loop_to_verify import Loop, NoLoop
 from zeroexp.verify.observe import Record, Seen
@@ -15,6 +15,14 @@ from zeroexp.verify.oracle import Expected, Oracle, Updates, Whole, distance
 START, RAW = "weights at the start", "gradient before clipping"
 GRADIENT, UPDATE = "gradient at the optimizer", "weights after the step"
 CLIPPED = 1e-5  # relative rounding of a norm and of the product with it, in float32
+
+
+@dataclass
+class Cause:
+    """What a difference looks like, in one word and in a sentence."""
+
+    kind: str
+    text: str
 
 
 @dataclass
@@ -90,32 +98,25 @@ class _Judge:
         before = [record.steps[step - 1].gradients for record in self.records]
         left = self._whole(before) if step else None
         look = GradientLook(self.oracle, self.weights, step, rows, bounds, left)
-        if found := self._first(step, RAW, raw, (exact, bounds), look.explain):
+        if found := self._first(step, RAW, raw, (exact, bounds), look.stories):
             return found
         if any(raw):
             own = self._whole(raw)
             exact = {n: own[n] if own[n].isfinite().all() else each for n, each in exact.items()}
             bounds = {name: CLIPPED * float(each.norm()) for name, each in exact.items()}
             look.clipping = True
-        look.factor, of_norm = self.oracle.clipping(exact)
-        factor = look.factor
+        factor, of_norm = self.oracle.clipping(exact)
         if factor < 1 and not any(raw):
             self._note("clipping hides a factor of all gradients, as it is not torch's own")
         expected = (
             {n: e * factor for n, e in exact.items()},
             {n: b * factor + of_norm * float(exact[n].norm()) for n, b in bounds.items()},
         )
+        look.factor = factor
+        look.calls = {name: max(each.calls.get(name, 0) for each in seen) for name in exact}
         gradients = [each.gradients for each in seen]
-
-        def explain(wrong: explain_difference.Wrong) -> Cause:
-            calls = max(each.calls.get(wrong[0][1].name, 0) for each in seen)
-            return (
-                Cause("optimizer", f"it steps {calls} times") if calls > 1 else look.explain(wrong)
-            )
-
-        return self._first(step, GRADIENT, gradients, expected, explain) or self._missing(
-            step, seen, expected[0]
-        )
+        found = self._first(step, GRADIENT, gradients, expected, look.stories)
+        return found or self._missing(step, seen, expected[0])
 
     def _missing(self, step: int, seen: list[Seen], exact: Whole) -> Difference | None:
         """Find weights, or elements of them, whose gradient no rank's optimizer has."""
@@ -135,7 +136,7 @@ class _Judge:
                 )
             entire, shape = bool(there[name].isnan().all()), self.oracle.shapes[name]
             cause = explain_difference.of_missing(lacking, entire, shape, skipped)
-            return Difference(step, GRADIENT, name, 0, 1.0, 0.0, 1, cause)
+            return Difference(step, GRADIENT, name, 0, 1.0, 0.0, 1, Cause(*next(cause)))
         return None
 
     def _update(self, step: int, seen: list[Seen]) -> Difference | None:
@@ -144,7 +145,7 @@ class _Judge:
         before, settings = self.weights[step], (self.updates.settings(), seen)
         expected = self.updates.step(before, gradients)
         look = UpdateLook(before, expected[0], *settings, self.oracle.shapes)
-        found = self._first(step, UPDATE, self._held(step + 1), expected, look.explain)
+        found = self._first(step, UPDATE, self._held(step + 1), expected, look.stories)
         for name in () if found else before:
             if unseen := look.settings_of_one_class(name):
                 self.unseen = f"{name}: {unseen}; its weights do not show it"
@@ -157,12 +158,12 @@ class _Judge:
         what: str,
         held: list[list[Piece]],
         expected: Expected,
-        explain: Callable[[explain_difference.Wrong], Cause],
+        stories: Callable[[Wrong], Iterator[Story]],
     ) -> Difference | None:
         """Compare every rank's pieces, and explain those that differ if any does."""
         exact, bounds = expected
         order = {name: index for index, name in enumerate(exact)}
-        wrong: explain_difference.Wrong = []
+        wrong: Wrong = []
         most_bytes = _most_bytes(held) if what in (START, UPDATE) else {}
         for rank, piece in ((rank, piece) for rank, each in enumerate(held) for piece in each):
             if piece.name not in exact:
@@ -180,9 +181,8 @@ class _Judge:
         rank, piece = wrong[0]
         size = max(float(exact[piece.name][piece.where].norm()), 1e-30)
         relative = distance(piece, exact) / size, bounds[piece.name] / size
-        return Difference(
-            step, what, piece.name, rank, *relative, len({p.name for _, p in wrong}), explain(wrong)
-        )
+        number, cause = len({p.name for _, p in wrong}), Cause(*next(stories(wrong)))
+        return Difference(step, what, piece.name, rank, *relative, number, cause)
 
     def _held(self, step: int) -> list[list[Piece]]:
         """The weights that each rank holds before a step, or after the last."""

@@ -8,8 +8,8 @@ with other steps' batches, with each use of a tied weight, and in fewer bits.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -20,23 +20,18 @@ from zeroexp.verify.observe import Seen, Settings
 from zeroexp.verify.oracle import Oracle, Whole, distance
 
 Wrong = list[tuple[int, Piece]]  # (rank, what it holds), in the order of weights
+# What a difference looks like: its kind in one word, and a sentence. Of several stories the first one counts.
+Story = tuple[str, str]
 CLOSE = 0.01  # relative distance from a factor that has a name
 NOTHING = 1e-6  # a factor that is rounding
+UNSUMMED = "no sum", "each rank has the gradient of its own batches, and no other's"
 
 
-@dataclass
-class Cause:
-    """The kind of a difference in one word, and in a sentence."""
-
-    kind: str
-    text: str
-
-
-def of_start(wrong: Wrong) -> Cause:
+def of_start(wrong: Wrong) -> Iterator[Story]:
     if low := _bits(piece for _, piece in wrong):
-        return Cause("dtype", f"they have no more bits than {low}")
+        yield "dtype", f"they have no more bits than {low}"
     ranks = _listed({rank for rank, _ in wrong})
-    return Cause("start", f"rank {ranks} begins with other weights: a seed, or no broadcast")
+    yield "start", f"rank {ranks} begins with other weights: a seed, or no broadcast"
 
 
 @dataclass
@@ -51,59 +46,60 @@ class GradientLook:
     left: Whole | None = None  # what the optimizer found in the step before, perhaps clipped
     factor: float = 1.0  # by which the plain process clips
     clipping: bool = False  # whether gradients were right before the loop clipped them
+    calls: dict[str, int] = field(default_factory=dict[str, int])  # of optimizers, once they step
 
-    def explain(self, wrong: Wrong) -> Cause:
+    def stories(self, wrong: Wrong) -> Iterator[Story]:
         """Explain all pieces together where they tell one story, else those of the first weight."""
         exact = {name: each.sum(0) * self.factor for name, each in self.rows.items()}
-        first = [(rank, piece) for rank, piece in wrong if piece.name == wrong[0][1].name]
+        name = wrong[0][1].name
+        first = [(rank, piece) for rank, piece in wrong if piece.name == name]
+        if (calls := self.calls.get(name, 0)) > 1:
+            yield "optimizer", f"it steps {calls} times"
         near = (distance(p, exact) < 0.05 * float(exact[p.name].norm()) for _, p in wrong)
         if (low := _bits(piece for _, piece in wrong)) and all(near):
-            return Cause("dtype", f"it was rounded to {low} on its way: no element has more bits")
-        of_rows = self._by_rows(wrong) or self._by_rows(first) or self._of_few_elements(first)
-        return of_rows or self._of_one_weight(
-            [piece for _, piece in first], exact[first[0][1].name]
-        )
+            yield "dtype", f"it was rounded to {low} on its way: no element has more bits"
+        yield from self._by_rows(wrong)
+        yield from self._by_rows(first)
+        yield from self._of_few_elements(first)
+        yield from self._of_one_weight([piece for _, piece in first], exact[name])
+        yield "unknown", "it looks like nothing known"
 
-    def _by_rows(self, wrong: Wrong) -> Cause | None:
+    def _by_rows(self, wrong: Wrong) -> Iterator[Story]:
         if factors := self._factors(wrong, self.rows):
-            return self._read(factors)
+            yield from self._read(factors)
         if self.left is not None:
             before = self.weights[self.step - 1]
             if self._factors(wrong, self.oracle.contributions(before, self.step)):
-                return Cause("stale", "it is the gradient of the weights before the last step")
+                yield "stale", "it is the gradient of the weights before the last step"
             last = self.oracle.contributions(before, self.step - 1)
             exact = {name: each.sum(0) for name, each in last.items()}
             if any(self._factors(_without(wrong, each), self.rows) for each in (exact, self.left)):
-                return Cause("stale", "the gradient of the step before is still in it")
+                yield "stale", "the gradient of the step before is still in it"
         for step in range(self.step + 2):
             if self._factors(wrong, self.oracle.contributions(self.weights[self.step], step)):
-                return Cause("data", f"it is the gradient of the batches of step {step}")
-        return None
+                yield "data", f"it is the gradient of the batches of step {step}"
 
-    def _of_few_elements(self, wrong: Wrong) -> Cause | None:
+    def _of_few_elements(self, wrong: Wrong) -> Iterator[Story]:
         """Explain a weight of too few elements for a fit by one factor: of all rows, or of each rank's own."""
         size, bound = self.oracle.world_size, self.bounds[wrong[0][1].name]
         rows = self.rows[wrong[0][1].name]
         of_ranks = rows.view(size, -1, rows.shape[1]).sum(1)
 
-        def scales(basis: dict[int, Tensor]) -> dict[int, float]:
+        def scales(basis: Mapping[int, Tensor]) -> dict[int, float] | None:
             fits = {r: _fit(basis[r][p.where, None], p.values.double(), bound, 1) for r, p in wrong}
-            return {rank: float(each) for rank, each in fits.items() if each is not None}
+            found = {rank: float(each) for rank, each in fits.items() if each is not None}
+            return found if len(found) == len(wrong) else None
 
-        of_all, of_own = (
-            scales(each)
-            for each in ({r: of_ranks.sum(0) for r, _ in wrong}, dict(enumerate(of_ranks)))
-        )
-        if len(of_own) == len(wrong) and all(
-            min(abs(each - 1), abs(each / size - 1)) < CLOSE for each in of_own.values()
-        ):
-            return Cause("no sum", "each rank has the gradient of its own batches, and no other's")
+        own = scales(dict(enumerate(of_ranks)))
+        if own and all(min(abs(each - 1), abs(each / size - 1)) < CLOSE for each in own.values()):
+            yield UNSUMMED
+        of_all = scales(dict.fromkeys((r for r, _ in wrong), of_ranks.sum(0)))
         # Any number is a multiple of one other: the factor must have a name.
-        is_told = rows.shape[1] > 1 or all(
-            abs(each) < NOTHING or _named(each, size, self.oracle.loop.microbatches)
-            for each in of_all.values()
-        )
-        return self._of_scales(of_all) if is_told and len(of_all) == len(wrong) else None
+        if of_all and (
+            rows.shape[1] > 1
+            or all(abs(each) < NOTHING or self._named(each) for each in of_all.values())
+        ):
+            yield from self._of_scales(of_all)
 
     def _factors(self, wrong: Wrong, rows: Whole) -> dict[int, Tensor] | None:
         """Return, for each rank, the factors [ranks, microbatches] that make its pieces; None if there are none."""
@@ -119,98 +115,108 @@ class GradientLook:
             found[rank] = factors.view(self.oracle.world_size, -1)
         return found
 
-    def _read(self, factors: dict[int, Tensor]) -> Cause:
+    def _read(self, factors: dict[int, Tensor]) -> Iterator[Story]:
         if all(_is_even(each) for each in factors.values()):
-            return self._of_scales({rank: float(each.mean()) for rank, each in factors.items()})
+            yield from self._of_scales({rank: float(each.mean()) for rank, each in factors.items()})
         used = {
             r: {i for i, row in enumerate(f) if not _is_zero(row, f)} for r, f in factors.items()
         }
         if any(len(ranks) == self.oracle.world_size for ranks in used.values()):
-            return self._of_microbatches(*next(iter(factors.items())))
+            yield from self._of_microbatches(*next(iter(factors.items())))
         if all(ranks == {rank} for rank, ranks in used.items()):
-            return Cause("no sum", "each rank has the gradient of its own batches, and no other's")
-        ranks = _listed(set.union(*used.values()))
-        return Cause("data", f"it is made of the batches of rank {ranks} alone")
+            yield UNSUMMED
+        yield (
+            "data",
+            f"it is made of the batches of rank {_listed(set.union(*used.values()))} alone",
+        )
 
-    def _of_microbatches(self, rank: int, factors: Tensor) -> Cause:
+    def _of_microbatches(self, rank: int, factors: Tensor) -> Iterator[Story]:
         columns = range(factors.shape[1])
         kept = [m for m in columns if not _is_zero(factors[:, m], factors)]
         if len(kept) < len(columns):
-            return Cause("microbatches", f"only microbatch {_listed(kept)} of each rank counts")
+            yield "microbatches", f"only microbatch {_listed(kept)} of each rank counts"
         counts = self.oracle.counts
         for of, each in (("microbatch", counts), ("rank", counts.sum(1, keepdim=True))):
             if not _is_even(each) and _is_even(factors * each):
-                return Cause(
+                yield (
                     "mean of means",
                     f"it is a mean of the means of each {of}, whose labels are unequal",
                 )
         others = factors[torch.arange(len(factors)) != rank]
         if alone := [m for m in columns if _is_zero(others[:, m], factors)]:
-            return Cause("no sum", f"microbatch {_listed(alone)} is not summed between ranks")
+            yield "no sum", f"microbatch {_listed(alone)} is not summed between ranks"
         shown = "; ".join(" ".join(f"{each:.2f}" for each in row) for row in factors.tolist())
-        return Cause("weighting", f"microbatches count [{shown}] times, a rank after the other")
+        yield "weighting", f"microbatches count [{shown}] times, a rank after the other"
 
-    def _of_scales(self, scales: dict[int, float]) -> Cause:
-        ranks, microbatches = self.oracle.world_size, self.oracle.loop.microbatches
+    def _of_scales(self, scales: dict[int, float]) -> Iterator[Story]:
         low, high = min(scales.values()), max(scales.values())
         if max(abs(low), abs(high)) < NOTHING:
-            return Cause("frozen", "it is zero")
+            yield "frozen", "it is zero"
         if self.clipping or self.factor < 1:
-            if self.oracle.loop.max_grad_norm is None:
-                return Cause(
-                    "norm", "the loop clips and the plain process does not: give max_grad_norm"
-                )
-            if all(abs(each - 1) < CLOSE for each in scales.values()):
-                return Cause("norm", "it is not clipped")
-            norms = [self.factor / each for each in scales.values()]
-            shown = ", ".join(f"{each:.3g}" for each in norms)
-            if max(norms) > (1 + CLOSE) * min(norms):
-                return Cause(
-                    "norm", f"ranks clip by norms of their own, x {shown}: of their shards"
-                )
-            return Cause(
-                "norm",
-                f"it is clipped by a norm x {norms[0]:.3g}{_named(norms[0], ranks, microbatches)}",
-            )
+            yield from self._of_norms(list(scales.values()))
+        shown = ", ".join(f"{each:.3g}" for each in scales.values())
         if high - low > CLOSE * abs(high):
-            return Cause(
-                "scale", "ranks scale it by " + ", ".join(f"{each:.3g}" for each in scales.values())
-            )
-        return Cause("scale", f"it is x {high:.4g}{_named(high, ranks, microbatches)}")
+            yield "scale", f"ranks scale it by {shown}"
+        yield "scale", f"it is x {high:.4g}{self._named(high)}"
 
-    def _of_one_weight(self, pieces: list[Piece], exact: Tensor) -> Cause:
+    def _of_norms(self, scales: list[float]) -> Iterator[Story]:
+        """Explain gradients that are scaled where they are clipped."""
+        if self.oracle.loop.max_grad_norm is None:
+            yield "norm", "the loop clips and the plain process does not: give max_grad_norm"
+        if all(abs(each - 1) < CLOSE for each in scales):
+            yield "norm", "it is not clipped"
+        norms = [self.factor / each for each in scales]
+        shown = ", ".join(f"{each:.3g}" for each in norms)
+        if max(norms) > (1 + CLOSE) * min(norms):
+            yield "norm", f"ranks clip by norms of their own, x {shown}: of their shards"
+        yield "norm", f"it is clipped by a norm x {norms[0]:.3g}{self._named(norms[0])}"
+
+    def _of_one_weight(self, pieces: list[Piece], exact: Tensor) -> Iterator[Story]:
         name, shape = pieces[0].name, self.oracle.shapes[pieces[0].name]
-        if found := self._tied(pieces[0]):
-            return found
+        yield from self._tied(pieces[0])
         off, zero = (torch.zeros(len(exact), dtype=torch.bool) for _ in range(2))
         for piece in pieces:
             meant, values = exact[piece.where], piece.values.double()
             off[piece.where] |= (values - meant).abs() > self.bounds[name] / len(exact) ** 0.5
             zero[piece.where] |= (values == 0) & (meant != 0)
         if zero.any() and not (off & ~zero).any():
-            return Cause("rows", f"{_rows(zero, shape)} are zero")
+            yield "rows", f"{_rows(zero, shape)} are zero"
         if 0 < off.sum() <= len(off) // 2:
-            return Cause("rows", f"{_rows(off, shape)} differ, and no others")
+            yield "rows", f"{_rows(off, shape)} differ, and no others"
         if self.oracle.loop.dtype == torch.float32:
             half = self.weights[self.step], self.step, self.rows, torch.bfloat16
             bound = self.oracle.rounding(*half)[name]
             if all(distance(piece, {name: exact}) <= bound for piece in pieces):
-                return Cause("dtype", "it is as far away as computing in 16 bits brings it")
-        return Cause("unknown", "it looks like nothing known")
+                yield "dtype", "it is as far away as computing in 16 bits brings it"
 
-    def _tied(self, piece: Piece) -> Cause | None:
-        rows = self.oracle.contributions(self.weights[self.step], self.step, untied=True)[
-            piece.name
-        ]
+    def _tied(self, piece: Piece) -> Iterator[Story]:
+        untied = self.oracle.contributions(self.weights[self.step], self.step, untied=True)
+        rows = untied[piece.name]
         num_uses = len(rows) // len(self.rows[piece.name])
         uses = rows.view(-1, num_uses, rows.shape[1]).sum(0)[:, piece.where]
         factors = _fit(uses.T, piece.values.double(), self.bounds[piece.name])
-        if num_uses < 2 or factors is None:
-            return None
-        shown = ", ".join(f"{abs(each):.2f}" for each in factors.tolist())
-        return Cause(
-            "tied", f"{num_uses} modules share it, and their gradients count {shown} times"
-        )
+        if num_uses > 1 and factors is not None:
+            shown = ", ".join(f"{abs(each):.2f}" for each in factors.tolist())
+            yield "tied", f"{num_uses} modules share it, and their gradients count {shown} times"
+
+    def _named(self, k: float) -> str:
+        """Say what a factor may be, likeliest first."""
+        ranks, microbatches = self.oracle.world_size, self.oracle.loop.microbatches
+        names = {
+            "the number of ranks, a sum where a mean is meant": ranks,
+            "1 / the number of ranks, a mean where a sum is meant": 1 / ranks,
+            "the number of microbatches, by which nobody divided": microbatches,
+            "1 / the number of microbatches, divided twice": 1 / microbatches,
+            "ranks x microbatches, divided by neither": ranks * microbatches,
+            "1 / (ranks x microbatches)": 1 / (ranks * microbatches),
+            "the square root of the number of ranks": ranks**0.5,
+            "1 / the square root of the number of ranks": ranks**-0.5,
+            "counted twice": 2.0,
+        }
+        fitting = [
+            name for name, value in names.items() if value != 1 and abs(k / value - 1) < CLOSE / 2
+        ]
+        return ": " + ", or ".join(fitting) if fitting else ""
 
 
 @dataclass
@@ -223,31 +229,29 @@ class UpdateLook:
     seen: list[Seen]  # of each rank
     shapes: dict[str, torch.Size]
 
-    def explain(self, wrong: Wrong) -> Cause:
+    def stories(self, wrong: Wrong) -> Iterator[Story]:
         rank, piece = wrong[0]
         own = [(r, each) for r, each in wrong if each.name == piece.name]
         if (calls := self.seen[rank].calls.get(piece.name, 0)) > 1:
-            return Cause("optimizer", f"it steps {calls} times")
+            yield "optimizer", f"it steps {calls} times"
         if differing := self._settings(rank, piece.name):
-            return Cause("optimizer", differing)
+            yield "optimizer", differing
         still = {r for r, each in own if _is_copy(each, self.before)}
         if rank in still:
             kind = "frozen" if len(still) == len(self.seen) else "stale"
-            return Cause(kind, f"rank {_listed(still)} keeps the weights from before the step")
+            yield kind, f"rank {_listed(still)} keeps the weights from before the step"
         if low := _bits(piece for _, piece in wrong):
-            return Cause("dtype", f"they have no more bits than {low}")
+            yield "dtype", f"they have no more bits than {low}"
         before, after = self.before[piece.name], self.after[piece.name]
         moved, meant = piece.values.double() - before[piece.where], (after - before)[piece.where]
         kept = torch.zeros(len(after), dtype=torch.bool)
         kept[piece.where] = (moved == 0) & (meant != 0)
         if kept.any():
-            return Cause(
-                "rows", f"{_rows(kept, self.shapes[piece.name])} do not change on rank {rank}"
-            )
+            yield "rows", f"{_rows(kept, self.shapes[piece.name])} do not change on rank {rank}"
         k = float(moved @ meant / (meant @ meant).clamp(min=1e-30))
         if float((moved - k * meant).norm()) < CLOSE * float(moved.norm()):
-            return Cause("scale", f"the update is x {k:.3g} of the plain optimizer's")
-        return Cause("optimizer", "it is not the plain optimizer's update from the same gradients")
+            yield "scale", f"the update is x {k:.3g} of the plain optimizer's"
+        yield "optimizer", "it is not the plain optimizer's update from the same gradients"
 
     def settings_of_one_class(self, name: str) -> str:
         """Say how the settings of optimizers of one class differ, as where a rate is too small to show it."""
@@ -261,6 +265,14 @@ class UpdateLook:
         used = [each.settings[name] for each in self.seen if name in each.settings]
         own = self.seen[rank].settings.get(name, *used[:1])
         return _unlike(own, self.settings[name]) if own and name in self.settings else ""
+
+
+def of_missing(lacking: Tensor, whole: bool, shape: torch.Size, skipped: bool) -> Iterator[Story]:
+    if skipped:
+        yield "optimizer", "it steps 0 times: no torch optimizer is called in this step"
+    if whole:
+        yield "frozen", "no optimizer holds it or has a gradient of it, and it does not change"
+    yield "rows", f"no optimizer holds {_rows(lacking, shape)}, which do not change"
 
 
 def _is_copy(piece: Piece, weights: Whole) -> bool:
@@ -277,16 +289,6 @@ def _unlike(used: Settings, plain: Settings) -> str:
     return ""
 
 
-def of_missing(lacking: Tensor, whole: bool, shape: torch.Size, skipped: bool) -> Cause:
-    if skipped:
-        return Cause("optimizer", "it steps 0 times: no torch optimizer is called in this step")
-    if whole:
-        return Cause(
-            "frozen", "no optimizer holds it or has a gradient of it, and it does not change"
-        )
-    return Cause("rows", f"no optimizer holds {_rows(lacking, shape)}, which do not change")
-
-
 def _without(wrong: Wrong, whole: Whole) -> Wrong:
     """Take its part of these off each piece."""
     return [
@@ -299,25 +301,6 @@ def _alike(one: Any, other: Any) -> bool:
     if isinstance(one, float) and isinstance(other, float):
         return abs(one - other) <= 1e-9 * abs(other)
     return bool(one == other)
-
-
-def _named(k: float, ranks: int, microbatches: int) -> str:
-    """Say what a factor may be, likeliest first."""
-    names = {
-        "the number of ranks, a sum where a mean is meant": ranks,
-        "1 / the number of ranks, a mean where a sum is meant": 1 / ranks,
-        "the number of microbatches, by which nobody divided": microbatches,
-        "1 / the number of microbatches, divided twice": 1 / microbatches,
-        "ranks x microbatches, divided by neither": ranks * microbatches,
-        "1 / (ranks x microbatches)": 1 / (ranks * microbatches),
-        "the square root of the number of ranks": ranks**0.5,
-        "1 / the square root of the number of ranks": ranks**-0.5,
-        "counted twice": 2.0,
-    }
-    fitting = [
-        name for name, value in names.items() if value != 1 and abs(k / value - 1) < CLOSE / 2
-    ]
-    return ": " + ", or ".join(fitting) if fitting else ""
 
 
 def _fit(basis: Tensor, values: Tensor, bound: float, least: int = 2) -> Tensor | None:
