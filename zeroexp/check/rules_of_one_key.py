@@ -1,6 +1,6 @@
 """Rules about one key at a time. Breaking one ends a sweep.
 
-Choices and bounds stand beside the keys themselves, in config/keys.py.
+Choices, bounds and patterns stand beside the keys themselves, in config/keys.py.
 """
 
 from __future__ import annotations
@@ -40,24 +40,6 @@ MOST_OF_SHAPE = {
 MOST_OF_ANY = (1 << 31) - 1
 MOST_MODULES = 10_000  # experts of all layers
 
-# Names of folders and of objects in MLflow: without a path separator, and of a length that file systems accept.
-NAME = r"\w[\w .+-]{0,99}", "no name", "use letters, digits, spaces and . _ + -, at most 100 in all"
-GROUPS = ("model", "data", "strategy", "cluster", "precision", "optimizer", "tracking", "study")
-OUTPUTS = "use outputs=outputs, or use outputs=$HOME/... without quotes"
-# Slurm would refuse other names after the submission, or read another word.
-OF_SLURM = "no name that Slurm could have", "use the site's, or null"
-OF_SITE = ("partition", "account", "qos")
-FEATURES = r"[\w(\[][\w.,+@:*&|()\[\]!-]{0,199}"  # man sbatch, --constraint
-SPEED = r"[1-9]\d{0,2}[mg]bit"  # man tc, RATES
-# A key -> what its text looks like, what is wrong with any other, and what to do.
-PATTERNS = {
-    **{f"{group}.name": NAME for group in GROUPS},
-    "tracking.experiment": NAME,
-    "outputs": (r"(?!~)[^$]+", "empty, or with a ~ or $ that no shell has replaced", OUTPUTS),
-    **{f"cluster.slurm.{name}": (r"\w[\w.,+@:-]{0,199}", *OF_SLURM) for name in OF_SITE},
-    "cluster.slurm.constraint": (FEATURES, *OF_SLURM),
-    "cluster.link": (SPEED, "no speed", "use one such as 1gbit or 200mbit, or null"),
-}
 SBATCH_OPTION = re.compile(r"[a-zA-Z][\w-]*")
 
 
@@ -86,22 +68,6 @@ def _values(tree: Any, parent: str = "") -> Iterator[tuple[str, Any]]:
         yield parent, tree
 
 
-def check_patterns(config: Config) -> Iterator[Refusal]:
-    for key, (pattern, problem, remedy) in PATTERNS.items():
-        if (value := value_of(config, key)) is not None and not re.fullmatch(pattern, value):
-            shown = value if len(value) <= 100 else f"{value[:20]}..."
-            yield f"{key}={shown}", problem, remedy
-
-
-def check_lists(config: Config) -> Iterator[Refusal]:
-    """Require plain lists, since OmegaConf takes a list in a list for a word."""
-    for key, item in KEYS.items():
-        if str(item.type).startswith(("list[str]", "list[Any]")):
-            value = value_of(config, key)
-            if any(each is None or isinstance(each, list | dict) for each in value or ()):
-                yield f"{key}={value}", "no list of words", "use one such as [a,b]"
-
-
 def choices_of_keys() -> dict[str, list[str]]:
     """Return what each key may be, registered names too.
 
@@ -119,7 +85,7 @@ def choices_of_keys() -> dict[str, list[str]]:
 
 
 def check_values(config: Config) -> Iterator[Refusal]:
-    """Require choices and bounds. The dtypes of a strategy follow those of the precision, which the user wrote."""
+    """Require what keys declare. The dtypes of a strategy follow those of the precision, which the user wrote."""
     choices = choices_of_keys()
     for key in sorted(KEYS, key=lambda key: key.startswith("strategy.")):
         for problem, remedy in _wrong_value(key, value_of(config, key), choices):
@@ -129,17 +95,24 @@ def check_values(config: Config) -> Iterator[Refusal]:
 def _wrong_value(
     key: str, value: Any, choices: Mapping[str, Sequence[str]]
 ) -> Iterator[tuple[str, str]]:
-    default, bounds = KEYS[key].default, KEYS[key].metadata
+    default, declared = KEYS[key].default, KEYS[key].metadata
     if value is None and (default is None or key not in choices):
         return  # optimizer.max_grad_norm may be null too, whose default is a number
     if key in choices and value not in choices[key]:
         yield "unknown word", suggest_word(key, value, choices[key])
-    if (least := bounds.get("least")) is not None and value < least:
+    if (least := declared.get("least")) is not None and value < least:
         yield "too small", f"use at least {least}"
-    if (above := bounds.get("above")) is not None and value <= above:
+    if (above := declared.get("above")) is not None and value <= above:
         yield "too small", f"use more than {above}"
-    if (most := bounds.get("most")) is not None and value > most:
+    if (most := declared.get("most")) is not None and value > most:
         yield "too large", f"use at most {most}"
+    pattern, *words = declared.get("like", [""])
+    if words and not re.fullmatch(pattern, str(value)):
+        yield words[0], words[1]
+    is_list = str(KEYS[key].type).startswith(("list[str]", "list[Any]"))
+    # OmegaConf takes a list in a list for a word.
+    if is_list and any(each is None or isinstance(each, list | dict) for each in value or ()):
+        yield "no list of words", "use one such as [a,b]"
 
 
 def check_shapes(config: Config) -> Iterator[Refusal]:

@@ -32,6 +32,15 @@ MANY, MOST_STEPS, MOST_NUMEL, YEAR_S = 10**6, 10**9, 1 << 31, 366 * 24 * 60 * 60
 REMOVED = (("model", "tied_rows"), ("train", "hash_steps"))
 DTYPES = ("float32", "bfloat16")
 TASKS = ("causal", "classification", "regression")
+# Names of folders and of objects in MLflow: without a path separator, and of a length that file systems accept.
+NAME = r"\w[\w .+-]{0,99}", "no name", "use letters, digits, spaces and . _ + -, at most 100 in all"
+# Slurm would refuse other names after the submission, or read another word.
+OF_SLURM = r"\w[\w.,+@:-]{0,199}", "no name that Slurm could have", "use the site's, or null"
+FEATURES = r"[\w(\[][\w.,+@:*&|()\[\]!-]{0,199}", *OF_SLURM[1:]  # man sbatch, --constraint
+# man tc, RATES
+SPEED = r"[1-9]\d{0,2}[mg]bit", "no speed", "use one such as 1gbit or 200mbit, or null"
+OUTPUTS = "use outputs=outputs, or use outputs=$HOME/... without quotes"
+FOLDER = r"(?!~)[^$]+", "empty, or with a ~ or $ that no shell has replaced", OUTPUTS
 TORCH_DDP = (
     "ddp",
     "zero1",
@@ -53,6 +62,11 @@ def number(
 ) -> Any:
     """Declare a number with its bounds: the least and the most it may be, or what it has to exceed."""
     return field(default=default, metadata={"least": least, "above": above, "most": most})
+
+
+def text(default: str | None, like: tuple[str, str, str]) -> Any:
+    """Declare a text: the pattern that all of it matches, what is wrong with any other, and what to do."""
+    return field(default=default, metadata={"like": like})
 
 
 def of_engine(stands_for: Any = None, *choices: str, **bounds: float) -> Any:
@@ -101,7 +115,7 @@ class LoraKeys:
 
 @dataclass
 class ModelConfig:
-    name: str = "small"
+    name: str = text("small", NAME)
     family: str = "llama"  # llama | gpt2 | mixtral | hf | mlp | moe, or a plugin's
     task: str = choice(*TASKS)
     num_labels: int | None = number(None, least=1, most=1 << 20)
@@ -121,7 +135,7 @@ class ModelConfig:
 
 @dataclass
 class DataConfig:
-    name: str = "offline"
+    name: str = text("offline", NAME)
     kind: str = "text"  # text | hf | synthetic, or a plugin's
     task: str = choice(*TASKS)
     seq_len: int = number(128, least=1, most=1 << 24)  # tokens per sample
@@ -157,7 +171,7 @@ class OuterKeys:
 
 @dataclass
 class StrategyConfig:
-    name: str = "zero3"  # ddp | zero1 | zero1_allreduce | zero2 | zero3, or a plugin's
+    name: str = text("zero3", NAME)  # ddp | zero1 | zero1_allreduce | zero2 | zero3, or a plugin's
     parameters: ParametersRow = field(default_factory=ParametersRow)
     gradients: Row = field(default_factory=Row)
     optimizer: OptimizerRow = field(default_factory=OptimizerRow)
@@ -209,12 +223,14 @@ class StrategyConfig:
 
 
 # What `of_engine` has declared, by name. Options of zeroexp/zero has the same choices and defaults.
-ENGINE_SETTINGS = {item.name: item.metadata for item in fields(StrategyConfig) if item.metadata}
+ENGINE_SETTINGS = {
+    item.name: item.metadata for item in fields(StrategyConfig) if "stands_for" in item.metadata
+}
 
 
 @dataclass
 class PrecisionConfig:
-    name: str = "fp32"  # fp32 | bf16 | bf16_master | fp16_master | paper16 | autocast
+    name: str = text("fp32", NAME)  # fp32 | bf16 | bf16_master | fp16_master | paper16 | autocast
     compute: str = choice(*DTYPES, "float16")  # dtype of parameters and activations
     reduce: str = choice(*DTYPES)  # dtype of gradients on the wire and of the reduced gradient
     master: str = choice(*DTYPES)  # dtype of the weights the optimizer updates
@@ -223,7 +239,7 @@ class PrecisionConfig:
 
 @dataclass
 class OptimizerConfig:
-    name: str = "adamw"  # adamw | sgd | muon, or a plugin's
+    name: str = text("adamw", NAME)  # adamw | sgd | muon, or a plugin's
     lr: float = number(1e-3, above=0)  # learning rate at its top
     betas: list[float] = field(default_factory=lambda: [0.9, 0.95])  # adamw, muon
     eps: float = number(1e-8, above=0)  # adamw, muon
@@ -283,10 +299,10 @@ class SlurmConfig:
     # points of one sweep that may run at once
     max_running: int | None = number(None, least=1, most=MANY)
     array: bool = False  # submit the points of one shape as one job array
-    partition: str | None = None
-    account: str | None = None
-    qos: str | None = None
-    constraint: str | None = None
+    partition: str | None = text(None, OF_SLURM)
+    account: str | None = text(None, OF_SLURM)
+    qos: str | None = text(None, OF_SLURM)
+    constraint: str | None = text(None, FEATURES)
     memory_gb: float | None = number(None, above=0, most=MANY)  # of one node
     # times that one job may start again from its checkpoint, for any reason
     max_requeues: int = number(10, least=1, most=MANY)
@@ -301,14 +317,14 @@ class SlurmConfig:
 
 @dataclass
 class ClusterConfig:
-    name: str = "local"
+    name: str = text("local", NAME)
     kind: str = choice("local", "slurm")
     device: str = choice("auto", "cpu", "cuda")
     threads_per_rank: int = number(1, least=1, most=1024)  # CPU threads of one rank
     world_sizes: list[int] = field(default_factory=lambda: [1, 2])  # what world_size=all means
     # local, as root: ranks are on so many nodes of this machine (None: 2), and this is what a node's link to the
     # others sends, as 1gbit or 200mbit
-    link: str | None = None
+    link: str | None = text(None, SPEED)
     nodes: int | None = number(None, least=2, most=64)
     # What a rank can compute; None: of the GPU's data sheet, or measured.
     peak_tflops: float | None = number(None, above=0)
@@ -359,10 +375,10 @@ class EventsConfig:
 
 @dataclass
 class TrackingConfig:
-    name: str = "mlflow"
+    name: str = text("mlflow", NAME)
     mlflow: bool = True
     uri: str | None = None  # None: MLFLOW_TRACKING_URI, else sqlite in outputs/mlflow.db
-    experiment: str = "zeroexp"
+    experiment: str = text("zeroexp", NAME)
     # seconds between samples of each node's CPU, memory, network; a sample takes milliseconds
     system_s: float | None = number(None, least=0.1)
 
@@ -371,7 +387,7 @@ class TrackingConfig:
 class StudyConfig:
     """A sweep that answers a question. A point runs only if it matches one of the `include` rows."""
 
-    name: str | None = None
+    name: str | None = text(None, NAME)
     question: str | None = None
     include: list[dict[str, list[Any]]] = field(default_factory=list[dict[str, list[Any]]])
     # relative bound on how far curves lie apart at any step
@@ -401,7 +417,7 @@ class Config:
     # runs of every point, in rounds: each point once, then each again
     repeats: int = number(1, least=1, most=100)
     resume: str | None = None  # latest, a run's folder, or one of its checkpoint/step-* folders
-    outputs: str = "outputs"  # root folder of all runs
+    outputs: str = text("outputs", FOLDER)  # root folder of all runs
     # Modules with code of your own, imported in the command and in every rank; see docs/extending.md.
     plugins: list[str] = field(default_factory=list[str])
 
@@ -415,7 +431,7 @@ def fields_of(schema: Any = Config, parent: str = "") -> Iterator[tuple[str, Fie
             yield from fields_of(hints[item.name], f"{parent}{item.name}.")
 
 
-# Every key that holds a value; its field's metadata are what `choice`, `number` and `of_engine` declare.
+# Every key that holds a value; its field's metadata are what `choice`, `number`, `text` and `of_engine` declare.
 KEYS = {key: item for key, item in fields_of() if not is_dataclass(item.default_factory)}
 
 
