@@ -13,7 +13,7 @@ from tests.run_folders import write_run
 from zeroexp.report.compare import conclude
 from zeroexp.report.page import render
 from zeroexp.report.results_table import render as table
-from zeroexp.report.statistics import judge_losses, loss_curves
+from zeroexp.report.statistics import losses_of
 
 MIB = 2**20
 
@@ -81,7 +81,7 @@ def test_another_study_claims_nothing(sweep: Path) -> None:
 
 
 def test_seldom_synchronised_replicas_are_in_no_verdict_of_equality(sweep: Path) -> None:
-    """Their loss stands beside that of a synchronous run at equal tokens; as far away, another one breaks the claim."""
+    """As far away, another one breaks the claim."""
     far = write_run(sweep / "far", "zero2", "buffer")
     shutil.copy(sweep / "ours/records.jsonl", far / "records.jsonl")
     lines = [json.loads(line) for line in (far / "records.jsonl").read_text().splitlines()]
@@ -97,17 +97,12 @@ def test_seldom_synchronised_replicas_are_in_no_verdict_of_equality(sweep: Path)
     assert losses.startswith("  2 loss curves agree") and losses.endswith(": holds")
     told = " ".join(table(given).split())
     assert (
-        "far is zero2 whose replicas meet every 5 steps, by design not equal to one process;"
+        "far is zero2 whose replicas meet every 5 steps, by design not equal to one process."
         in told
     )
-    assert "where ours had" in told and "(+25.0%)" in told
     page = render(given)
     assert "In no comparison, by design not equal: far." in page
-    both = judge_losses(
-        loss_curves(given), loss_curves(given, apart=True), bound=1e-5, must_fall=True
-    )
-    assert both.holds and both.reference == "ours"
-    assert (
-        "  far: in no verdict, by design not equal to one process; off by 2.5e-01"
-        in both.lines()[2]
-    )
+    both = losses_of(given)
+    assert both and both.holds and both.reference == "ours"
+    apart = "  far: in no verdict, by design not equal to one process; off by 2.5e-01"
+    assert both.lines()[1].startswith(apart)

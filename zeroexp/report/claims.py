@@ -34,11 +34,12 @@ class Claim:
         return f"{self.text}: {'holds' if self.holds else 'DOES NOT HOLD'}"
 
 
-def verdict_on(claims: Sequence[Claim]) -> str:
-    """Return one sentence about all of them."""
+def lines_of(claims: Sequence[Claim]) -> list[str]:
+    """Return one sentence about all of them, then each; nothing where nothing is claimed."""
     held = sum(claim.holds for claim in claims)
     proof = "" if held == len(claims) else ", so it is NOT proved"
-    return f"Verdict: {held} of {len(claims)} claims hold{proof}."
+    verdict = f"Verdict: {held} of {len(claims)} claims hold{proof}."
+    return [verdict, *(f"  {claim.line}" for claim in claims)] if claims else []
 
 
 def claims_of(points: Sequence[Point]) -> list[Claim]:
@@ -46,20 +47,16 @@ def claims_of(points: Sequence[Point]) -> list[Claim]:
     done = [point for point in points if point.summary]
     if not done or any(point.run.config.get(MUST_HOLD) != "true" for point in done):
         return []
+    losses = losses_of([point for point in done if point.outer_every is None])
+    # Of seldom synchronised replicas nothing is claimed.
+    claimed = [Claim(losses.lines()[0], losses.agree)] if losses and losses.bound else []
     return [
-        *_losses(done),
-        _of_all("bytes held", done, _held_error, lambda error, _: error == 0, "to the byte"),
-        _of_all("bytes sent", done, _sent_error, lambda error, _: error == 0, "to the byte"),
-        _of_all("operations", done, _calls_error, lambda error, _: error == 0, "to the call"),
-        _of_all("peaks", done, _peak_error, _is_near, "within 1 MiB or 0.1 % of a rehearsal"),
+        *claimed,
+        _of_all("bytes held", done, _held_error, "to the byte"),
+        _of_all("bytes sent", done, lambda s: s.plan_errors.get("sent"), "to the byte"),
+        _of_all("operations", done, _calls_error, "to the call"),
+        _of_all("peaks", done, _peak_error, "within 1 MiB or 0.1 % of a rehearsal", _near),
     ]
-
-
-def _losses(points: Sequence[Point]) -> list[Claim]:
-    verdict = losses_of([point for point in points if point.outer_every is None])
-    if verdict is None or verdict.bound is None:
-        return []  # all are seldom synchronised, of which nothing is claimed, or nothing is to agree
-    return [Claim(verdict.lines()[0], verdict.agree)]
 
 
 # What was measured less what was planned; None: one of them is unknown.
@@ -70,29 +67,23 @@ def _of_all(
     what: str,
     points: Sequence[Point],
     error_of: Error,
-    is_right: Callable[[float, RunSummary], bool],
     within: str,
+    allowed: Callable[[RunSummary], float] = lambda _: 0.0,
 ) -> Claim:
     """Return what holds of all points whose error is known, and which of them are wrong; of none it is not proved."""
-    pairs = [(point.name, point.summary) for point in points if point.summary]
-    errors = [(name, summary, error_of(summary)) for name, summary in pairs]
-    known = [(name, error, is_right(error, s)) for name, s, error in errors if error is not None]
-    wrong = [f"{name} {error:+,.0f}" for name, error, right in known if not right]
+    done = [(point.name, point.summary) for point in points if point.summary]
+    known = [(name, error, s) for name, s in done if (error := error_of(s)) is not None]
+    wrong = [f"{name} {error:+,.0f}" for name, error, s in known if abs(error) > allowed(s)]
     worst = max((abs(error) for _, error, _ in known), default=0)
     named = f" ({', '.join(wrong)})" if wrong else f" (worst {worst:,.0f})" if worst else ""
-    text = f"{what}: {len(known) - len(wrong)} of {len(known)} points as planned, {within}{named}"
-    if not known:
-        text = f"{what}: no point has something planned to compare with, {within}"
-    return Claim(text, bool(known) and not wrong)
+    held = f"{len(known) - len(wrong)} of {len(known)} points as planned"
+    text = held if known else "no point has something planned to compare with"
+    return Claim(f"{what}: {text}, {within}{named}", bool(known) and not wrong)
 
 
 def _held_error(summary: RunSummary) -> float | None:
     errors = [error for name, error in summary.plan_errors.items() if name != "sent"]
     return max(errors, key=abs) if errors else None
-
-
-def _sent_error(summary: RunSummary) -> float | None:
-    return summary.plan_errors.get("sent")
 
 
 def _calls_error(summary: RunSummary) -> float | None:
@@ -106,5 +97,5 @@ def _peak_error(summary: RunSummary) -> float | None:
     return None if planned is None or peak is None else peak.fullest - planned
 
 
-def _is_near(error: float, summary: RunSummary) -> bool:
-    return abs(error) <= max(PEAK_BYTES, PEAK_SHARE * summary.rehearsed["peak"])
+def _near(summary: RunSummary) -> float:
+    return max(PEAK_BYTES, PEAK_SHARE * summary.rehearsed["peak"])

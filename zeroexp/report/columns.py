@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from operator import attrgetter
+from functools import partial
 from typing import Any
 
 from zeroexp.config.keys import ConfigError
@@ -189,11 +189,13 @@ def _numbers(points: Sequence[Point]) -> list[Column]:
     ]
 
 
-def _number(key: str, path: str, *looks: Any) -> Column:
-    """Return the column of what lies at this path of the summary; times are medians over repeats."""
+def _number(
+    key: str, path: str, *looks: Any, of: Callable[[Point], Any] = lambda p: p.pooled.summary
+) -> Column:
+    """Return the column of what lies at this path of something of a point; times are medians over repeats."""
 
     def value(point: Point) -> Any:
-        found: Any = point.pooled.summary
+        found = of(point)
         for name in path.split("."):
             found = found.get(name) if isinstance(found, dict) else getattr(found, name, None)
         return found
@@ -268,28 +270,19 @@ def peak_name(summary: RunSummary) -> str:
 def _conclusion_columns(conclusions: Conclusions) -> list[Column]:
     """Return what was reached over seeds, then the step time over that of the reference."""
     qualities = {quality.name: quality for quality in conclusions.qualities}
-    compared = conclusions.comparisons
-
-    def of(found: Mapping[str, Any], key: str, attribute: str, *looks: Any) -> Column:
-        """Return the column of an attribute of what was found of each point, if anything was."""
-
-        def value(point: Point) -> Any:
-            number = attrgetter(attribute)(found[point.name]) if point.name in found else None
-            return None if number == "" else number
-
-        return Column(key, value, *looks)
-
+    reached = partial(_number, of=lambda p: qualities.get(p.name))
+    compared = partial(_number, of=lambda p: conclusions.comparisons.get(p.name))
     losses, verdict = (1, "losses"), (1, "verdict")
     return [
-        of(qualities, "quality_deviation", "deviation", "±", "over seeds", ".4f", *losses),
-        of(qualities, "quality_verdict", "verdict", "quality", "over seeds", "", *losses),
-        of(qualities, "num_seeds", "num_seeds", "seeds", "", "d", *losses),
-        of(compared, "ratio", "ratio", "ratio", "", ".2f", *verdict),
-        of(compared, "interval", "interval", "95 %", "", "", *verdict),
-        of(compared, "verdict", "verdict", "verdict", "", "", *verdict),
-        of(compared, "ratio_low", "low"),
-        of(compared, "ratio_high", "high"),
-        of(compared, "num_pairs", "num_pairs"),
+        reached("quality_deviation", "deviation", "±", "over seeds", ".4f", *losses),
+        reached("quality_verdict", "verdict", "quality", "over seeds", "", *losses),
+        reached("num_seeds", "num_seeds", "seeds", "", "d", *losses),
+        compared("ratio", "ratio", "ratio", "", ".2f", *verdict),
+        compared("interval", "interval", "95 %", "", "", *verdict),
+        compared("verdict", "verdict", "verdict", "", "", *verdict),
+        compared("ratio_low", "low"),
+        compared("ratio_high", "high"),
+        compared("num_pairs", "num_pairs"),
     ]
 
 
@@ -298,24 +291,21 @@ def _columns_for_programs(points: Sequence[Point]) -> list[Column]:
     summaries = [point.summary for point in points if point.summary]
     phases = dict.fromkeys(phase for s in summaries for phase in s.phase_seconds_median)
 
-    def of_interval(key: str, name: str) -> Column:
-        return Column(key, lambda p: getattr(step_time_interval(p), name, None))
-
-    def of_peak(key: str, value: Callable[[RunSummary], Any]) -> Column:
-        return Column(key, lambda p: value(p.summary) if p.summary else None)
+    def named_peak(point: Point) -> str | None:
+        return (point.summary and peak_name(point.summary)) or None
 
     return [
         Column("sweep", lambda p: p.run.sweep),
         Column("num_runs", lambda p: len(p.runs)),
         Column("status", lambda p: p.pooled.status),
         Column("reason", lambda p: p.pooled.reason),
-        of_interval("step_seconds_low", "low"),
-        of_interval("step_seconds_high", "high"),
-        of_interval("interval_over", "over"),
+        _number("step_seconds_low", "low", of=step_time_interval),
+        _number("step_seconds_high", "high", of=step_time_interval),
+        _number("interval_over", "over", of=step_time_interval),
         *(_number(f"{each}_phase_seconds", f"phase_seconds_median.{each}") for each in phases),
         _number("model_flops_per_second", "model_flops_per_second"),
-        of_peak("peak_flops_per_second", lambda s: peaks.get(peak_name(s))),
-        of_peak("peak_flops", lambda s: peak_name(s) or None),
+        Column("peak_flops_per_second", lambda p: peaks.get(named_peak(p) or "")),
+        Column("peak_flops", named_peak),
         _number("diverged_at", "diverged_at"),
         Column("doubt", why_doubtful),
         Column("drift", lambda p: " ".join(drift_lines([p])) or None),

@@ -16,7 +16,7 @@ from typing import Any
 
 from zeroexp.config.keys import ConfigError
 from zeroexp.measure.record import RunSummary
-from zeroexp.report.claims import Claim, claims_of, verdict_on
+from zeroexp.report.claims import claims_of, lines_of
 from zeroexp.report.measured_points import (
     OUTSIDE,
     Point,
@@ -293,14 +293,7 @@ class Conclusions:
     doubts: list[str]  # times that are in doubt
     broken: list[str]  # exact numbers that vary, and facts that a study wants equal and that differ
     qualities: list[Quality]  # of each point over seeds; empty where none has several
-    claims: list[Claim]  # of a study with plan_must_hold
-
-    @property
-    def claim_lines(self) -> list[str]:
-        """The verdict first; nothing where nothing is claimed."""
-        return (
-            [verdict_on(self.claims), *(f"  {c.line}" for c in self.claims)] if self.claims else []
-        )
+    claim_lines: list[str]  # of a study with plan_must_hold
 
     @property
     def verdicts(self) -> list[str]:
@@ -336,7 +329,7 @@ def conclude(points: Sequence[Point], reference: str | None = None) -> Conclusio
     claims = claims_of(points)
     broken += [claim.line for claim in claims if not claim.holds]
     qualities = _qualities(points, chosen)
-    return Conclusions(chosen, compared, _doubts(points), broken, qualities, claims)
+    return Conclusions(chosen, compared, _doubts(points), broken, qualities, lines_of(claims))
 
 
 def _qualities(points: Sequence[Point], reference: Point | None) -> list[Quality]:

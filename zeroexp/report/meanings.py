@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from itertools import accumulate
+from collections.abc import Callable, Sequence
 
 from zeroexp.config.engines import label_of
 from zeroexp.report.columns import Column, peak_flops_by_name
@@ -48,64 +47,47 @@ def meanings_of(points: Sequence[Point], columns: Sequence[Column]) -> list[str]
     names = [column.name for column in columns]
     return [
         *(text.format(**words) for name, text in MEANINGS.items() if name in names),
-        *_reasons_without_plan(points),
+        *_said_once(points, _why_no_plan, "No peak is planned of {who}: {what}."),
         *([DOUBT] if any(map(why_doubtful, points)) else []),
         *drift_lines(points),
-        *_engine_meanings(points),
-        *_dtype_meanings(points),
+        *_said_once(points, _settled, "{who} ran with {what}."),
+        *_said_once(points, _other_dtypes, "dtypes of {who}: {what} asked."),
         *_stage_meanings(points),
-        *_outer_meanings(points),
     ]
 
 
-def _reasons_without_plan(points: Sequence[Point]) -> Iterator[str]:
-    """Say why some points have no rehearsed peak, once for all of a reason."""
-    reasons: dict[str, list[str]] = {}
-    for point in points:
-        if point.summary and point.summary.not_rehearsed:
-            reasons.setdefault(point.summary.not_rehearsed, []).append(point.name)
-    for why, who in reasons.items():
-        yield f"No peak is planned of {', '.join(who)}: {why}."
+def _said_once(
+    points: Sequence[Point], text_of: Callable[[Point], tuple[str, str | None]], form: str
+) -> list[str]:
+    """Return a sentence for each text, once for all that it is said of."""
+    names: dict[str, dict[str, None]] = {}
+    for who, text in map(text_of, points):
+        if text:
+            names.setdefault(text, {})[who] = None
+    return [form.format(who=", ".join(who), what=text) for text, who in names.items()]
+
+
+def _why_no_plan(point: Point) -> tuple[str, str | None]:
+    return point.name, point.summary and point.summary.not_rehearsed
+
+
+def _settled(point: Point) -> tuple[str, str]:
+    """The engine's values of open settings."""
+    values = {k: v for k, v in point.run.engine.items() if v != "null" and k not in TOLD_APART}
+    return point.run.label, ", ".join(f"{key} {value}" for key, value in values.items())
+
+
+def _other_dtypes(point: Point) -> tuple[str, str | None]:
+    """What the run computed, kept or sent in another dtype than it was asked to."""
+    return point.run.label, point.run.engine.get(NOT_AS_ASKED)
 
 
 def _stage_meanings(points: Sequence[Point]) -> list[str]:
     """Return where an engine does something else than the name of its stage promises."""
-    runs = {point.run.label: point.run for point in points}
-    notes = [(name, label_of(run.implementation, run.strategy)) for name, run in runs.items()]
-    return [f"{name} is {note}." for name, note in notes if note]
-
-
-def _outer_meanings(points: Sequence[Point]) -> list[str]:
-    """Return the loss of seldom synchronised replicas beside a synchronous run's at equal tokens."""
-    lines: list[str] = []
-    for point in (point for point in points if point.outer_every and point.records):
-        run, loss = point.run, point.losses[-1]
-        tokens = sum(record.num_tokens for record in point.records)
-        words = f"{point.name} is {label_of(run.implementation, run.strategy, point.outer_every)}"
-        words += f"; loss {loss:.4f} after {tokens:,} tokens"
-        for other in (other for other in points if other.outer_every is None):
-            seen = accumulate(record.num_tokens for record in other.records)
-            at = dict(zip(seen, other.losses, strict=True)).get(tokens)
-            if at is not None:
-                words += f", where {other.name} had {at:.4f} ({loss / at - 1:+.1%})"
-                break
-        lines.append(f"{words}.")
-    return lines
-
-
-def _dtype_meanings(points: Sequence[Point]) -> list[str]:
-    """Return what runs computed, kept or sent in another dtype than they were asked to."""
-    runs = {point.run.label: point.run for point in points}
-    others = {name: run.engine.get(NOT_AS_ASKED) for name, run in runs.items()}
-    return [f"dtypes of {name}: {text} asked." for name, text in others.items() if text]
-
-
-def _engine_meanings(points: Sequence[Point]) -> list[str]:
-    """Return the engines' values of open settings, once for all runs with the same values."""
-    labels: dict[str, list[str]] = {}
-    for run in (point.run for point in points):
-        settings = {k: v for k, v in run.engine.items() if v != "null" and k not in TOLD_APART}
-        if settings:
-            text = ", ".join(f"{key} {value}" for key, value in settings.items())
-            labels.setdefault(text, []).append(run.label)
-    return [f"{', '.join(dict.fromkeys(who))} ran with {text}." for text, who in labels.items()]
+    notes = {
+        point.name if point.outer_every else point.run.label: label_of(
+            point.run.implementation, point.run.strategy, point.outer_every
+        )
+        for point in points
+    }
+    return [f"{name} is {note}." for name, note in notes.items() if note]

@@ -15,7 +15,7 @@ rounding. Their measure is the largest relative difference |loss − reference| 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from statistics import fmean, stdev
@@ -147,12 +147,12 @@ class Quality:
         """`3.2557 ± 0.0123 (4 seeds): equal within 0.4 %`."""
         spread = "" if self.deviation is None else f" ± {self.deviation:.4f}"
         seeds = f"{self.num_seeds} seed{'s' if self.num_seeds > 1 else ''}"
-        return f"{self.mean:.4f}{spread} ({seeds}){self.verdict and ': '}{self.verdict}"
+        return ": ".join(filter(None, [f"{self.mean:.4f}{spread} ({seeds})", self.verdict]))
 
     @property
-    def verdict(self) -> str:
+    def verdict(self) -> str | None:
         if self.low is None or self.high is None:
-            return ""
+            return None
         if self.low <= 0 <= self.high:
             return f"equal within {100 * max(abs(self.low), self.high):.2g} %"
         nearest = min(abs(self.low), abs(self.high))
@@ -190,24 +190,24 @@ def step_time_interval(point: Point) -> Interval | None:
     return None
 
 
-def is_spoilt(run: Run) -> bool:
-    """Whether others used so much of the machine that the run's times tell little."""
+def why_spoilt(run: Run) -> str | None:
+    """Say how much of the machine others used, where it was so much that the run's times tell little."""
     cores = float(run.environment.get("machine.num_cpus", math.inf))
-    return run.other_cores is not None and run.other_cores > SPOILT * cores
+    if run.other_cores is None or run.other_cores <= SPOILT * cores:
+        return None
+    return f"others used {run.other_cores:.1f} of {cores:.0f} cores"
 
 
 def in_doubt(points: Sequence[Point]) -> Iterator[Run]:
     """Yield the runs that others spoilt, and all runs of points whose time is in doubt for another reason."""
     for point in filter(why_doubtful, points):
-        yield from [*filter(is_spoilt, point.finished_runs)] or point.finished_runs
+        yield from [*filter(why_spoilt, point.finished_runs)] or point.finished_runs
 
 
 def why_doubtful(point: Point) -> str | None:
     """Say in words why the point's time is in doubt: others spoilt a run of it, or its runs or steps scatter."""
-    for run in point.finished_runs:
-        if is_spoilt(run):
-            cores = float(run.environment["machine.num_cpus"])
-            return f"others used {run.other_cores:.1f} of {cores:.0f} cores"
+    if spoilt := next(filter(None, map(why_spoilt, point.finished_runs)), None):
+        return spoilt
     seconds = sorted(point.seconds_by_round.values())
     if seconds and seconds[-1] > UNSTEADY * seconds[0]:
         low, high = 1e3 * seconds[0], 1e3 * seconds[-1]
@@ -225,7 +225,7 @@ def drift_lines(points: Sequence[Point]) -> list[str]:
         for point in points
         for run in point.finished_runs
         for what, how in (run.summary.drift if run.summary else {}).items()
-        if what != STEP_TIME or not is_spoilt(run)
+        if what != STEP_TIME or not why_spoilt(run)
     }
     return [f"Drift of {what} {how}." for what, how in found.items()]
 
@@ -337,43 +337,44 @@ class LossVerdict:
 
 def losses_of(points: Sequence[Point]) -> LossVerdict | None:
     """Judge the curves by the first point's study.loss_agreement and loss_must_fall; None where there is no curve."""
-    equal, apart = loss_curves(points), loss_curves(points, apart=True)
-    if not (equal or apart):
+    if not (recorded := in_order_of_losses(points)):
         return None
     study = points[0].run.config
     agreement, must_fall = study.get(AGREEMENT, "null"), study.get(MUST_FALL) == "true"
     bound = None if agreement == "null" else float(agreement)
-    return judge_losses(equal, apart, bound=bound, must_fall=must_fall)
+    curves = {point.name: point.losses for point in recorded}
+    apart = [point.name for point in recorded if point.outer_every]
+    return judge_losses(curves, apart, bound=bound, must_fall=must_fall)
 
 
 def judge_losses(
-    equal: Mapping[str, Sequence[float]],
-    apart: Mapping[str, Sequence[float]] | None = None,
+    curves: Mapping[str, Sequence[float]],
+    apart: Collection[str] = (),
     *,
     bound: float | None,
     must_fall: bool = False,
 ) -> LossVerdict:
     """Judge curves, one loss for each step by the name of its point, beside the first one.
 
-    apart: those that are by design not equal (strategy.outer), and no reference where there is another.
+    apart: those that are by design not equal (strategy.outer).
     """
-    curves = {**equal, **(apart or {})}
     reference, first = next(iter(curves.items()))
     judged = [
-        _judge_curve(name, curve, first, bound, is_apart=name not in equal)
+        _judge_curve(name, curve, first, bound, is_apart=name in apart)
         for name, curve in curves.items()
     ]
     return LossVerdict(reference, bound, must_fall, judged)
 
 
-def loss_curves(points: Sequence[Point], *, apart: bool = False) -> dict[str, Sequence[float]]:
-    """Return the curves in their order, last those with a loss that is no number: nothing is compared with one.
+def in_order_of_losses(points: Sequence[Point]) -> list[Point]:
+    """Return the points that recorded losses, in their order but for those that nothing is compared with.
 
-    apart: those of seldom synchronised replicas, which are compared with nothing, and not the others.
+    Behind the others stand those with a loss that is no number, and last seldom synchronised replicas.
     """
-    chosen = [point for point in points if (point.outer_every is not None) == apart]
-    curves = {point.name: point.losses for point in chosen if point.losses}
-    return dict(sorted(curves.items(), key=lambda item: not all(map(math.isfinite, item[1]))))
+    return sorted(
+        (point for point in points if point.losses),
+        key=lambda p: (p.outer_every is not None, not all(map(math.isfinite, p.losses))),
+    )
 
 
 def relative_distance(value: float, reference: float) -> float:

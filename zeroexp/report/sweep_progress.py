@@ -59,7 +59,6 @@ class Progress:
         self._live = self._stream.isatty()
         self._running: dict[int, _Point] = {}
         self._ended: list[str] = []  # status of every ended point
-        self._seconds: list[float] = []  # duration of every point that ran to its end
         self._num_lines = 0  # of the frame on the screen
         self._drawn = float("-inf")
 
@@ -92,7 +91,6 @@ class Progress:
         took, why = "", f": {reason}" if reason else ""
         if point is not None:
             name, seconds = point.name, self._clock() - point.started
-            self._seconds.append(seconds)
             took = f" in {duration(seconds)}"
         self._ended.append(status)
         self.note(f"[{number}/{self._num_points}] {name}: {status}{took}{why}")
@@ -135,24 +133,13 @@ class Progress:
         shown = [self._step_line(point, now) for point in running[:MAX_RUNNING_LINES]]
         if len(running) > MAX_RUNNING_LINES:
             shown.append(f"... and {len(running) - MAX_RUNNING_LINES} more running")
-        return [*shown, self._sweep_line(now)]
+        return [*shown, self._sweep_line()]
 
-    def _sweep_line(self, now: float) -> str:
+    def _sweep_line(self) -> str:
         counts = {status: self._ended.count(status) for status in dict.fromkeys(self._ended)}
         parts = [f"{len(self._ended)}/{self._num_points} points ended"]
         parts += [f"{count} {status}" for status, count in counts.items()]
-        if (eta := self._sweep_eta(now)) is not None:
-            parts.append(f"about {duration(eta)} left")
         return " | ".join(parts)
-
-    def _sweep_eta(self, now: float) -> float | None:
-        """Estimate the seconds left from the mean duration of ended points and the number of points that run now."""
-        if not self._seconds or len(self._ended) == self._num_points:
-            return None
-        mean = sum(self._seconds) / len(self._seconds)
-        num_waiting = self._num_points - len(self._ended) - len(self._running)
-        rest = sum(max(0.0, mean - (now - point.started)) for point in self._running.values())
-        return (num_waiting * mean + rest) / max(1, len(self._running))
 
     def _step_line(self, point: _Point, now: float) -> str:
         head = f"[{point.number}/{self._num_points}] {point.name}"

@@ -1,7 +1,7 @@
 """A chart as the page draws it: plotly's data and layout as plain dictionaries, beside a sentence that says the same.
 
-Charts have one of two forms: a row for each point, with bars that are stacked from parts and marks (`row_chart`), or
-lines and dots over two numbers (`line_chart`). What all of a form share is said once, in DEFAULTS, which plotly takes
+Charts have a row for each point, with bars that are stacked from parts and marks (`row_chart`), or lines and dots over
+two numbers. What all bars share is said once, in DEFAULTS, which plotly takes
 as the template of each. The colour INK is that of the text, which depends on the reader's theme. A chart's caption is
 all that readers have who see no picture. No file of the page imports plotly but `__init__.py`, which takes the
 library's JavaScript from it; `report/figure.py` draws the same charts on paper.
@@ -94,13 +94,6 @@ def row_chart(
     }
     height = max(SHORTEST, BESIDE + ROW * len(rows))
     return Chart(name, title, caption, [*bars, *marks], layout, height)
-
-
-def line_chart(
-    name: str, title: str, caption: str, data: Sequence[Trace], height: int = 380, **layout: Any
-) -> Chart:
-    """Return lines and dots over two numbers."""
-    return Chart(name, title, caption, list(data), {"hovermode": "closest", **layout}, height)
 
 
 def axis_of(title: str, **more: Any) -> dict[str, Any]:

@@ -7,18 +7,20 @@ from collections.abc import Sequence
 from typing import Any
 
 from zeroexp.report.measured_points import Point
-from zeroexp.report.page.chart import MANY, Chart, Trace, axis_of, line_chart, line_style, scatter
-from zeroexp.report.statistics import loss_curves, losses_of, relative_distance
+from zeroexp.report.page.chart import MANY, Chart, Trace, axis_of, line_style, scatter
+from zeroexp.report.statistics import in_order_of_losses, losses_of, relative_distance
 
 WIDEST, THIN, MOST_STRIPES = 10.0, 1.5, 12
 BELOW = "The lower half shows each step's distance; equal losses leave a gap."
 
 
 def loss_chart(points: Sequence[Point]) -> Chart:
-    curves, apart = loss_curves(points), loss_curves(points, apart=True)
     verdict = losses_of(points)
     if verdict is None:
         return Chart("losses", "Loss curves", "No point recorded a step.")
+    lines = {point.name: point.losses for point in in_order_of_losses(points)}
+    apart = [curve.point for curve in verdict.curves if curve.is_apart]
+    curves = {name: line for name, line in lines.items() if name not in apart}
     reference = next(iter(curves.values()), ())
     # A logarithm has no zero.
     away = [
@@ -30,7 +32,7 @@ def loss_chart(points: Sequence[Point]) -> Chart:
     stripe = (WIDEST - THIN) / max(1, min(len(curves), MOST_STRIPES) - 1)
     data = [
         _line(name, curve, index, width=max(THIN, WIDEST - index * stripe))
-        for index, (name, curve) in enumerate({**curves, **apart}.items())
+        for index, (name, curve) in enumerate(lines.items())
     ]
     layout: dict[str, Any] = {"xaxis": axis_of("step"), "yaxis": axis_of("loss")}
     caption, height = "One curve has nothing to be compared with.", 380
@@ -47,8 +49,8 @@ def loss_chart(points: Sequence[Point]) -> Chart:
         layout["yaxis2"] = axis_of("relative distance", domain=[0, 0.32], **powers)
     if apart:
         caption = f"{caption} In no comparison, by design not equal: {', '.join(apart)}."
-    named = len(curves) + len(apart) <= MANY
-    return line_chart("losses", "Loss curves", caption, data, height, showlegend=named, **layout)
+    layout["showlegend"] = len(lines) <= MANY
+    return Chart("losses", "Loss curves", caption, data, layout, height)
 
 
 def _decades(distances: Sequence[float]) -> dict[str, object]:

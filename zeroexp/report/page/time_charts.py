@@ -15,7 +15,6 @@ from zeroexp.report.page.chart import (
     Chart,
     Trace,
     axis_of,
-    line_chart,
     line_style,
     row_chart,
     row_marks,
@@ -25,9 +24,6 @@ from zeroexp.report.palette import GREEN, GREY, NAVY, RED, SYMBOLS, part_colour
 from zeroexp.report.statistics import Comparison, Verdict, step_time_interval
 
 # ---- where the time of a step goes, by phase, with the interval of the whole step
-
-GOES_ON = "An interval without an end in the chart goes on beyond it; the table has its end."
-LONGEST = 1.8  # times the slowest median: a longer axis would leave bars too short to read
 
 
 def step_time_chart(points: Sequence[Point]) -> Chart:
@@ -40,9 +36,6 @@ def step_time_chart(points: Sequence[Point]) -> Chart:
         for point in points
         if point.name in done and (interval := step_time_interval(point))
     }
-    longest = LONGEST * max(medians.values(), default=1.0)
-    highs = [*medians.values(), *(high for _, high in ends.values())]
-    reach = min(longest, 1.04 * max(highs, default=1.0))
     caption = (
         "Medians of rank 0 over the measured steps. Backward includes whatever communication runs beside it or is "
         "waited for in it; what follows is clipping, the optimizer, and what publishes its weights. The line is the "
@@ -52,8 +45,8 @@ def step_time_chart(points: Sequence[Point]) -> Chart:
     return row_chart(
         "times",
         "Time of a step",
-        f"{caption} {GOES_ON}" if reach == longest else caption,
-        axis=axis_of("ms per step", rangemode="tozero", range=[0, reach]),
+        caption,
+        axis="ms per step",
         numbers={row: s.phase_seconds_median for row, s in done.items()},
         scale=1e3,
         colours={phase: part_colour(phase, index) for index, phase in enumerate(phases)},
@@ -155,7 +148,9 @@ def verdict_chart(conclusions: Conclusions) -> Chart:
     ends = [end for c in compared.values() for end in (c.low or c.ratio, c.high or c.ratio)]
     reach = min(WIDEST, 1.1 * max(max(end, 1 / end) for end in [*ends, 1.2]))
     if max(*ends, 1 / min(ends)) > reach:
-        caption += f" {GOES_ON}"
+        caption += (
+            " An interval without an end in the chart goes on beyond it; the table has its end."
+        )
     ticks = TICKS[reach > CLOSE]
     scale = {"type": "log", "range": [-log10(reach), log10(reach)]}
     names = {"tickvals": ticks, "ticktext": [f"{tick:g}" for tick in ticks]}
@@ -184,8 +179,7 @@ def _verdict_marks(compared: Mapping[str, Comparison], verdict: Verdict) -> Trac
         symbol,
         colour,
         {name: (c.low or c.ratio, c.high or c.ratio) for name, c in mine.items()},
-        marker={"symbol": symbol, "size": 11, "color": colour, "line": {"width": 1.5}},
-        **{"text": [c.text for c in mine.values()]},
+        text=[c.text for c in mine.values()],
         hovertemplate="%{y}: %{text}<extra></extra>",
     )
 
@@ -211,16 +205,18 @@ def scaling_chart(points: Sequence[Point]) -> Chart:
         lines.append(scatter(name, list(curve), list(curve.values()), "lines+markers", **style))
     grey = {"color": "#888", "dash": "dash", "width": 2}
     ideal = [per_rank * size for size in sizes]
-    return line_chart(
+    return Chart(
         "scaling",
         title,
         "Tokens per second of all ranks; the grey line is the fastest start times the number of ranks. "
         f"Of its own ideal reaches, by ranks: {'; '.join(map(_efficiency, curves, curves.values()))}.",
         [*lines, scatter("ideal", sizes, ideal, "lines", line=grey, **shown)],
-        height=440,
-        xaxis=axis_of("ranks", type="log", tickvals=sizes, ticktext=sizes),
-        yaxis=axis_of("tokens/s of all ranks", rangemode="tozero"),
-        hovermode="x unified",
+        {
+            "xaxis": axis_of("ranks", type="log", tickvals=sizes, ticktext=sizes),
+            "yaxis": axis_of("tokens/s of all ranks", rangemode="tozero"),
+            "hovermode": "x unified",
+        },
+        440,
     )
 
 
