@@ -11,8 +11,8 @@ from tests.report.made import change, edit, points, repeats
 from tests.run_folders import write_run
 from zeroexp.report.compare import (
     conclude,
-    describe_moved,
     differences,
+    lines_of_moved,
     lines_of_unequal_facts,
     points_that_moved,
 )
@@ -138,7 +138,7 @@ def test_who_got_faster_is_said_and_who_did_not(sweeps: Path) -> None:
     pairs, alone = points_that_moved(points(sweeps / "before"), points(sweeps / "after"))
     assert {one.name: one.has_moved for one in pairs} == {"ddp": False, "zero3": True}
     assert alone == ["  only after: zero2"]
-    head, first, *_ = describe_moved(pairs, alone)
+    head, first, *_ = lines_of_moved(pairs, alone)
     assert head == "1 of 2 points moved (after over before):"
     assert first == "  zero3: step 0.75 [0.75, 0.75]: faster"
 

@@ -103,13 +103,6 @@ def test_of_many_sweeps_without_a_difference_few_claim_one(num_runs: int) -> Non
     assert wrong < 14
 
 
-def test_a_real_difference_is_found() -> None:
-    draw = random.Random(3)
-    for _ in range(40):
-        pairs = [math.exp(draw.gauss(math.log(0.8), 0.02)) for _ in range(5)]
-        assert against_one(*pairs, num_comparisons=9).verdict is Verdict.FASTER
-
-
 def test_the_interval_is_over_runs_once_there_are_three(tmp_path) -> None:
     timed(tmp_path / "1", a=0.20)
     timed(tmp_path / "2", a=0.20, b=0.21)

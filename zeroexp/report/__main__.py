@@ -28,7 +28,7 @@ from zeroexp.report.columns import (
     exported_columns,
     printed_columns,
 )
-from zeroexp.report.compare import Conclusions, conclude, describe_moved, points_that_moved
+from zeroexp.report.compare import Conclusions, conclude, lines_of_moved, points_that_moved
 from zeroexp.report.measured_points import Point, points_of
 from zeroexp.report.reading import read_runs
 from zeroexp.report.results_table import print_lines, print_table
@@ -63,15 +63,9 @@ def _report(arguments: argparse.Namespace) -> int:
         print(f"zeroexp: {line}", file=sys.stderr)
     sweeps = [points_of(runs) for runs, _ in read]
     points = sweeps[0] if len(sweeps) == 1 else points_of([run for runs, _ in read for run in runs])
-    shows_tables = all(getattr(arguments, option) != STANDARD_OUTPUT for option in TEXTS)
-    if shows_tables:
-        _show_tables(folders, sweeps)
     conclusions = conclude(points, arguments.reference)
-    if shows_tables:
-        print_lines(
-            [*conclusions.verdicts, *conclusions.doubts] if len(sweeps) == 1 else _moved(sweeps)
-        )
-        print_lines(conclusions.claim_lines)
+    if all(getattr(arguments, option) != STANDARD_OUTPUT for option in TEXTS):
+        _show(folders, sweeps, conclusions)
     for line in conclusions.broken:
         print(f"zeroexp: {line}", file=sys.stderr)
     _write(arguments, points, problems, conclusions)
@@ -87,16 +81,19 @@ def _refuse_crowded_output(arguments: argparse.Namespace) -> None:
         raise ConfigError("--html -: a page is a file; name one, as --html report.html")
 
 
-def _show_tables(folders: Sequence[Path], sweeps: Sequence[Sequence[Point]]) -> None:
+def _show(
+    folders: Sequence[Path], sweeps: Sequence[Sequence[Point]], conclusions: Conclusions
+) -> None:
+    """Print the tables, then what is concluded of one sweep, or which points moved between two."""
     for folder, points in zip(folders, sweeps, strict=True):
         print(f"{folder}\n")
         print_table(points)
         print()
-
-
-def _moved(sweeps: Sequence[Sequence[Point]]) -> list[str]:
-    """Say which points moved from the first of two sweeps to the second."""
-    return describe_moved(*points_that_moved(*sweeps)) if len(sweeps) == 2 else []
+    if len(sweeps) == 1:
+        print_lines([*conclusions.verdicts, *conclusions.doubts])
+    elif len(sweeps) == 2:
+        print_lines(lines_of_moved(*points_that_moved(*sweeps)))
+    print_lines(conclusions.claim_lines)
 
 
 def _write(

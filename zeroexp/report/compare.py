@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from zeroexp.config.keys import ConfigError
-from zeroexp.measure.record import RunSummary
 from zeroexp.report.claims import claims_of, lines_of
 from zeroexp.report.measured_points import (
     OUTSIDE,
@@ -157,6 +156,10 @@ class Moved:
         verdict = self.comparison and self.comparison.verdict
         return bool(self.changes) or verdict in (Verdict.FASTER, Verdict.SLOWER)
 
+    @property
+    def time(self) -> str:
+        return self.comparison.text if self.comparison else "no time to compare"
+
 
 def points_that_moved(
     before: Sequence[Point], after: Sequence[Point]
@@ -177,22 +180,20 @@ def points_that_moved(
     return pairs, alone
 
 
-def describe_moved(pairs: Sequence[Moved], alone: Sequence[str]) -> list[str]:
+def lines_of_moved(pairs: Sequence[Moved], alone: Sequence[str]) -> list[str]:
     """Return the moved points first, then how many did not move, then what has no partner."""
     movers = [one for one in pairs if one.has_moved]
     still = [one for one in pairs if not one.has_moved]
     lines = [f"{len(movers)} of {len(pairs)} points moved (after over before):"]
     for one in movers:
         shown, hidden = one.changes[:MOST_CHANGES], len(one.changes) - MOST_CHANGES
-        time = one.comparison.text if one.comparison else "no time to compare"
-        lines.append(f"  {one.name}: step {time}")
+        lines.append(f"  {one.name}: step {one.time}")
         lines += [f"    {change}" for change in shown]
         lines += [f"    and {hidden} more"] if hidden > 0 else []
     if still:
         number = "1 point has" if len(still) == 1 else f"{len(still)} points have"
         lines.append(f"{number} equal bytes, counts and losses; of the step time:")
-    texts = {one.name: one.comparison.text if one.comparison else "unknown" for one in still}
-    return [*lines, *_aligned(texts), *alone]
+    return [*lines, *_aligned({one.name: one.time for one in still}), *alone]
 
 
 def _aligned(texts: Mapping[str, str]) -> list[str]:
@@ -265,8 +266,8 @@ def lines_of_unequal_facts(points: Sequence[Point], must_equal: Iterable[str]) -
 def describe_values(values: Mapping[str, Sequence[str]]) -> str:
     """Say which points have which value; the value of most points comes first and names nobody."""
     most, *rest = sorted(values.items(), key=lambda item: -len(item[1]))
-    others = [f"{value} in {', '.join(names)}" for value, names in rest]
-    return f"{most[0]}, but {'; '.join(others)}"
+    others = "; ".join(f"{value} in {', '.join(names)}" for value, names in rest)
+    return f"{most[0]}, but {others}" if others else most[0]
 
 
 def _differing_facts(points: Sequence[Point]) -> dict[str, dict[str, list[str]]]:
@@ -337,12 +338,15 @@ def _qualities(points: Sequence[Point], reference: Point | None) -> list[Quality
     seeds = {point.name: point.by_seed for point in points if point.by_seed}
     if reference is None or all(len(each) < 2 for each in seeds.values()):
         return []
-    metric, values = next(
-        (metric, values)
+    metric, key = next(
+        (metric, key)
         for metric, key in METRICS.items()
-        for values in [{name: _by_seed(each, key) for name, each in seeds.items()}]
-        if None not in {value for each in values.values() for value in each.values()}
+        if all(getattr(s, key) is not None for each in seeds.values() for s in each.values())
     )
+    values = {
+        name: {seed: getattr(summary, key) for seed, summary in sorted(each.items())}
+        for name, each in seeds.items()
+    }
     mine = values[reference.name]
     return [
         compare_quality(
@@ -350,10 +354,6 @@ def _qualities(points: Sequence[Point], reference: Point | None) -> list[Quality
         )
         for name, each in values.items()
     ]
-
-
-def _by_seed(summaries: Mapping[int, RunSummary], key: str) -> dict[int, Any]:
-    return {seed: getattr(summary, key) for seed, summary in sorted(summaries.items())}
 
 
 def _doubts(points: Sequence[Point]) -> list[str]:

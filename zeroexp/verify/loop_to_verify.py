@@ -119,9 +119,8 @@ def _refuse_what_differs_by_itself(loop: Loop) -> None:
         raise NoLoop(
             "Loop(batch=...): equal generators give different microbatches; draw from the generator alone"
         )
-    made: Any = loop.optimizer(model)
-    optimizers = made if isinstance(made, list | tuple) else [made]
-    for each in optimizers or [made]:
+    optimizers: Sequence[Any] = optimizers_of(loop, model)
+    for each in optimizers or [optimizers]:
         if not isinstance(each, Optimizer):
             problem = f"returns {type(each).__name__}; return one torch.optim.Optimizer, or a list"
             raise NoLoop(f"Loop(optimizer=...): {problem}")
@@ -133,8 +132,8 @@ def _refuse_what_differs_by_itself(loop: Loop) -> None:
 
 def optimizers_of(loop: Loop, model: nn.Module) -> Sequence[Optimizer]:
     """Return what steps the plain model, one after the other."""
-    made = loop.optimizer(model)
-    return [made] if isinstance(made, Optimizer) else made
+    made: Any = loop.optimizer(model)
+    return made if isinstance(made, list | tuple) else [made]
 
 
 def _value(result: Any) -> float:

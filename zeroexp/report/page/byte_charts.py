@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from zeroexp.measure.record import CAUSES, Peak, RunSummary, kinds_in
 from zeroexp.report.columns import MIB
+from zeroexp.report.compare import describe_values
 from zeroexp.report.measured_points import MOMENT, Point
 from zeroexp.report.page.chart import INK, Chart, Trace, row_chart, row_marks
 from zeroexp.report.palette import CAUSE_COLOURS, KIND_LOOKS, RED, part_colour
@@ -75,10 +76,7 @@ def _where_peaks_come(peaks: Mapping[str, Peak]) -> str:
     moments: dict[str, list[str]] = {}
     for name, peak in peaks.items():
         moments.setdefault(where_peak_comes(peak), []).append(name)
-    most, *rest = sorted(moments.items(), key=lambda item: -len(item[1])) or [("", [])]
-    others = [f"{', '.join(names)} {where}" for where, names in rest]
-    first = f"{'Most peaks come' if rest else 'It comes'} {most[0]}"
-    return f"{'; '.join([first, *others])}."
+    return f"It comes {describe_values(moments)}." if moments else ""
 
 
 def where_peak_comes(peak: Peak) -> str:
