@@ -22,7 +22,7 @@ RAISED = (ArithmeticError, AssertionError, AttributeError, LookupError, RuntimeE
 RAISED = (*RAISED, TypeError, ValueError)
 
 # Checked models are remembered, since a sweep has many points and few models.
-_num_blocks_of: list[tuple[tuple[ModelConfig, int | None, str], int]] = []
+_num_blocks_of: dict[str, int] = {}
 
 
 def check_model(config: Config) -> None:
@@ -32,10 +32,9 @@ def check_model(config: Config) -> None:
     """
     operators_of(config.train.recompute_except)
     checked = (config.model, vocabulary_of_data(config), config.precision.compute)
-    known = [count for key, count in _num_blocks_of if key == checked]
-    num_blocks = known[0] if known else _check(*checked, config.cluster.kind)
-    if not known:
-        _num_blocks_of.append((checked, num_blocks))
+    if (key := repr(checked)) not in _num_blocks_of:
+        _num_blocks_of[key] = _check(*checked, config.cluster.kind)
+    num_blocks = _num_blocks_of[key]
     if (every := config.train.recompute_every or 1) > num_blocks:
         problem = f"none of its {num_blocks} blocks would be recomputed"
         raise ConfigError(f"train.recompute_every={every}: {problem}; use at most {num_blocks}")

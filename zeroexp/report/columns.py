@@ -6,10 +6,11 @@ import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import chain
 from typing import Any
 
 from zeroexp.config.keys import ConfigError
-from zeroexp.measure.record import STEP_SECONDS, RunSummary
+from zeroexp.measure.record import KINDS, OUTER, STEP_SECONDS, RunSummary
 from zeroexp.report.compare import Conclusions
 from zeroexp.report.measured_points import Point, distinguishing_keys
 from zeroexp.report.statistics import drift_lines, step_time_interval, why_doubtful
@@ -18,6 +19,7 @@ MIB = 2**20
 SKEW = 1.02  # smaller differences between ranks are not shown
 ABSENT = "–"
 LONGEST = 24  # characters of a setting; the end of a path says more than its beginning
+SHORT = {"parameters": "params", "gradients": "grads"}
 FOR_READERS = ("interval", "predicted", "outcome")  # programs have their parts
 # What a printed page has room for: parts and single columns, in this order.
 PRINTED = ("memory", "traffic", "step_seconds", "verdict", "tokens_per_second", "losses")
@@ -163,13 +165,10 @@ def _numbers(points: Sequence[Point]) -> list[Column]:
         _step("step_seconds_p95", "step_seconds_p95", "ms p95"),
         _number("tokens_per_second", "tokens_per_second", "tokens/s", "all ranks", ",.0f", *times),
         Column("mfu", lambda p: utilisation(p, peaks), "MFU", "%", ".1f", 100, "times"),
-        *_spread("parameters_bytes", "memory.by_kind.parameters", "params"),
-        *_spread("gradients_bytes", "memory.by_kind.gradients", "grads"),
-        *_spread("optimizer_bytes", "memory.by_kind.optimizer", "optimizer"),
-        *_spread("master_bytes", "memory.by_kind.master", "master"),
-        *_spread("secondary_bytes", "memory.by_kind.secondary", "secondary"),
-        *_spread("buffers_bytes", "memory.by_kind.buffers", "buffers"),
-        *_spread("outer_bytes", "memory.by_kind.outer", "outer"),
+        *chain.from_iterable(
+            _spread(f"{kind}_bytes", f"memory.by_kind.{kind}", SHORT.get(kind, kind))
+            for kind in (*KINDS, OUTER)
+        ),
         *_spread("total_bytes", "memory.total", "total"),
         *_spread("peak_bytes", "memory.peak", "peak", bool),  # unknown without a compiler: –
         _number("planned_peak_bytes", "rehearsed.peak", "planned", "peak", *plan),

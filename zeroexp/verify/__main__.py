@@ -141,12 +141,11 @@ def _conclusion(verdicts: list[Verdict]) -> list[str]:
     found = [each.difference for each in verdicts if each.difference]
     if found:
         size = f"{found[0].distance:.2g} of it, where rounding explains {found[0].bound:.2g}"
-        clearest: dict[
-            str, str
-        ] = {}  # what may be ranks or microbatches is one of them in another world
-        for each in found:
-            known = clearest.setdefault(each.cause.kind, each.cause.text)
-            clearest[each.cause.kind] = min(known, each.cause.text, key=len)
+        clearest: dict[str, str] = {}
+        for cause in (each.cause for each in found):
+            # What may be ranks or microbatches is one of them in another world.
+            known = clearest.get(cause.kind, cause.text)
+            clearest[cause.kind] = min(known, cause.text, key=len)
         told = [f"{kind}: {text}" for kind, text in clearest.items()]
         return [*notes, f"  the first is off by {size}", *told]
     rounding = max(each.rounding for each in verdicts)
