@@ -179,7 +179,7 @@ def _verdict_marks(compared: Mapping[str, Comparison], verdict: Verdict) -> Trac
         symbol,
         colour,
         {name: (c.low or c.ratio, c.high or c.ratio) for name, c in mine.items()},
-        text=[c.text for c in mine.values()],
+        **{"text": [c.text for c in mine.values()]},
         hovertemplate="%{y}: %{text}<extra></extra>",
     )
 
