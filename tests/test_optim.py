@@ -10,7 +10,8 @@ import torch
 from torch import nn
 
 from zeroexp.config.keys import ConfigError, OptimizerConfig
-from zeroexp.config.optimizer import learning_rate, optimizer_factory, parameter_groups
+from zeroexp.config.optimizer import optimizer_factory, parameter_groups
+from zeroexp.training.learning_rate import learning_rate
 
 CONFIG = OptimizerConfig(weight_decay=0.1)
 

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from tests.run_folders import write_run
-from zeroexp.tracking import entries, labels, views
+from zeroexp.tracking import labels, mlflow_metrics, views
 from zeroexp.tracking.files import read_timed_records
 from zeroexp.tracking.run import read_run
 
@@ -41,11 +41,11 @@ def test_a_view_reads_what_runs_really_have(view: views.View, tmp_path: Path) ->
     run = read_run(write_run(tmp_path / "compare" / "run"))
     assert run.summary is not None
     summary = replace(run.summary, rehearsed={"peak": 1.0})
-    logged = {e.key for e in entries.summary_entries(1.0, summary)} | set(
+    logged = {e.key for e in mlflow_metrics.summary_entries(1.0, summary)} | set(
         labels.run_tags(run, "done")
     )
     (at, record), *_ = read_timed_records(run.folder)
-    logged |= {e.key for e in entries.step_entries(at, record)}
+    logged |= {e.key for e in mlflow_metrics.step_entries(at, record)}
     assert shown(state_of(view.envelope(now=1.0))) <= logged
 
 
@@ -93,6 +93,6 @@ def test_only_the_newest_sweeps_keep_their_views() -> None:
 
 def test_a_view_names_the_section_of_every_metric() -> None:
     """MLflow unfolds the charts of a section that a view does not name, beside the view's own."""
-    source = Path(entries.__file__).read_text(encoding="utf-8")
+    source = Path(mlflow_metrics.__file__).read_text(encoding="utf-8")
     sections = set(re.findall(r'"([a-z]+)/', source))
     assert {"memory", "time", "verb"} <= sections <= set(views.SECTIONS)

@@ -30,9 +30,9 @@ from multiprocessing.connection import Connection, Pipe, wait
 from pathlib import Path
 from typing import Any
 
-from zeroexp.process.imports import importing
+from zeroexp.process.cheap_imports import importing_cheaply
 
-with importing():
+with importing_cheaply():
     import torch
 
 from zeroexp.cluster import link
@@ -255,7 +255,7 @@ def main() -> None:
     warnings.filterwarnings("ignore", ".*multi-threaded, use of fork", DeprecationWarning)
     control = Connection(int(sys.argv[1]))
     module_name, _, function = sys.argv[2].partition(":")
-    with importing():
+    with importing_cheaply():
         module = importlib.import_module(module_name)
     serve(control, module, getattr(module, function))
 

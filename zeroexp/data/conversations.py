@@ -23,8 +23,8 @@ from zeroexp.data.table_rows import COMPLETION, PROMPT
 Document = tuple[list[int], int]  # tokens, and how many of the first ones do not count
 
 
-class Conversations:
-    """Reads batches of a table with the column `column`, or with PROMPT and COMPLETION where that is None."""
+class ConversationEncoder:
+    """Makes documents of tokens of a table's column `column`, or of PROMPT and COMPLETION where that is None."""
 
     def __init__(self, words: TokenizerChoice, tokenizer: Tokenizer, column: str | None) -> None:
         self._words, self._tokenizer, self._column = words, tokenizer, column

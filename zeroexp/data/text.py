@@ -104,10 +104,10 @@ class _Packer:
         self.conversations: Any = None
         if MESSAGES in columns or self.masks or not holds_texts(table, self.column):
             # transformers takes two seconds to import.
-            from zeroexp.data.conversations import Conversations
+            from zeroexp.data.conversations import ConversationEncoder
 
             column = None if self.masks else MESSAGES if MESSAGES in columns else self.column
-            self.conversations = Conversations(words, tokenizer, column)
+            self.conversations = ConversationEncoder(words, tokenizer, column)
         self.rest: list[int] = []
         self.rest_counts: list[bool] = []
 

@@ -31,7 +31,7 @@ from torch.optim import Optimizer
 
 from zeroexp.config.deepspeed_settings import LABELS, SETTINGS, bucket_numel
 from zeroexp.config.keys import Config, UndefinedCombination
-from zeroexp.engines.flat_parts import FlatParts, OneNumberEach, Part
+from zeroexp.engines.per_parameter_optimizer import OneNumberEach, Part, PerParameterOptimizer
 from zeroexp.interface.canonical import moments_of
 from zeroexp.interface.elementwise import make_optimizer, refuse_unless_elementwise
 from zeroexp.interface.held_pieces import HeldPiece
@@ -103,7 +103,9 @@ class DeepSpeed:
         self.model: nn.Module = self._engine
         self.settings = {"engine": LABELS[f"zero{stage}"], "transport": world.backend}
         parts = _parts_of_zero3 if stage == 3 else _parts_of_groups
-        self._parts = FlatParts(self.optimizer, [*parts(self._inner, self._named, world.rank)])
+        self._parts = PerParameterOptimizer(
+            self.optimizer, [*parts(self._inner, self._named, world.rank)]
+        )
         _put_in(self._parts.parts, unrounded)
         self._has_gradients = False
         optimizer: Any = self._parts  # all that is read of it

@@ -17,11 +17,12 @@ from torch.optim import Optimizer
 
 from zeroexp.checkpoint.manifest import CheckpointError
 from zeroexp.config.keys import Config
-from zeroexp.config.optimizer import learning_rate, optimizer_factory, parameter_groups
+from zeroexp.config.optimizer import optimizer_factory, parameter_groups
 from zeroexp.foreign.found import Found, Place
 from zeroexp.interface.buffers import persistent_buffers
 from zeroexp.interface.canonical import BUFFER, WEIGHT, moments_of
 from zeroexp.models.module import BuiltModel
+from zeroexp.training.learning_rate import learning_rate
 
 STEP = "step"
 # torchtitan's names of a llama, and those of transformers.

@@ -32,7 +32,7 @@ from zeroexp.config import plugins
 from zeroexp.config.keys import ConfigError
 from zeroexp.plan.composed_points import ComposedPoints
 from zeroexp.process import locks, safe_output, signals
-from zeroexp.process.imports import importing
+from zeroexp.process.cheap_imports import importing_cheaply
 
 ADVISE, REHEARSE = "--advise", "--rehearse"
 # Flags -> the function of zeroexp.plan that answers; torch takes a second to import, and a refusal needs none.
@@ -97,7 +97,7 @@ def composed_points(words: Sequence[str]) -> ComposedPoints:
 
 def _answer_of(points: ComposedPoints, form: str, *, rehearses: bool) -> str:
     module, _, name = FORMS[form].partition(":")
-    with importing():
+    with importing_cheaply():
         from zeroexp.plan.plan_points import Plans
 
         answer = getattr(importlib.import_module(f"zeroexp.plan.{module}"), name)

@@ -58,7 +58,7 @@ from zeroexp.plan.outcome import plan_beside
 from zeroexp.plan.peak import rehearsed_beside
 from zeroexp.process import progress
 from zeroexp.process import world as worlds
-from zeroexp.process.imports import importing
+from zeroexp.process.cheap_imports import importing_cheaply
 from zeroexp.process.world import World
 from zeroexp.tracking import attempt, failure
 from zeroexp.tracking.files import (
@@ -90,7 +90,7 @@ def prepare(folder: Path) -> None:
 
 def import_for(config: Config) -> None:
     """Import what ranks with this config need. Raises whatever the config's model or optimizer does."""
-    with importing("scipy"):  # a third of a second for what transformers' detectors need
+    with importing_cheaply("scipy"):  # a third of a second for what transformers' detectors need
         model = build_model(config.model, seed=0, device="meta", vocab_size=config.data.vocab_size)
         groups = parameter_groups(model.module, config.optimizer, model.blocks)
         optimizer_factory(config.optimizer)(groups)  # has torch import its compiler already here

@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from zeroexp.measure.record import StepRecord
-from zeroexp.tracking import attempt, entries, labels, views
+from zeroexp.tracking import attempt, labels, mlflow_metrics, views
 from zeroexp.tracking.files import RECORDS, read_json, read_timed_records, write_json
 from zeroexp.tracking.labels import LINK
 from zeroexp.tracking.run import read_run
@@ -98,11 +98,11 @@ class MlflowTracker:
             return None
         run_id = self.start_run(folder)
         ended = labels.end_time(run, status, records)
-        summary = [] if run.summary is None else entries.summary_entries(ended, run.summary)
+        summary = [] if run.summary is None else mlflow_metrics.summary_entries(ended, run.summary)
         self.log_steps(run_id, records, attempt.newest(folder))
         self.store.send(run_id, summary, labels.run_params(run), labels.run_tags(run, status))
         if (word := labels.mlflow_status(status)) != labels.RUNNING:
-            self.store.send(run_id, entries.system_entries(folder))
+            self.store.send(run_id, mlflow_metrics.system_entries(folder))
             self._close(folder, run_id, word, ended)
         return run_id
 
@@ -138,10 +138,12 @@ class MlflowTracker:
         """
         key = run_id, attempt_number
         if key not in self._sent:
-            self._sent[key] = self.store.steps_of(run_id, entries.LAST_OF_STEP)
+            self._sent[key] = self.store.steps_of(run_id, mlflow_metrics.LAST_OF_STEP)
         sent = self._sent[key]
         new = [(at, record) for at, record in records if record.step not in sent]
-        self.store.send(run_id, [e for at, record in new for e in entries.step_entries(at, record)])
+        self.store.send(
+            run_id, [e for at, record in new for e in mlflow_metrics.step_entries(at, record)]
+        )
         sent.update(record.step for _, record in new)
 
     def write_views(self, sweep: str) -> list[tuple[str, str]]:

@@ -20,9 +20,9 @@ from urllib.parse import quote
 
 from zeroexp.config.keys import Config, ConfigError
 from zeroexp.process import locks
-from zeroexp.process.imports import importing
+from zeroexp.process.cheap_imports import importing_cheaply
 from zeroexp.process.reachable import server_answers, without_password
-from zeroexp.tracking.entries import Entry
+from zeroexp.tracking.mlflow_metrics import Entry
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
@@ -249,7 +249,7 @@ def _open_server(uri: str) -> MlflowClient:
 
 
 def _open_file(database: Path) -> MlflowClient:
-    with importing("pygments"):  # a tenth of a second, to colour templates
+    with importing_cheaply("pygments"):  # a tenth of a second, to colour templates
         if not _has_tables(database):
             _make_tables(database)
         return _client_class()(f"{SQLITE}{database}")
@@ -260,7 +260,9 @@ def _client_class() -> type[MlflowClient]:
     """Import MLflow's client, which takes seconds the first time, and keep it quiet."""
     for name, value in CLIENT_DEFAULTS.items():
         os.environ.setdefault(name, value)
-    with importing("pandas"):  # half a second, for MLflow's own data sets, of which we send none
+    with importing_cheaply(
+        "pandas"
+    ):  # half a second, for MLflow's own data sets, of which we send none
         from mlflow import MlflowClient
 
     logging.getLogger("alembic").setLevel(logging.WARNING)

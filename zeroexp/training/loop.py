@@ -28,7 +28,6 @@ from torch import Tensor
 
 from zeroexp.comm.collectives import Collectives, held_shared_bytes, take_traffic
 from zeroexp.config.keys import Config, TrainConfig
-from zeroexp.config.optimizer import learning_rate
 from zeroexp.data import Microbatch, StepBatch
 from zeroexp.interface.loss_scale import SCALE
 from zeroexp.interface.strategy import Strategy
@@ -45,6 +44,7 @@ from zeroexp.models.loss import loss_sum
 from zeroexp.process import progress
 from zeroexp.process.world import World, barrier
 from zeroexp.training.agree_to_stop import Stop
+from zeroexp.training.learning_rate import learning_rate
 from zeroexp.training.validate import ValidationData, validate
 
 GPU_TIMES_EVERY = 10  # steps, of which one has its moves timed

@@ -39,7 +39,7 @@ class Part:
         return flat.detach()[self.offset : self.offset + self.numel]
 
 
-class FlatParts:
+class PerParameterOptimizer:
     """The optimizer's state by weight: what `read` shows, and `write` puts back into the flat tensors."""
 
     moments_dtype = None  # see `empty_moment`

@@ -10,7 +10,7 @@ from typing import Any
 
 
 @contextmanager
-def importing(*without: str) -> Generator[None]:
+def importing_cheaply(*without: str) -> Generator[None]:
     """Import large libraries inside: no garbage is collected meanwhile, which would be a fifth of the time.
 
     What they make stays as long as the process, so that no later collection looks at it either. Who imports a module of

@@ -15,7 +15,7 @@ from tests.run_folders import PARAMETER_BYTES, record, write_run
 from zeroexp.measure import system
 from zeroexp.measure.record import RunSummary, Spread
 from zeroexp.measure.system import sampling_system
-from zeroexp.tracking import entries, labels
+from zeroexp.tracking import labels, mlflow_metrics
 from zeroexp.tracking.files import read_timed_records, write_json
 from zeroexp.tracking.run import read_run
 
@@ -30,11 +30,11 @@ def summary(tmp_path: Path) -> RunSummary:
 
 
 def metrics(summary: RunSummary) -> dict[str, float]:
-    return {entry.key: entry.value for entry in entries.summary_entries(1.0, summary)}
+    return {entry.key: entry.value for entry in mlflow_metrics.summary_entries(1.0, summary)}
 
 
 def test_a_step_becomes_metrics_with_units_in_their_names() -> None:
-    made = entries.step_entries(
+    made = mlflow_metrics.step_entries(
         12.5,
         record(
             7,
@@ -64,7 +64,7 @@ def test_a_step_becomes_metrics_with_units_in_their_names() -> None:
 
 def test_quotients_have_seven_digits_and_what_is_compared_has_all() -> None:
     step = record(0, loss=1 / 3, step_seconds=0.7, peak_bytes=12_345_678_901)
-    made = {entry.key: entry.value for entry in entries.step_entries(1.0, step)}
+    made = {entry.key: entry.value for entry in mlflow_metrics.step_entries(1.0, step)}
     assert made["memory/step_peak_mib"] == 11_773.76  # of 11773.756886482239
     assert made["tokens_per_s"] == 2194.286 and made["loss"] == 1 / 3
 
@@ -76,9 +76,11 @@ def test_a_byte_of_difference_to_the_plan_stays_one(summary: RunSummary) -> None
 
 
 def test_a_step_that_was_validated_has_one_metric_more() -> None:
-    made = entries.step_entries(1.0, record(3, validation_loss=1.5))
+    made = mlflow_metrics.step_entries(1.0, record(3, validation_loss=1.5))
     assert ("validation_loss", 1.5, 1000, 3) in made
-    assert "validation_loss" not in {entry.key for entry in entries.step_entries(1.0, record(3))}
+    assert "validation_loss" not in {
+        entry.key for entry in mlflow_metrics.step_entries(1.0, record(3))
+    }
 
 
 def test_the_plan_and_its_errors_become_metrics(summary: RunSummary) -> None:
@@ -118,7 +120,7 @@ def test_the_summary_becomes_metrics_of_the_fullest_rank_and_the_mean(summary: R
 
 
 def test_what_scales_stands_at_the_world_size(summary: RunSummary) -> None:
-    steps = {entry.key: entry.step for entry in entries.summary_entries(1.0, summary)}
+    steps = {entry.key: entry.step for entry in mlflow_metrics.summary_entries(1.0, summary)}
     scaling = {key for key in steps if key.startswith("scaling/")}
     assert {steps[key] for key in scaling} == {4}
     assert {steps[key] for key in steps.keys() - scaling} == {0}
@@ -160,7 +162,7 @@ def test_samples_of_a_node_become_system_metrics(tmp_path: Path) -> None:
     assert all(0 <= row["cpu_utilization_percentage"] <= 100 for row in lines)
     with (tmp_path / "system.node-3.jsonl").open("a") as torn:
         torn.write('{"written_at": 1')
-    made = entries.system_entries(tmp_path)
+    made = mlflow_metrics.system_entries(tmp_path)
     keys = {entry.key for entry in made}
     assert "system/node-3/cpu_utilization_percentage" in keys
     assert "system/node-3/network_receive_megabytes" in keys
