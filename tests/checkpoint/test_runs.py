@@ -30,7 +30,7 @@ from zeroexp.cluster.job import Job
 from zeroexp.cluster.local import LocalCluster
 from zeroexp.cluster.sweep import Sweep
 from zeroexp.tracking.files import RECORDS, read_records, read_summary
-from zeroexp.tracking.follow_file import Complaints, Tail
+from zeroexp.tracking.follow_file import Tail
 
 MODEL = {"width": 256, "depth": 4}  # a step takes a few milliseconds, writing its state some dozens
 STEPS = 12  # and one of warm-up
@@ -73,10 +73,10 @@ def run_again(local: LocalCluster, job: Job) -> list[str]:
     """Run it again as one that has failed; returns the complaints that its user is shown."""
     job.enter("failed", "its launcher died before it could write that it was done")
     job.set_aside()
-    complaints = Complaints(job.folder / LOG)
+    log = Tail(job.folder / LOG, skip=True)
     outcome = local.run(job)
     assert outcome.status == "done", outcome.cause
-    return complaints.new_complaints()
+    return [error for line in log.new_lines() if (error := json.loads(line)["error"])]
 
 
 def test_saving_is_in_no_step_but_in_the_record(undisturbed):
