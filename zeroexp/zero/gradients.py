@@ -14,7 +14,7 @@ packed. A hook computes with the wider one.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -63,15 +63,15 @@ class Gradients:
             left = [p.grad for p in self._parameters if p.grad is not None]
         return [*left, *self._whole.values(), *self._sums.values()]
 
-    def narrow(self, member: int) -> None:
-        """Let the next gradient of this member, which is no sum, stay in the dtype in which it comes."""
-        parameter = self._parameters[member]
-        num_hooks = len(parameter._backward_hooks or ())
-        num_hooks += len(parameter._post_accumulate_grad_hooks or ()) - 1  # one is ours
+    def narrow(self, uses: Mapping[int, int]) -> None:
+        """Let the next gradients of parameters that are used once, no sums, stay in the dtype in which they come."""
         with unguarded():
-            if parameter.grad is None and num_hooks <= 0:
-                parameter.grad_dtype = None
-                self._as_it_comes.append(parameter)
+            for parameter in self._parameters:
+                num_hooks = len(parameter._backward_hooks or ())
+                num_hooks += len(parameter._post_accumulate_grad_hooks or ()) - 1  # one is ours
+                if uses.get(id(parameter)) == 1 and parameter.grad is None and num_hooks <= 0:
+                    parameter.grad_dtype = None
+                    self._as_it_comes.append(parameter)
 
     def widen(self) -> None:
         """Let autograd add up all gradients in the dtype of the reduction again."""

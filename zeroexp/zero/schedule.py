@@ -183,9 +183,7 @@ class Schedule:
         """Narrow those of weights that this microbatch uses once, see gradients.py."""
         uses = uses_of_leaves(loss) if self._narrowing else {}
         for unit in self._narrowing:
-            for index, parameter in enumerate(unit.trainable_parameters):
-                if uses.get(id(parameter)) == 1:
-                    unit.narrow_gradient(index)
+            unit.narrow_gradients(uses)
 
     def _widen_gradients(self) -> None:
         for unit in self._narrowing:

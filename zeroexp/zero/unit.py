@@ -5,8 +5,9 @@ held.py draws what a rank holds of a unit. cut/stage.py derives from the stage w
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import accumulate
 
 import torch
@@ -59,9 +60,7 @@ class Unit:
         self.is_root = not name
         self.held = held
         self.residence = Residence.READY
-        self.is_pinned = (
-            False  # whether the parameters lie whole in memory of their own (gathered.py)
-        )
+        self.is_pinned = False  # whether parameters lie whole in memory of their own (gathered.py)
         self.is_sharded = stage.gather is Move.ALL_GATHER and bool(held)
         self.full: FullStorage | None = None  # of the full parameters, where they rest sharded
         self.secondary: SecondaryCopy | None = None  # for gathers inside of the node
@@ -83,34 +82,30 @@ class Unit:
             Gradients(h, stage, dtypes, wire.group, each_microbatch=each_microbatch)
             for h in self.trainable
         ]
-        # By index of the trainable parameter: the gradients of its chunk, and its member.
-        self._gradients_of = [
-            (gradients, member)
-            for held, gradients in zip(self.trainable, self._gradients, strict=True)
-            for member in range(len(held.parameters))
-        ]
-        itemsize, size = dtypes.reduce.itemsize, wire.group.size
-        self.buckets = cut_in_buckets(
-            [held.chunk for held in self.trainable], itemsize, bucket_bytes
-        )
+        cut = partial(cut_in_buckets, itemsize=dtypes.reduce.itemsize, max_bytes=bucket_bytes)
+        self.buckets = cut([held.chunk for held in self.trainable])
         self._casts = [*self._masters_to_cast()]
-        # By bucket, what holders of this rank's sums update of each part, and those parts of pieces; None: all of it.
+        # By bucket, the chunk of each slice by which replicas cut their sums of it; None: each takes all of it.
         self._shares: list[list[Chunk | None]] = [[] for _ in self.buckets]
-        self._parts_between: list[GatherPart] = []
+        self._parts_between: list[GatherPart] = []  # pieces of which replicas update shares
         if wire.shares_updates:
-            fine = cut_in_buckets([held.fine for held in self.trainable], itemsize, bucket_bytes)
-            place = wire.group.rank
-            self._shares = [
-                [p.chunk.within(place, size) if p.chunk.over_all else None for p in b.slices]
-                for b in fine
-            ]
-            self._parts_between = [
-                GatherPart(h.fine.within(place, size), h.piece, h.owned_memory)
-                for h in self.trainable
-                if h.fine.over_all
-            ]
+            self._cut_between_replicas(cut([held.fine for held in self.trainable]))
         # By bucket, what rounding left out of gradients that this rank has sent, in float32.
         self._residuals = [self._residuals_of(bucket) for bucket in self.buckets]
+
+    def _cut_between_replicas(self, buckets: Sequence[Bucket]) -> None:
+        """Note what replicas update shares of. buckets: of chunks that are cut for all ranks that update them."""
+        rank, size = self._wire.group.rank, self._wire.group.size
+
+        def share(chunk: Chunk) -> Chunk | None:
+            return chunk.within(rank, size) if chunk.over_all else None
+
+        self._shares = [[share(part.chunk) for part in bucket.slices] for bucket in buckets]
+        self._parts_between = [
+            GatherPart(held.fine.within(rank, size), held.piece, held.owned_memory)
+            for held in self.trainable
+            if held.fine.over_all
+        ]
 
     def _residuals_of(self, bucket: Bucket) -> Residuals | None:
         if self._sums_by is not Move.REDUCE_SCATTER:
@@ -218,10 +213,10 @@ class Unit:
         """Whether gradients that are no sums stay narrow, see gradients.py, [Note: dtype of accumulation]."""
         return any(gradients.can_be_narrow for gradients in self._gradients)
 
-    def narrow_gradient(self, index: int) -> None:
-        """Let the next gradient of this trainable parameter, which is no sum, stay narrow."""
-        gradients, member = self._gradients_of[index]
-        gradients.narrow(member)
+    def narrow_gradients(self, uses: Mapping[int, int]) -> None:
+        """Let the next gradients of parameters that are used once stay narrow. uses: of parameters, by `id`."""
+        for gradients in self._gradients:
+            gradients.narrow(uses)
 
     def widen_gradients(self) -> None:
         """Let gradients be added up from now on."""
