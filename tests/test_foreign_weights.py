@@ -140,7 +140,7 @@ DAMAGED: dict[str, tuple[Any, str]] = {
     "torn": (torn, "its weights can not be read (model.safetensors: "),
     "renamed": (
         lambda it: (it / "model.safetensors").rename(it / "mine.safetensors"),
-        "no model.safetensors, and no index of several",
+        "no model.safetensors or pytorch_model.bin",
     ),
 }
 
@@ -180,6 +180,13 @@ def with_the_keys_of_old() -> None:
     rewrite_config(llama(), drop=new, rope_theta=10000.0, rope_scaling=None)
 
 
+def pickled() -> None:
+    """As DeepSpeed's script writes them, whose safetensors tied weights do not fit into."""
+    file = llama() / "model.safetensors"
+    torch.save(load_file(file), file.with_name("pytorch_model.bin"))
+    file.unlink()
+
+
 OLD_TABLE = {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(8)}
 RIGHT: dict[str, Any] = {
     "as it is": llama,
@@ -191,6 +198,7 @@ RIGHT: dict[str, Any] = {
     "tables of old": lambda: rewrite(llama(), OLD_TABLE),
     "other names and words": with_other_names_and_words,
     "keys of old": with_the_keys_of_old,
+    "pickled": pickled,
 }
 OTHER_FAMILIES = {
     "gpt2_tiny": ("GPT2LMHeadModel", "GPT2Model", GPT2Config(**GPT2_TINY)),

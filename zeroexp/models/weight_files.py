@@ -1,16 +1,26 @@
-"""Read the name, shape and dtype of every tensor in a folder of safetensors, without reading its values."""
+"""Read the name, shape and dtype of every tensor in a folder of weights, without reading its values."""
 
 from __future__ import annotations
 
 import json
 import math
+import pickle
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-NAME = "model.safetensors"
+# This is transformers' order; each name may also be that of an index.
+NAMES = ("model.safetensors", "pytorch_model.bin")
+DTYPES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+}
 
 
 class UnreadableWeights(ValueError):
@@ -30,26 +40,23 @@ def read_headers(folder: Path) -> dict[str, Header]:
     headers: dict[str, Header] = {}
     for file in _files(folder):
         try:
-            with safe_open(file, "pt") as opened:
-                slices = {key: opened.get_slice(key) for key in opened.offset_keys()}
-                headers |= {
-                    key: Header(tuple(each.get_shape()), each.get_dtype(), file, key)
-                    for key, each in slices.items()
-                }
-        except (OSError, SafetensorError) as error:
+            headers.update(_in(file))
+        except (OSError, SafetensorError, RuntimeError, pickle.UnpicklingError) as error:
             reason = str(error).strip().splitlines()[0]
             raise UnreadableWeights(f"{file.name}: {reason}") from error
     return headers
 
 
 def read_tensor(header: Header) -> Tensor:
+    if header.file.suffix == ".bin":
+        return torch.load(header.file, map_location="cpu", weights_only=True, mmap=True)[header.key]
     with safe_open(header.file, "pt") as opened:
         return opened.get_tensor(header.key)
 
 
 def read_range(header: Header, start: int, stop: int) -> Tensor:
     """Return the elements [start, stop) of a flattened tensor; no more rows of the file are read than hold them."""
-    if not header.shape:
+    if header.file.suffix == ".bin" or not header.shape:
         return read_tensor(header).reshape(-1)[start:stop]
     row = math.prod(header.shape[1:])
     first = start // max(row, 1)
@@ -60,13 +67,27 @@ def read_range(header: Header, start: int, stop: int) -> Tensor:
 
 
 def _files(folder: Path) -> list[Path]:
-    index = folder / f"{NAME}.index.json"
-    if (folder / NAME).is_file():
-        return [folder / NAME]
-    if not index.is_file():
-        raise UnreadableWeights(f"no {NAME}, and no index of several")
-    try:
-        names = json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()
-        return [folder / name for name in sorted(set(names))]
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise UnreadableWeights(f"{index.name}: no index of files") from error
+    for name in NAMES:
+        index = folder / f"{name}.index.json"
+        if (folder / name).is_file():
+            return [folder / name]
+        if index.is_file():
+            try:
+                names = json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()
+                return [folder / name for name in sorted(set(names))]
+            except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+                raise UnreadableWeights(f"{index.name}: no index of files") from error
+    raise UnreadableWeights(f"no {' or '.join(NAMES)}, and no index of several")
+
+
+def _in(file: Path) -> Iterator[tuple[str, Header]]:
+    if file.suffix == ".bin":
+        tensors = torch.load(file, map_location="meta", weights_only=True, mmap=True)
+        for key, tensor in tensors.items():
+            dtype = DTYPES.get(tensor.dtype, str(tensor.dtype))
+            yield key, Header(tuple(tensor.shape), dtype, file, key)
+        return
+    with safe_open(file, "pt") as opened:
+        for key in opened.offset_keys():
+            tensor = opened.get_slice(key)
+            yield key, Header(tuple(tensor.get_shape()), tensor.get_dtype(), file, key)
