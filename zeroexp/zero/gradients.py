@@ -14,7 +14,9 @@ packed. A hook computes with the wider one.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -186,6 +188,29 @@ class Gradients:
             device = next(iter(self._whole.values())).device
             flat = torch.empty(sum(sizes), dtype=self._dtype, device=device)
             self._sums = dict(enumerate(flat.split(sizes) if len(sizes) > 1 else [flat]))
+
+
+def uses_of_leaves(loss: Tensor) -> Counter[int]:
+    """Count how often the graph of a loss uses each of its leaves, by the leaf's `id`.
+
+    None are counted where a checkpoint hides others, as torch's reentrant one does.
+    """
+    uses = Counter[int]()
+    nodes, seen = [loss.grad_fn], set[Any]()
+    while nodes:
+        node = nodes.pop()
+        if node is None or node in seen:
+            continue
+        if node.name() == "CheckpointFunctionBackward":
+            return Counter()
+        seen.add(node)
+        following: Any
+        for following, _ in node.next_functions:
+            if following is not None and following.name() == "torch::autograd::AccumulateGrad":
+                uses[id(following.variable)] += 1
+            else:
+                nodes.append(following)
+    return uses
 
 
 def _part(flat: Tensor, start: int, stop: int) -> Tensor:

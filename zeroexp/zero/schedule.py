@@ -36,13 +36,12 @@ gathered again then, and stays in the microbatches that follow. Elsewhere it sta
 from __future__ import annotations
 
 import zlib
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
-from typing import Any
 
 from torch import Tensor
 
@@ -50,6 +49,7 @@ from zeroexp.comm.base import Pending
 from zeroexp.comm.collectives import Collectives
 from zeroexp.cut.bucket import Bucket
 from zeroexp.zero.gathers import Gathers, current_task
+from zeroexp.zero.gradients import uses_of_leaves
 from zeroexp.zero.held import Residence
 from zeroexp.zero.observer import Observer
 from zeroexp.zero.options import Options
@@ -428,29 +428,6 @@ class ClosingBackward:
     def _note(self) -> None:
         if self.is_open and self._task is None:
             self._task = current_task()
-
-
-def uses_of_leaves(loss: Tensor) -> Counter[int]:
-    """Count how often the graph of a loss uses each of its leaves, by the leaf's `id`.
-
-    None are counted where a checkpoint hides others, as torch's reentrant one does.
-    """
-    uses = Counter[int]()
-    nodes, seen = [loss.grad_fn], set[Any]()
-    while nodes:
-        node = nodes.pop()
-        if node is None or node in seen:
-            continue
-        if node.name() == "CheckpointFunctionBackward":
-            return Counter()
-        seen.add(node)
-        following: Any
-        for following, _ in node.next_functions:
-            if following is not None and following.name() == "torch::autograd::AccumulateGrad":
-                uses[id(following.variable)] += 1
-            else:
-                nodes.append(following)
-    return uses
 
 
 def _outside(what: str, why: str = "") -> RuntimeError:
