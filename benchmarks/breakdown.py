@@ -28,14 +28,14 @@ from zeroexp.comm.shared_memory import Arena, SharedChannel
 from zeroexp.comm.wake_up import Bell
 from zeroexp.engines.sharded import Sharded
 from zeroexp.process import world as worlds
-from zeroexp.zero import step_sums
+from zeroexp.zero.step_sums import StepSums
 
 # Part -> where its functions are found.
 PARTS: dict[str, Sequence[tuple[Any, str]]] = {
     "forward": [(Training, "_loss")],
     "backward": [(Limit, "backward"), (Sharded, "backward")],
     "optimizer": [(Limit, "step"), (Sharded, "_update")],
-    "norm": [(step_sums, "sum_squares")],
+    "norm": [(StepSums, "__init__")],
     "lay out": [(Arena, "stage")],
     "sum": [(direct, "sum_into")],
     "copy": [(SharedChannel, "copy_offered")],
@@ -106,6 +106,7 @@ def main() -> int:
     )
     parser.add_argument("engines", nargs="*", default=DEFAULT, metavar="ENGINE")
     parser.add_argument("--model", default="small")
+    parser.add_argument("--precision", default="fp32")
     parser.add_argument("--world-size", type=int, default=2)
     arguments = parser.parse_args()
     if unknown := [name for name in arguments.engines if name not in ENGINES]:
@@ -113,18 +114,23 @@ def main() -> int:
     if arguments.world_size < 1:
         raise SystemExit(f"--world-size {arguments.world_size}: use 1 or more")
     engines = ["limit", *arguments.engines]
-    print(markdown(measure(engines, arguments.model, arguments.world_size)))
+    alike = arguments.model, arguments.precision, arguments.world_size
+    print(markdown(measure(engines, *alike)))
     return 0
 
 
 def measure(
-    engines: Sequence[str], model: str, world_size: int = 2, num_turns: int = NUM_TURNS
+    engines: Sequence[str],
+    model: str,
+    precision: str,
+    world_size: int,
+    num_turns: int = NUM_TURNS,
 ) -> dict[str, Any]:
     """engine -> part -> milliseconds of a step: the median over turns of the mean over ranks."""
     turns: dict[str, list[dict[str, float]]] = {engine: [] for engine in engines}
     with open_link("loopback") as link:
         running = {
-            e: Ranks(Spec(e, model, "fp32", world_size), link, BreakdownRunner) for e in engines
+            e: Ranks(Spec(e, model, precision, world_size), link, BreakdownRunner) for e in engines
         }
         try:
             for ranks in running.values():

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import accuracy, check, checkpoints, muon_peers, run, table, tunable
+from benchmarks import accuracy, breakdown, check, checkpoints, muon_peers, run, table, tunable
 from benchmarks.checkpoint_ranks import shapes_of
 from benchmarks.engines import ENGINES, ON_REQUEST, engines_for, parameter_bytes
 from benchmarks.links import open_link, payload_bytes_per_second, why_not_shaped
@@ -299,3 +299,9 @@ def test_muon_of_peers_and_ours_is_that_of_one_process():
         apart[way], sent[way], _ = muon_peers.measure(way, "million", 2, expected)
     assert all(apart[way] <= bound for way, bound in bounds.items()), apart
     assert sent["zero3 buffer, alltoall"] < min(sent["fsdp2_gather"], sent["layerwise"])
+
+
+def test_each_part_of_the_breakdown_is_a_function_that_is_there():
+    for places in breakdown.PARTS.values():
+        for owner, name in places:
+            assert callable(getattr(owner, name))
