@@ -95,6 +95,7 @@ CASES: dict[str, list[Case]] = {
     "strategy.parameters.dtype": [
         Case("strategy.parameters.dtype=bfloat16", OURS),
         Case("strategy.parameters.dtype=float8", OURS),
+        Case("strategy.parameters.dtype=master", OURS, BF16),
     ],
     "strategy.gradients.dtype": [
         Case("strategy.gradients.dtype=bfloat16", OURS, BF16),

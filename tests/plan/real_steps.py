@@ -189,9 +189,10 @@ def host_of(world: World, ranks_per_host: int) -> Generator[None]:
 
 
 def packed_bytes(config: Config) -> int:
-    """Return the most that this CPU's kernels allocate for a bf16 product of the config, beyond what a plan has for it.
+    """Return the most that this CPU's kernels allocate beyond what a plan has, in bf16.
 
-    A CPU with instructions for bf16 packs the operands into blocks; others take `SCRATCH_BYTES` at most.
+    For a product: a CPU with instructions for bf16 packs the operands into blocks; others take `SCRATCH_BYTES` at most.
+    Or where gradients are laid out in rows of fp32, which a GPU does without a copy.
     """
     precision = config.precision
     in_bf16 = precision.autocast or precision.compute == "bfloat16"
@@ -214,11 +215,20 @@ def _packed_bytes(tokens: int, rows: int, columns: int, *, of_muon: bool) -> int
     products = [(samples, weight.T), (sums, weight), (sums.T, samples)]
     if of_muon:  # minutes for wide matrices, on a CPU without such instructions
         products += [(weight, weight.T), (weight.T, weight), (square, square), (square, weight)]
-    packed = [SCRATCH_BYTES]
+    packed = [SCRATCH_BYTES, bytes_to_lay_out(weight.view(-1))]
     for left, right in products:
         planned = left.shape[0] * right.shape[1] * (ELEMENT_OF_BF16 + product_scratch_bytes())
         packed.append(product_bytes(left, right) - planned)
     return max(packed)
+
+
+def bytes_to_lay_out(gradient: Tensor) -> int:
+    """Return what this CPU allocates to write a flat gradient of bf16 into a message of fp32."""
+    message = torch.empty(1, gradient.numel())
+    meter = AllocationMeter(CPU)
+    before = meter.peak_bytes() or 0
+    torch._chunk_cat([gradient], dim=0, num_chunks=1, out=message)
+    return (meter.peak_bytes() or 0) - before
 
 
 def product_bytes(left: Tensor, right: Tensor) -> int:

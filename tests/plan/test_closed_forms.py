@@ -144,10 +144,11 @@ def situations(draw):
     nodes = [n for n in range(2, shards) if shards % n == 0] if is_sharded else []
     secondary = draw(st.sampled_from([None, *nodes]))
     gather_codec = draw(codecs) if stage == "zero3" else None
-    codes_rest = gather_codec is not None and is_sharded and shards > 1 and draw(st.booleans())
-    offloads = ["all"] if stage == "zero3" and secondary is None and not codes_rest else []
-    offload = draw(st.sampled_from([None, "optimizer", *offloads]))
-    in_part = offload is not None and not codes_rest
+    masters_rest = is_sharded and shards > 1 and draw(st.booleans())
+    offloads = ["all"] if stage == "zero3" and secondary is None and not masters_rest else []
+    are_cast = masters_rest and gather_codec is None
+    offload = None if are_cast else draw(st.sampled_from([None, "optimizer", *offloads]))
+    in_part = offload is not None and not masters_rest
     reduce_codec = draw(codecs) if stage in ("zero1", "zero2", "zero3") else None
     options = Options(
         layout=draw(st.sampled_from(["parameter", "tensor", "buffer"])),
@@ -162,7 +163,7 @@ def situations(draw):
         replicas=replicas,
         secondary_partition=secondary,
         gather_codec=gather_codec,
-        codes_rest=codes_rest,
+        masters_rest=masters_rest,
         reduce_codec=reduce_codec,
         error_feedback=reduce_codec is not None and draw(st.booleans()),
         offload=offload,
@@ -171,11 +172,11 @@ def situations(draw):
     )
     if options.replicas > 1 and options.offload is None and draw(st.booleans()):
         # A replica of one rank has no nodes, and sends no codes.
-        is_alone = draw(st.booleans()) and not (codes_rest or secondary)
+        is_alone = draw(st.booleans()) and not (masters_rest or secondary)
         alone = world_size if is_alone else options.replicas
         outer = draw(st.sampled_from([Outer(1), Outer(1, lr=1.0, momentum=0.0)]))
         options = replace(options, outer=outer, replicas=alone)
-    elif options.replicas > 1 and options.offload != "all" and not codes_rest:
+    elif options.replicas > 1 and options.offload != "all" and not masters_rest:
         options = replace(options, optimizer_over=draw(st.sampled_from(["group", "all"])))
     accumulation = draw(st.integers(1, 3))
     rank = draw(st.integers(0, world_size - 1))

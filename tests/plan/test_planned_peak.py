@@ -236,3 +236,29 @@ def test_fsdp2_has_the_planned_peak_at_a_reduction_beside_the_copy_of_gloo(ranks
     # A thread of gloo may let go late, on busy cores: of as much once more, which no plan counts.
     measured = most(ranks(among_peers, config, 2, world_size=2))
     assert 0 <= measured - plan.num_bytes <= copy + SCRATCH_BYTES
+
+
+# -- beside FSDP2 --------------------------------------------------------------------------------------
+
+
+UNTIED = "model.hf_config.tie_word_embeddings=false"
+
+
+@pytest.mark.parametrize("unit", ["block", "layer"])
+@pytest.mark.parametrize(("theirs", "keep"), [("zero2", "all"), ("zero3", "last")])
+def test_ranks_on_which_masters_alone_rest_hold_no_more_than_those_of_fsdp2(theirs, keep, unit):
+    """FSDP2 casts its fp32 shards as it gathers too, and keeps them gathered until backward where it is called ZeRO-2.
+
+    On GPUs, where messages are the backend's. Rows of a tied embedding are left out: FSDP2 adds their two gradients up
+    in bf16.
+    """
+    words = (*WIDE, f"strategy.unit={unit}", "precision=bf16_master", UNTIED, "world_size=8")
+    on_gpus = (*words, "data.global_batch_size=8", "cluster.device=cuda")
+    peaks = [
+        rehearse_point(plan_point(config_of(*on_gpus, *engine), None, "cuda")).fullest.num_bytes
+        for engine in (
+            ("strategy=zero3", f"strategy.keep={keep}", "strategy.parameters.dtype=master"),
+            (f"strategy={theirs}", "strategy.implementation=torch"),
+        )
+    ]
+    assert peaks[0] <= peaks[1]

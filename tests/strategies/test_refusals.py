@@ -29,6 +29,7 @@ ON_HOST = "world_size=2 strategy=zero2 strategy.offload=optimizer"
 FP16 = "model=tiny precision=fp16_master world_size=2"
 GROUPS = "world_size=4 data.global_batch_size=8 strategy=zero2 strategy.replicas=2"
 CODES = "world_size=2 strategy.parameters.dtype=float8"
+MASTERS = "world_size=2 strategy.parameters.dtype=master"
 
 LINES = {
     # offload
@@ -57,6 +58,10 @@ LINES = {
     f"{CODES} strategy=zero3 strategy.gather_codec=int8": "send the codes of .* as they rest; leave",
     f"{CODES} strategy=zero3 strategy.offload=all": "rest on the device; use optimizer",
     f"{CODES} strategy=zero3 strategy.implementation=torch": "no effect with .*=torch",
+    f"{MASTERS} strategy=zero3": "dtype=master: parameters are the masters anyway; use precision=bf16",
+    f"{MASTERS} strategy=zero2 precision=bf16_master": "rest whole are computed with as they rest",
+    f"{MASTERS} strategy=zero3 precision=bf16_master strategy.offload=optimizer": "masters from the host",
+    f"{MASTERS} strategy=zero3 strategy.implementation=torch": "no effect with .*=torch",
     f"{CODES} strategy=zero3 model.lora.r=2": "have no master: .*; use strategy.gather_codec",
     # float16 with a loss scale
     f"{FP16} precision.reduce=bfloat16": "compute=float16: sums .* use precision=fp16_master",
@@ -145,7 +150,7 @@ def test_a_model_without_a_matrix_is_refused() -> None:
 
 
 NAN: Any = float("nan")
-RESTING = {"gather_codec": "float8", "codes_rest": True}
+RESTING = {"gather_codec": "float8", "masters_rest": True}
 # stage, ranks, options, a part of the line
 OPTIONS: list[tuple[str, int, dict[str, Any], str]] = [
     ("zero3", 2, {"layout": "rows"}, "options.layout=rows: use parameter"),
@@ -202,7 +207,9 @@ OPTIONS: list[tuple[str, int, dict[str, Any], str]] = [
     ("zero3", 2, {"reduce_codec": "int3"}, "use int8, float8, int4, None"),
     ("zero3", 2, {"reduce_codec": "int4", "transport": "direct"}, "use auto"),
     ("zero3", 2, {"error_feedback": True}, "or use False"),
-    ("zero3", 2, {"codes_rest": True}, "set gather_codec, on two ranks or more"),
+    ("zero2", 2, {"masters_rest": True}, "nothing is gathered, use zero3, on two ranks or more"),
+    ("zero3", 2, {"masters_rest": True, "transport": "direct"}, "not cast on their way; use auto"),
+    ("zero3", 2, {"masters_rest": True, "offload": "optimizer"}, "host, set gather_codec"),
     ("zero3", 2, {**RESTING, "offload": "all"}, "rest on the device, use optimizer"),
 ]
 

@@ -215,7 +215,7 @@ def _wrong_for_engine(config: Config, key: str, value: Any) -> Iterator[tuple[st
         yield f"parameters are {precision.compute}", "use precision=bf16_master or bf16"
     taken = {
         "offload": strategy.offload,
-        "parameters.dtype": strategy.codes,
+        "parameters.dtype": strategy.masters_rest,
         "outer": strategy.outer.every,
     }
     for word in (word for word in taken if taken[word]):
@@ -224,9 +224,9 @@ def _wrong_for_engine(config: Config, key: str, value: Any) -> Iterator[tuple[st
 
 def why_no_optimizer_over_all(strategy: StrategyConfig) -> tuple[str, str] | None:
     """Return why there are not several groups that take each step together, and what to do."""
-    differ, codes = strategy.outer.every is not None, strategy.codes is not None
+    differ, rest = strategy.outer.every is not None, strategy.masters_rest
     return why_not_over_all(
-        strategy.replicas or 1, differ=differ, offload=strategy.offload, codes_rest=codes
+        strategy.replicas or 1, differ=differ, offload=strategy.offload, masters_rest=rest
     )
 
 

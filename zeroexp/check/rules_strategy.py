@@ -9,7 +9,7 @@ from zeroexp.check.rules_of_one_key import why_no_optimizer_over_all
 from zeroexp.config.engines import ENGINES
 from zeroexp.config.families import MODELS
 from zeroexp.config.job_shape import shape_of
-from zeroexp.config.keys import TORCH_DDP, Config, StrategyConfig
+from zeroexp.config.keys import MASTER, TORCH_DDP, Config, StrategyConfig
 from zeroexp.config.optimizer import OPTIMIZERS, master_of_kind, rows_of
 from zeroexp.cut.moment_blocks import CODES_PER_OCTAVE, INT8
 from zeroexp.cut.stage import STAGES, Stage, why_no_replicas, why_no_secondary_copy
@@ -84,7 +84,7 @@ def check_float16(config: Config) -> Iterator[Refusal]:
     strategy, mode = config.strategy, config.precision
     rows = (strategy.parameters, strategy.gradients, strategy.optimizer)
     dtypes = [mode.compute, *(row.dtype for row in rows)]
-    if strategy.codes:  # made of masters, they stand for what computes
+    if strategy.masters_rest:  # and become what computes
         dtypes[1] = mode.compute
     if "float16" not in dtypes:
         return
@@ -214,15 +214,26 @@ def check_secondary_partition(config: Config) -> Iterator[Refusal]:
         yield key, problem, "use one of them"
 
 
-def check_codes_at_rest(config: Config) -> Iterator[Refusal]:
-    """Require parameters that are gathered, with masters of which codes are made."""
+def check_masters_at_rest(config: Config) -> Iterator[Refusal]:
+    """Require parameters that are gathered, and have other masters, where masters or codes of them rest."""
     strategy, key = config.strategy, "strategy.parameters.dtype"
-    if strategy.codes is None or strategy.implementation in ENGINES:
+    if not strategy.masters_rest or strategy.implementation in ENGINES:
         return
     shards = config.world_size // (strategy.replicas or 1)
     if strategy.parameters.placement != "shard" or shards == 1:
         problem = "parameters that rest whole are computed with as they rest"
         yield key, problem, "use strategy=zero3 on two ranks or more, or leave it out"
+    if strategy.codes is None:
+        if config.precision.compute == strategy.optimizer.dtype:
+            yield (
+                key,
+                "parameters are the masters anyway",
+                "use precision=bf16_master, or leave it out",
+            )
+        if strategy.offload is not None:
+            problem = "each gather would bring masters from the host"
+            yield "strategy.offload", problem, f"leave out {key}={MASTER}"
+        return
     if config.model.lora.r is not None:
         problem = "adapters freeze weights, which have no master: they would rest beside codes"
         yield key, problem, "use strategy.gather_codec"

@@ -45,7 +45,8 @@ class ReducePart:
 
     gradients: one flat tensor for each member.
     dtype: in which they travel and are summed, the same for all parts of a move; None: the gradients' own.
-    out: one flat tensor for each span this rank owns; it may be that very span of `gradients`.
+    out: one flat tensor for each span this rank owns; it may be that very span of `gradients`. `allocate` makes them
+    when a transport first asks for `sums`: what it packs from is freed before.
     accumulate: the sum is added to `out` instead of overwriting it.
     absent: members of which this rank has had no gradient in this step, whose `gradients` are zeros.
     """
@@ -56,6 +57,13 @@ class ReducePart:
     accumulate: bool = False
     absent: Sequence[int] = ()
     dtype: torch.dtype | None = None
+    allocate: Callable[[], list[Tensor]] | None = None
+
+    def sums(self) -> list[Tensor]:
+        """Return `out`."""
+        if self.allocate is not None:
+            self.out, self.allocate = self.allocate(), None
+        return self.out
 
     @property
     def sent_dtype(self) -> torch.dtype:

@@ -51,11 +51,11 @@ class Bus:
         offload_fraction: float = 1.0,
         offload_folder: str | None = None,
         *,
-        codes_rest: bool = False,
+        masters_rest: bool = False,
     ):
         """count: is told each move, `to_host` or `to_device`, and its bytes. The others: see Options."""
         self.is_used = offload is not None
-        self.keeps_pieces = offload == ALL or (self.is_used and codes_rest)
+        self.keeps_pieces = offload == ALL or (self.is_used and masters_rest)
         self._is_whole, self._in_file = offload_fraction == 1, offload_folder is not None
         self._device = world.device
         self._is_on_gpu = world.device.type == "cuda" and not world.is_fake

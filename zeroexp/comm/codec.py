@@ -137,7 +137,7 @@ def reduce_scatter_encoded(
         else:
             sent[peer] = _encode_with_feedback(codec, terms, residuals[peer], parts, peer)
     own = spans_of(parts, world.rank)
-    outs = [(out, part.accumulate) for part in parts for out in part.out]
+    outs = [(out, part.accumulate) for part in parts for out in part.sums()]
     sizes = [term.numel() for term in own]
     expected = dict.fromkeys(peers, encoded_bytes(codec, sum(sizes)))
     arriving, received = transport.exchange(sent, expected, what)

@@ -112,7 +112,7 @@ class Collectives:
     shares_updates: holders update a share each of some of these pieces (replicas.py), see `Chunk.over_all`.
     sums_each_step: reductions are of all ranks; False: of the group, and `sum_between` alone leaves it.
     reductions_apart: see `Transport.reduce_apart`. gather_codec, reduce_codec: of gathers and of reduce-scatters in the
-    group; None: they are exact. codes_rest: what gathers send rests, and masters are the pieces that it is made of.
+    group; None: they are exact. masters_rest: pieces are masters; what gathers send is cast, or is codes that rest.
     error_feedback: what the second leaves out is added to the next gradient.
     secondary_partition: ranks of a node, which keep a secondary copy of what is gathered; None: nobody does. of_bus:
     what rests on the host, see Bus. Codecs, secondary copies and pieces on the host travel by messages, since memory
@@ -129,15 +129,15 @@ class Collectives:
         sums_each_step: bool = True,
         reductions_apart: bool = False,
         gather_codec: str | None = None,
-        codes_rest: bool = False,
+        masters_rest: bool = False,
         reduce_codec: str | None = None,
         error_feedback: bool = False,
         secondary_partition: int | None = None,
         **of_bus: Any,
     ):
         self.world = world
-        self.bus = Bus(world, self._count_over_bus, **of_bus, codes_rest=codes_rest)
-        self.codes_rest = codes_rest
+        self.bus = Bus(world, self._count_over_bus, **of_bus, masters_rest=masters_rest)
+        self.masters_rest = masters_rest
         self.group, self.holders = world.split(replicas)
         # The ranks that take a step together.
         self.stepping = world if sums_each_step else self.group
@@ -152,7 +152,7 @@ class Collectives:
         self._reduce_codec = reduce_codec if sends else None
         self._feeds_back = error_feedback
         sent = (self._gather_codec, self._reduce_codec, secondary_partition, self.bus.keeps_pieces)
-        if transport == "auto" and any(sent):
+        if transport == "auto" and any((*sent, masters_rest and sends)):
             transport = "messages"
         self._moves = Moves(world)
         self._transport = TRANSPORTS[transport](self.group, self._moves)
@@ -263,16 +263,26 @@ class Collectives:
         with meter.issuing(kind, what) as move:
             if codes is None:
                 parts = self.bus.pieces_to_device(parts, self.group.rank)
-            moved = parts if codec is None else [encoded_part(codec, parts, codes)]
+            if codec is None:
+                moved = [self._in_dtype_of_full(part) for part in parts]
+            else:
+                moved = [encoded_part(codec, parts, codes)]
             gathered, num_bytes = self._transport.all_gather(moved, offer, f"the {kind} of {what}")
             move.moves_on_wait = self.facts.moves_on_wait
             fulls = [part.full for part in moved]
             arrived = self._unpacked(gathered, codec, fulls, parts, secondary)
             return self._count("all_gather", self.group, kind, (arrived, num_bytes), move)
 
+    def _in_dtype_of_full(self, part: GatherPart) -> GatherPart:
+        """Return the part with a piece of another dtype, a master, cast into its place in the full parameters."""
+        if part.piece.dtype == part.full.dtype:
+            return part
+        own = part.full[part.chunk.section(self.group.rank)]
+        return GatherPart(part.chunk, part.full, own.copy_(part.piece))
+
     def codes_at_rest(self, parts: Sequence[GatherPart]) -> Tensor | None:
         """Return the codes of this rank's pieces, which are on the device; None: the pieces rest themselves."""
-        if not self.codes_rest or self._gather_codec is None:
+        if not self.masters_rest or self._gather_codec is None:
             return None
         with self.bus.at(self.bus.places[0]):
             codes = encode_pieces(self._gather_codec, parts)
@@ -339,6 +349,7 @@ class Collectives:
         with a chunk in `shares`, by which holders cut its sums, this rank's share alone is.
         """
         name, codec = f"the {kind} of {what}", self._reduce_codec
+        nothing = parts[0].gradients[0].new_empty(0, dtype=parts[0].sent_dtype)
         with meter.issuing(kind, what) as move:
             if codec is None:
                 sent = self._transport.reduce_scatter(parts, name)
@@ -349,10 +360,9 @@ class Collectives:
             reduced = self._count("reduce_scatter", self.group, kind, sent, move)
         if not self._sums_between_each_step or not last:
             return reduced
-        nothing = parts[0].gradients[0].new_empty(0, dtype=parts[0].sent_dtype)
         alike, apart = list[Tensor](), list[Tensor]()
         for part, share in zip_longest(parts, shares):
-            (alike if share is None else apart).extend(part.out or [nothing])
+            (alike if share is None else apart).extend(part.sums() or [nothing])
 
         def sum_between() -> None:
             if alike:

@@ -177,7 +177,7 @@ class Direct(Transport):
         """
         self._moves.record_collective(what)
         tag = self._reduction_tag()
-        outs = [(out, part.accumulate) for part in parts for out in part.out]
+        outs = [(out, part.accumulate) for part in parts for out in part.sums()]
         like = [out for out, _ in outs]
         arrivals = {p: self._channels[p].receive(tag, like, what, into=False) for p in self._peers}
         mine = spans_of(parts, self._rank)

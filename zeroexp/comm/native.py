@@ -79,11 +79,14 @@ class Native(Transport):
         join_gradients(layout, parts)
         message = parts[0].gradients[0].new_empty(layout.numel, dtype=dtype)
         pack_gradients(layout, message, parts)
-        own, works = self._reduce(layout, message)
-        # Not the parts, which would keep the gradients alive: the message holds copies of them.
-        outs = [(out, part.accumulate) for part in parts for out in part.out]
-        hand_out = partial(unpack_sums, own, layout.spans(self._rank), outs)
-
+        for part in parts:
+            part.gradients.clear()  # the message holds copies; what rests nowhere is freed by this
+        outs = [(out, part.accumulate) for part in parts for out in part.sums()]
+        room = _room_for(message.dtype, layout.part_numel(self._rank), outs)
+        own, works = self._reduce(layout, message, room)
+        hand_out = None
+        if own is not room:
+            hand_out = partial(unpack_sums, own, layout.spans(self._rank), outs)
         return self._pending(works, hand_out), message.nbytes - own.nbytes
 
     def all_reduce(
@@ -141,11 +144,13 @@ class Native(Transport):
         calls = [partial(dist.broadcast, part, group_src=owner) for owner, part in parts.items()]
         return self._launch(calls, group)
 
-    def _reduce(self, layout: MessageLayout, message: Tensor) -> tuple[Tensor, list[Any]]:
-        """Return where this rank's part of the sums will be, and the works."""
+    def _reduce(
+        self, layout: MessageLayout, message: Tensor, room: Tensor | None
+    ) -> tuple[Tensor, list[Any]]:
+        """Return where this rank's part of the sums will be, in `room` if that can be, and the works."""
         group = self._reductions.process_group
         if layout.in_rows:
-            own = message.new_empty(layout.part_numel(self._rank))
+            own = message.new_empty(layout.part_numel(self._rank)) if room is None else room
             return own, [_reduce_scatter(own, message, group)]
         parts = self._parts_of_owners(layout, message)
         calls = [partial(dist.reduce, part, group_dst=owner) for owner, part in parts.items()]
@@ -167,6 +172,21 @@ class Native(Transport):
 
     def _pending(self, works: Sequence[Any], then: Callable[[], None] | None = None) -> Pending:
         return Pending([TimedWork(self._moves.watched(work)) for work in works], then)
+
+
+def _room_for(dtype: torch.dtype, numel: int, outs: Sequence[tuple[Tensor, bool]]) -> Tensor | None:
+    """Return the memory of new sums that lie side by side and are all of a rank's part of so many elements, or None."""
+    if not outs:
+        return None
+    first, _ = outs[0]
+    end = first.storage_offset()
+    for out, adds in outs:
+        same = out.untyped_storage() is first.untyped_storage() and out.dtype is dtype
+        if adds or not same or out.storage_offset() != end:
+            return None
+        end += out.numel()
+    whole = end - first.storage_offset() == numel
+    return first.as_strided((numel,), (1,)) if whole else None
 
 
 def _all_gather(full: Tensor, piece: Tensor, group: dist.ProcessGroup) -> Any:

@@ -31,6 +31,7 @@ MANY, MOST_STEPS, MOST_NUMEL, YEAR_S = 10**6, 10**9, 1 << 31, 366 * 24 * 60 * 60
 # Keys of earlier versions, which files of their runs and checkpoints hold: what they said changed no number.
 REMOVED = (("model", "tied_rows"), ("train", "hash_steps"))
 DTYPES = ("float32", "bfloat16")
+MASTER = "master"  # a dtype of parameters at rest: that of the masters
 TASKS = ("causal", "classification", "regression")
 # Names of folders and of objects in MLflow: without a path separator, and of a length that file systems accept.
 NAME = r"\w[\w .+-]{0,99}", "no name", "use letters, digits, spaces and . _ + -, at most 100 in all"
@@ -79,8 +80,9 @@ class ParametersRow:
     """The placement of parameters between uses, and their dtype."""
 
     placement: str = choice(*(placement.value for placement in Placement))
-    # int8, float8, int4: they rest and travel as codes beside masters (zero3), see docs/codecs.md
-    dtype: str = choice(*DTYPES, "float16", *CODE_BITS)
+    # master: they rest as the masters, cast when they are gathered (zero3). int8, float8, int4: they rest and travel as
+    # codes beside masters (zero3), see docs/codecs.md
+    dtype: str = choice(*DTYPES, "float16", MASTER, *CODE_BITS)
 
 
 @dataclass
@@ -220,6 +222,11 @@ class StrategyConfig:
     def codes(self) -> str | None:
         """The codec in whose codes parameters rest; None: they rest in a dtype of torch."""
         return self.parameters.dtype if self.parameters.dtype in CODE_BITS else None
+
+    @property
+    def masters_rest(self) -> bool:
+        """Whether no parameters in the dtype of compute rest, but masters, or codes beside them."""
+        return self.parameters.dtype in (MASTER, *CODE_BITS)
 
 
 # What `of_engine` has declared, by name. Options of zeroexp/zero has the same choices and defaults.

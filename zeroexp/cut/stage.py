@@ -157,15 +157,15 @@ def why_no_secondary_copy(num_ranks: int, stage: Stage, group_size: int) -> tupl
 
 
 def why_not_over_all(
-    replicas: int, *, differ: bool = False, offload: str | None = None, codes_rest: bool = False
+    replicas: int, *, differ: bool = False, offload: str | None = None, masters_rest: bool = False
 ) -> tuple[str, str] | None:
     """Return why an optimizer can not rest over all ranks of so many replicas, and what to do; None where it can."""
     if replicas == 1:
         return "one group is all ranks", "set replicas, or leave it out"
     if differ:
         return "with `outer` each replica updates all of its weights", "use one of them"
-    if codes_rest:
-        return "pieces whose codes rest are masters", "use a gather_codec alone"
+    if masters_rest:
+        return "pieces that rest are masters", "use a gather_codec alone, or leave them apart"
     if offload == "all":
         return "pieces on the host are sent between no replicas", "use offload=optimizer"
     return None

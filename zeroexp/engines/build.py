@@ -108,9 +108,9 @@ def stage_of(strategy: StrategyConfig) -> Stage:
 
 
 def row_dtypes(config: Config) -> tuple[str, ...]:
-    """Return the dtypes of the config's three rows; what rests as codes is computed with in the precision's."""
+    """Return the dtypes of the config's three rows; what rests as masters is computed with in the precision's."""
     compute, *others = (row.dtype for row in config.strategy.rows)
-    return config.precision.compute if config.strategy.codes else compute, *others
+    return config.precision.compute if config.strategy.masters_rest else compute, *others
 
 
 def dtypes_of(config: Config) -> Dtypes:
@@ -124,6 +124,7 @@ def options_of(strategy: StrategyConfig) -> Options:
     words["outer"] = None
     if strategy.outer.every is not None:
         words["outer"] = Outer(strategy.outer.every, strategy.outer.lr, strategy.outer.momentum)
+    words["masters_rest"] = strategy.masters_rest
     if strategy.codes:
-        words |= {"gather_codec": strategy.codes, "codes_rest": True}
+        words["gather_codec"] = strategy.codes
     return Options(**{word: value for word, value in words.items() if value is not None})

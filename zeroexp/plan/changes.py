@@ -14,7 +14,14 @@ from typing import Any
 
 from zeroexp.check import check
 from zeroexp.check.try_strategy import check_strategy
-from zeroexp.config.keys import ENGINE_SETTINGS, Config, ConfigError, PrecisionConfig, resolve
+from zeroexp.config.keys import (
+    ENGINE_SETTINGS,
+    MASTER,
+    Config,
+    ConfigError,
+    PrecisionConfig,
+    resolve,
+)
 from zeroexp.cut.codes import CODE_BITS
 from zeroexp.cut.stage import STAGES
 from zeroexp.models.module import BuiltModel
@@ -85,7 +92,7 @@ def _set_stage(config: Config, stage: str, named: Collection[str]) -> None:
 def _set_precision(config: Config, name: str) -> None:
     config.precision = PrecisionConfig(name, *PRECISIONS[name])
     for row, dtype in zip(config.strategy.rows, PRECISIONS[name], strict=True):
-        if row.dtype not in CODE_BITS:
+        if row.dtype not in (MASTER, *CODE_BITS):
             row.dtype = dtype
 
 

@@ -228,7 +228,7 @@ class ShardedForm(ClosedForm):
             owned = self._held_by(place, self._number(rank, over_all=True), on_host=True).owned
             elements = self._gathered_pieces(place) if self.options.offload == ALL else owned
             codes = self._section_bytes(rank, self.group_size)
-            to_device = codes if self.options.codes_rest else self._compute * elements
+            to_device = codes if self.options.masters_rest else self._compute * elements
             ways = {"to_host": self._reduce * owned, "to_device": to_device}
             traffic.bus_bytes = {way: size for way, size in ways.items() if size}
         return traffic
@@ -437,10 +437,10 @@ class ShardedForm(ClosedForm):
             each = ITEMSIZE[self.precision.master] * self.held_elements(rank).owned
             held[OUTER] = num_tensors * each
         codes = 0
-        if (
-            self.options.codes_rest
-        ):  # beside them pieces: masters, and what is frozen in its own dtype
-            codes, place = self._section_bytes(rank, self.group_size), rank % self.group_size
+        if self.options.masters_rest:  # pieces are masters, and what is frozen in its own dtype
+            place = rank % self.group_size
+            if self.options.gather_codec:
+                codes = self._section_bytes(rank, self.group_size)
             trained = ((chunk, num) for chunk, num in self._chunks if chunk.kind != FROZEN)
             numel = sum(num * chunk.section_numel(place) for chunk, num in trained)
             frozen = self.held_elements(rank).resting - numel
@@ -450,7 +450,7 @@ class ShardedForm(ClosedForm):
             return held
         number = self._number(rank, over_all=True)
         there = self._held_by(rank % self.group_size, number, on_host=True)
-        if self.options.codes_rest:  # pieces are on the host, and masters are the pieces
+        if self.options.masters_rest:  # pieces are on the host, and masters are the pieces
             on_host = held["parameters"] - codes + held["master"] + self._reduce * there.owned
             on_host += held["optimizer"]
             return {**held, "optimizer": 0, "master": 0, "parameters": codes, HOST: on_host}

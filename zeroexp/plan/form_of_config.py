@@ -55,7 +55,12 @@ def _sharded_form(config: Config, model: BuiltModel, transport: str, between: st
     options = options_of(strategy).with_ranks_of(of_optimizer)
     group_size = world_size // options.replicas
     stage = stage_for_world(stage_of(strategy), group_size, options.offload)
-    sends = options.gather_codec, options.reduce_codec, options.secondary_partition
+    sends = (
+        options.gather_codec,
+        options.reduce_codec,
+        options.secondary_partition,
+        options.masters_rest,
+    )
     if (any(sends) or options.offload == ALL) and not TRANSPORTS[transport].is_collective:
         transport = between = "gloo"
     if options.shares_updates and not TRANSPORTS[between].is_collective:

@@ -15,7 +15,7 @@ packed. A hook computes with the wider one.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -89,12 +89,19 @@ class Gradients:
         accumulate = self._count_reduced(part)
         terms = self._take_gradients(part)
         windows = [self._elements_of(part, span) for span in part.chunk.spans(self._rank)]
-        if not accumulate:
-            self._allocate_sums(part, [index for index, _ in windows])
-        out = [_part(self._sums[index], own.start, own.stop) for index, own in windows]
-        self._drop_reduced(part)
         absent = [i for i, each in enumerate(part.ranges) if not self.present[each.member]]
-        return ReducePart(part.chunk, terms, out, accumulate, absent, self._dtype)
+        if not accumulate and self._rests is Placement.PARTIAL:
+            for index, _ in windows:  # sums lie in the whole gradients, which stay anyway
+                span = self._summed[index]
+                self._sums[index] = self._whole[span.member][span.start : span.stop]
+
+        def sums() -> list[Tensor]:
+            if not self._sums and self._summed:
+                self._allocate_sums()
+            return [_part(self._sums[index], own.start, own.stop) for index, own in windows]
+
+        self._drop_reduced(part)
+        return ReducePart(part.chunk, terms, [], accumulate, absent, self._dtype, sums)
 
     def to_sum(self, part: Slice) -> tuple[ReducePart, Keep]:
         """Return what partial -> replicated sums in place, and a call that keeps the sums once they are there."""
@@ -178,16 +185,10 @@ class Gradients:
             if each.start == 0:
                 del self._whole[each.member]
 
-    def _allocate_sums(self, part: Slice, indices: Sequence[int]) -> None:
-        if self._rests is Placement.PARTIAL:  # sums lie in the whole gradients, which stay anyway
-            for index in indices:
-                span = self._summed[index]
-                self._sums[index] = self._whole[span.member][span.start : span.stop]
-        elif not self._sums and self._summed:
-            sizes = [span.numel for span in self._summed]
-            device = next(iter(self._whole.values())).device
-            flat = torch.empty(sum(sizes), dtype=self._dtype, device=device)
-            self._sums = dict(enumerate(flat.split(sizes) if len(sizes) > 1 else [flat]))
+    def _allocate_sums(self) -> None:
+        sizes = [span.numel for span in self._summed]
+        flat = torch.empty(sum(sizes), dtype=self._dtype, device=self._device)
+        self._sums = dict(enumerate(flat.split(sizes) if len(sizes) > 1 else [flat]))
 
 
 def uses_of_leaves(loss: Tensor) -> Counter[int]:

@@ -176,7 +176,7 @@ def allocate(
     parameters = [named[member.name] for member in chunk.members]
     shapes = [parameter.shape for parameter in parameters]
     full = None
-    is_master = wire.codes_rest and chunk.kind != FROZEN
+    is_master = wire.masters_rest and chunk.kind != FROZEN
     if stage.parameters is Placement.SHARD:
         dtype = dtypes.master if is_master else dtypes.compute
         piece = wire.empty_piece(chunk, dtype).zero_()

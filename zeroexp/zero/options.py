@@ -96,7 +96,8 @@ class Options:
     reductions_apart: bool = False
     # What travels in fewer bytes, and is rounded: int8, float8 or int4 (comm/codec.py); None: it is exact.
     gather_codec: str | None = None  # parameters that rest sharded
-    codes_rest: bool = False  # these rest as what is gathered, encoded once a step, beside masters
+    # Parameters rest as their masters, which are cast when they are gathered, or encoded once a step (gather_codec).
+    masters_rest: bool = False
     reduce_codec: str | None = None  # gradients that are reduce-scattered
     # What `reduce_codec` leaves out of a gradient is kept in float32, and added to the next one.
     error_feedback: bool = False
@@ -133,7 +134,7 @@ class Options:
         if self.offload is None:
             return layout
         return place_on_host(
-            layout, self.offload_fraction, frozen=self.offload == ALL or self.codes_rest
+            layout, self.offload_fraction, frozen=self.offload == ALL or self.masters_rest
         )
 
     def _for_those_that_update(self, chunk: Chunk, group_size: int) -> Chunk:
@@ -147,7 +148,7 @@ class Options:
     def for_collectives(self) -> dict[str, Any]:
         """Those that the moves between ranks, and to the host, are made with."""
         names = ("transport", "replicas", "reductions_apart", "gather_codec", "reduce_codec")
-        names = (*names, "codes_rest", "error_feedback", "secondary_partition", "shares_updates")
+        names = (*names, "masters_rest", "error_feedback", "secondary_partition", "shares_updates")
         names = (*names, "offload", "offload_fraction", "offload_folder")
         of_names = {name: getattr(self, name) for name in names}
         return {**of_names, "sums_each_step": self.outer is None}

@@ -285,7 +285,7 @@ class Unit:
     def gather_into(self, fulls: list[Tensor]) -> None:
         """Gather the full parameters into other memory, one flat tensor a chunk; the unit stays as it is."""
         held = zip(self.held, fulls, strict=True)
-        parts = [GatherPart(h.chunk, full, h.piece.to(full.dtype)) for h, full in held]
+        parts = [GatherPart(h.chunk, full, h.piece) for h, full in held]
         self._wire.all_gather(parts, "gather", self._offer, str(self), exact=True).wait()
 
     def states(self) -> dict[str, list[Tensor]]:

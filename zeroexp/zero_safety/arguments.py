@@ -143,9 +143,9 @@ def _refuse_master(group: dict[str, Any], options: Options) -> None:
         raise ValueError(
             f"param_groups: master={master}: use {', '.join(DTYPES)}, in a group that has a kind of its own"
         )
-    if options.offload or options.codes_rest or options.outer:
+    if options.offload or options.masters_rest or options.outer:
         raise ValueError(
-            f"param_groups: master={master}: offload, codes at rest and outer take all masters in one dtype"
+            f"param_groups: master={master}: offload, masters_rest and outer take all masters in one dtype"
         )
 
 
@@ -224,7 +224,7 @@ def _of_values(options: Options, *_: object) -> Problems:
     for key, words in WORDS.items():
         if getattr(options, key) not in words:
             yield key, f"use {', '.join(map(str, words))}"
-    for key in ("overlap", "reductions_apart", "codes_rest", "error_feedback"):
+    for key in ("overlap", "reductions_apart", "masters_rest", "error_feedback"):
         if not isinstance(getattr(options, key), bool):
             yield key, "use True or False"
     depth, size = options.prefetch, options.bucket_mb
@@ -237,9 +237,10 @@ def _of_values(options: Options, *_: object) -> Problems:
 def _of_moves(options: Options, stage: Stage, world_size: int) -> Problems:
     if options.gather_codec and stage.parameters is not Placement.SHARD:
         yield "gather_codec", "parameters that rest replicated are not gathered, use zero3"
-    if options.codes_rest and (options.gather_codec is None or world_size == options.replicas):
-        remedy = "set gather_codec, on two ranks or more that shard"
-        yield "codes_rest", f"no codes are gathered, {remedy}"
+    if options.masters_rest and (
+        stage.parameters is not Placement.SHARD or world_size == options.replicas
+    ):
+        yield "masters_rest", "nothing is gathered, use zero3, on two ranks or more that shard"
     if options.reduce_codec and stage.gradients is Placement.REPLICATE:
         yield "reduce_codec", "gradients are all-reduced, use zero1, zero2 or zero3"
     if options.error_feedback and options.reduce_codec is None:
@@ -248,6 +249,7 @@ def _of_moves(options: Options, stage: Stage, world_size: int) -> Problems:
         ("a codec saves nothing", options.gather_codec or options.reduce_codec),
         ("a secondary copy saves nothing", options.secondary_partition),
         ("no piece can be on the host", options.offload == ALL),
+        ("masters are not cast on their way", options.masters_rest),
     ):
         if is_set and options.transport == "direct":
             yield "transport", f"ranks read each other's memory, so that {what}; use auto"
@@ -256,15 +258,17 @@ def _of_moves(options: Options, stage: Stage, world_size: int) -> Problems:
 
 
 def _of_host(options: Options, stage: Stage, *_: object) -> Problems:
-    if options.offload == ALL and options.codes_rest:
+    if options.offload == ALL and options.masters_rest:
         yield "offload", "codes rest on the device, use optimizer"
+    elif options.offload and options.masters_rest and options.gather_codec is None:
+        yield "offload", "each gather would bring masters from the host, set gather_codec"
     if options.offload == ALL and stage.parameters is not Placement.SHARD:
         yield "offload", "parameters that rest whole stay on the device, use optimizer, or zero3"
     if not (_is_number(options.offload_fraction) and 0 < options.offload_fraction <= 1):
         yield "offload_fraction", "use a share above 0, up to 1"
     for key, default in (("offload_fraction", 1), ("offload_folder", None)):
-        if getattr(options, key) != default and options.codes_rest:
-            yield key, "not beside codes at rest, leave it out"
+        if getattr(options, key) != default and options.masters_rest:
+            yield key, "not with masters_rest, leave it out"
         if getattr(options, key) != default and options.offload is None:
             yield key, "nothing is offloaded, set offload"
 
@@ -280,7 +284,7 @@ def _of_groups(options: Options, stage: Stage, world_size: int) -> Problems:
         yield "replicas", "; ".join(why)
     if "all" in (options.optimizer_over, *dict(options.over_of_kinds).values()):
         key = "optimizer_over" if options.optimizer_over == "all" else "over_of_kinds"
-        words = {"differ": differ, "offload": options.offload, "codes_rest": options.codes_rest}
+        words = {"differ": differ, "offload": options.offload, "masters_rest": options.masters_rest}
         if why := why_not_over_all(replicas, **words):
             yield key, "; ".join(why)
     if num_ranks is not None:

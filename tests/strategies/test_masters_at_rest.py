@@ -1,4 +1,7 @@
-"""Parameters that rest as codes: one process rounds its weights by the codec before each step, and updates masters."""
+"""Masters rest instead of parameters: gathers cast them, as one process does after each update, or send their codes.
+
+With codes one process rounds its weights by the codec before each step, and updates masters.
+"""
 
 from __future__ import annotations
 
@@ -34,9 +37,13 @@ from zeroexp.process import world as worlds
 from zeroexp.process.world import World, fake_world
 from zeroexp.zero.options import Dtypes, Options, Outer
 
-FLOAT8 = Options(gather_codec="float8", codes_rest=True)
+FLOAT8 = Options(gather_codec="float8", masters_rest=True)
 # layout, codec, precision, other options, ranks
-CASES: list[tuple[str, str, str, dict[str, Any], int]] = [
+CASES: list[tuple[str, str | None, str, dict[str, Any], int]] = [
+    ("buffer", None, "bf16_master", {}, 2),
+    ("tensor", None, "bf16_master", {"transport": "native", "unit": "layer"}, 3),
+    ("parameter", None, "fp16_master", {"secondary_partition": 2}, 4),
+    ("buffer", None, "paper16", {"replicas": 2, "transport": "native"}, 4),
     ("buffer", "float8", "bf16_master", {}, 2),
     ("buffer", "float8", "fp32", {"transport": "native", "unit": "module"}, 2),
     ("tensor", "int8", "bf16_master", {"keep": "none", "prefetch": 2}, 3),
@@ -101,7 +108,7 @@ def test_what_is_computed_with_is_what_one_process_rounds(ranks, case):
     options = replace(FLOAT8, layout=layout, gather_codec=codec, **more)
     answers = ranks(train, recipe, options, world_size=world_size)
     rules = Rules(replicas=options.replicas)
-    publish = RoundedByHand(recipe, codec, answers[0][2])
+    publish = codec and RoundedByHand(recipe, codec, answers[0][2])
     expected = _train_oracle.__wrapped__(recipe, rules, MODELS[recipe.model], publish)
     assert_same(outcome_of([answer[:2] for answer in answers]), expected)
 
@@ -109,7 +116,7 @@ def test_what_is_computed_with_is_what_one_process_rounds(ranks, case):
 def train_with_and_without(world: World, options: Options):
     """In fp32 gathers encode the masters too."""
     recipe = Recipe(world_size=world.size, steps=4)
-    both = (options, replace(options, codes_rest=False))
+    both = (options, replace(options, masters_rest=False))
     return [train(world, recipe, each)[:2] for each in both]
 
 
@@ -158,8 +165,19 @@ def test_a_step_encodes_each_unit_once_and_gathers_encode_nothing(ranks):
     options = replace(FLOAT8, keep="last", prefetch=0)
     for encoded, gathered in ranks(encoded_in_a_step, options):
         assert (encoded, gathered) == (4, 2 * (1 + 2 * 3))
-    for encoded, gathered in ranks(encoded_in_a_step, replace(options, codes_rest=False)):
+    for encoded, gathered in ranks(encoded_in_a_step, replace(options, masters_rest=False)):
         assert encoded == gathered
+
+
+def test_masters_are_all_that_rests_of_weights():
+    dtypes = Dtypes(torch.bfloat16, torch.float32, torch.float32)
+    with fake_world(1, 4) as world:
+        words: dict[str, Any] = {"dtypes": dtypes, "masters_rest": True}
+        strategy = engine_of_nine_units("zero3", "buffer", world, **words)
+        a_step(strategy, torch.bfloat16)
+        held = bytes_by_kind(strategy.model_states())
+        numel = sum(h.chunk.section_numel(1) for unit in strategy.units for h in unit.held)
+    assert (held["parameters"], held["master"]) == (0, 4 * numel)
 
 
 @pytest.mark.parametrize("offload", [None, "optimizer"])
@@ -167,7 +185,7 @@ def test_codes_are_all_that_rests_beside_masters(offload):
     """33 bytes of codes and factors for 32 elements; of bf16 nothing is left at rest."""
     dtypes = Dtypes(torch.bfloat16, torch.float32, torch.float32)
     with fake_world(1, 4) as world:
-        words: dict[str, Any] = {"gather_codec": "float8", "codes_rest": True, "offload": offload}
+        words: dict[str, Any] = {"gather_codec": "float8", "masters_rest": True, "offload": offload}
         strategy = engine_of_nine_units("zero3", "buffer", world, dtypes=dtypes, **words)
         a_step(strategy, torch.bfloat16)
         states = strategy.model_states()
@@ -217,7 +235,7 @@ def test_checkpoints_hold_masters_and_gathered_shows_them(ranks):
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16_master"])
-@pytest.mark.parametrize("offload", [None, "optimizer"])
-def test_what_is_written_into_parameters_reaches_masters_and_codes(ranks, precision, offload):
-    answers = ranks(written, precision, replace(FLOAT8, offload=offload))
+@pytest.mark.parametrize("more", [{}, {"offload": "optimizer"}, {"gather_codec": None}])
+def test_what_is_written_into_parameters_reaches_masters_and_codes(ranks, precision, more):
+    answers = ranks(written, precision, replace(FLOAT8, **more))
     assert all((piece == 0.5).all() for pieces in answers for piece in pieces)
