@@ -343,10 +343,11 @@ class Collectives:
         residuals: Residuals | None = None,
         shares: Sequence[Chunk | None] = (),
     ) -> Pending:
-        """Start partial -> sharded. With replicas the sums are those of the group. residuals: see `residuals_of`.
+        """Start partial -> sharded, in native.py over NCCL, in direct.py on CPU. With replicas sums are the group's.
 
-        `last`: nothing more is added to them; they are those of all ranks once `finish_sums` has returned. Of a part
-        with a chunk in `shares`, by which holders cut its sums, this rank's share alone is.
+        residuals: see `residuals_of`. `last`: nothing more is added to the sums; they are those of all ranks once
+        `finish_sums` has returned. Of a part with a chunk in `shares`, by which holders cut its sums, this rank's share
+        alone is.
         """
         name, codec = f"the {kind} of {what}", self._reduce_codec
         nothing = parts[0].gradients[0].new_empty(0, dtype=parts[0].sent_dtype)

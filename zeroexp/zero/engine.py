@@ -127,6 +127,7 @@ class Engine:
             raise
 
     def backward(self, loss: Tensor) -> None:
+        """Run backward. Each gradient that autograd completes reaches `Schedule.gradient_ready` (hooks.py)."""
         with self._schedule.closing_backward(self._loss_scale.multiply(loss)) as loss:
             loss.backward()
         self._observer.backward_ended()

@@ -41,7 +41,7 @@ class Gradients:
         self._chunk = held.chunk
         self._parameters = held.parameters
         self._owned, self._summed = held.owned, held.summed
-        self._elements_of, self._sum_of = held.elements_of, held.span_of
+        self._elements_of, self._summed_of = held.elements_of, held.summed_of
         self._rank, self._device = world.rank, world.device
         self._rests = stage.gradients
         self._dtype = dtypes.reduce
@@ -131,10 +131,10 @@ class Gradients:
         if self._rests is Placement.REPLICATE:
             return [self._sums[span.member][span.start : span.stop] for span in self._owned]
         starts = [
-            span.start - self._summed[self._sum_of[span.member]].start for span in self._owned
+            span.start - self._summed[self._summed_of[span.member]].start for span in self._owned
         ]
         return [
-            _part(self._sums[self._sum_of[span.member]], start, start + span.numel)
+            _part(self._sums[self._summed_of[span.member]], start, start + span.numel)
             for span, start in zip(self._owned, starts, strict=True)
         ]
 

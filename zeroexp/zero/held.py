@@ -73,15 +73,15 @@ class Held:
     # A copy of full in memory of its own, while `whole` shows it (gathered.py).
     pinned: Tensor | None = None
     # What parameters show while freed: one nan in their shape, so that C++ code, which no guard sees, makes nan of it.
-    nothing: list[Tensor] = field(init=False)
+    nan_views: list[Tensor] = field(init=False)
     # Index of the summed span, and of the owned one, by member: a rank has at most one span of a member.
-    span_of: dict[int, int] = field(init=False)
+    summed_of: dict[int, int] = field(init=False)
     owned_of: dict[int, int] = field(init=False)
 
     def __post_init__(self) -> None:
         nan = torch.full((), float("nan"), dtype=self.dtype, device=self.device)
-        self.nothing = [nan.expand(shape) for shape in self.shapes]
-        self.span_of = {span.member: index for index, span in enumerate(self.summed)}
+        self.nan_views = [nan.expand(shape) for shape in self.shapes]
+        self.summed_of = {span.member: index for index, span in enumerate(self.summed)}
         self.owned_of = {span.member: index for index, span in enumerate(self.owned)}
 
     @property
@@ -113,9 +113,9 @@ class Held:
         ]
 
     def show(self, *, there: bool) -> None:
-        """Point the parameters at their values, or at `nothing` where the values are not there."""
+        """Point the parameters at their values, or at `nan_views` where the values are not there."""
         there = there or self.pinned is not None
-        views = self.nothing
+        views = self.nan_views
         if there:
             views = self.views if self.pinned is None else self.views_of(self.pinned)
         with unguarded():
@@ -141,7 +141,7 @@ class Held:
     def elements_of(self, part: Slice, span: Span) -> tuple[int, slice]:
         """Return the index of the summed span in which this span of a bucket's slice lies, and its elements there."""
         each = part.ranges[span.member]
-        index = self.span_of[each.member]
+        index = self.summed_of[each.member]
         start = each.start + span.start - self.summed[index].start
         return index, slice(start, start + span.numel)
 
@@ -151,8 +151,8 @@ class Held:
         if self.full is not None:
             place = self.chunk.members[member]
             self.full[place.start : place.stop].copy_(read(0, place.stop - place.start))
-        elif member in self.span_of:
-            span = self.summed[self.span_of[member]]
+        elif member in self.summed_of:
+            span = self.summed[self.summed_of[member]]
             self.piece[span.offset : span.offset + span.numel].copy_(read(span.start, span.stop))
         if self.master_flat is not None and member in self.owned_of:
             index = self.owned_of[member]

@@ -228,7 +228,7 @@ class Schedule:
         self.gathers.make_ready(unit)
 
     def gradient_ready(self, unit: Unit, index: int) -> None:
-        """One of the unit's trainable parameters got its gradient."""
+        """One of the unit's trainable parameters got its gradient; the last one of a bucket starts its reduction."""
         use = self._uses[unit]
         if not self.in_microbatch:
             raise _outside(f"{unit} got a gradient", ", where nobody reduces it")
@@ -355,6 +355,7 @@ class Schedule:
             self._turn += 1
 
     def _reduce(self, unit: Unit, bucket: Bucket) -> None:
+        """Start the bucket's reduce-scatter or all-reduce, and wait for the oldest where too many are in flight."""
         if not (self._last or self._reduces_each_microbatch):
             return
         self._in_flight.append(unit.reduce(bucket, last=self._last))

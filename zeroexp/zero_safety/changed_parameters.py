@@ -181,7 +181,7 @@ def _changes(registered: Iterable[Registered]) -> Iterator[tuple[str, bool, Any]
 def _shown_otherwise(unit: Unit) -> Iterator[nn.Parameter]:
     """Yield the parameters of a freed unit that somebody has given other memory."""
     for held in unit.held:
-        for parameter, nothing in zip(held.parameters, held.nothing, strict=True):
+        for parameter, nothing in zip(held.parameters, held.nan_views, strict=True):
             if parameter.untyped_storage()._cdata != nothing.untyped_storage()._cdata:
                 yield parameter
 

@@ -121,7 +121,7 @@ class Guards(Observer):
     def held(self, held: Held) -> None:
         plain = [type(parameter) for parameter in held.parameters]
         state = self._states[id(held)] = State(held.parameters, plain, held.is_trainable)
-        members = zip(held.parameters, held.chunk.members, held.nothing, strict=True)
+        members = zip(held.parameters, held.chunk.members, held.nan_views, strict=True)
         for parameter, member, nothing in members:
             its = Guard(member.name, parameter.shape, type(parameter), nothing, state)
             parameter.zeroexp_guard = its  # pyright: ignore[reportAttributeAccessIssue]
