@@ -96,7 +96,7 @@ class Gradients:
                 self._sums[index] = self._whole[span.member][span.start : span.stop]
 
         def sums() -> list[Tensor]:
-            if not self._sums and self._summed:
+            if windows and not self._sums:
                 self._allocate_sums()
             return [_part(self._sums[index], own.start, own.stop) for index, own in windows]
 
