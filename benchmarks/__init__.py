@@ -3,7 +3,7 @@
     run.py      the parent: starts the ranks of all engines of a comparison, wakes them in turn, writes rows
     ranks.py    the processes: one group of ranks per engine, long-lived, blocked on a pipe while others are timed
     engines.py  what is compared, each engine at its best settings; peers.py: those that zeroexp does not ship
-    bucket_size.py    a slow link: two network namespaces joined by a shaped pair, removed whatever happens
+    links.py    a slow link: two network namespaces joined by a shaped pair, removed whatever happens
     tuned.py    ours beside peers at their best; tunable.py: what these can be set to, and who carries their messages
     muon_peers.py    Muon beside torch's two ways for it, which are in muon_loops.py
     table.py    what was measured -> docs/measured.md; every row -> measured/

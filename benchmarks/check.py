@@ -9,6 +9,7 @@ said. `--store` keeps stored times where these are not to be judged by.
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import sys
@@ -30,9 +31,16 @@ Stored = dict[str, dict[str, Any]]
 
 
 def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--store", action="store_true")
+    stores = parser.parse_args().store
+    if not LATEST.exists():
+        raise SystemExit(f"{LATEST}: nothing is measured yet; python -m benchmarks.run --quick")
     rows = json.loads(LATEST.read_text(encoding="utf-8"))
     stored: Stored = json.loads(STORED.read_text(encoding="utf-8")) if STORED.exists() else {}
-    if sys.argv[1:] == ["--store"]:
+    if stores:
         for name, numbers in numbers_of(rows).items():
             stored[name] = {**stored.get(name, {}), **numbers}
         text = json.dumps(stored, indent=1, sort_keys=True)

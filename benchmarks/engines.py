@@ -46,7 +46,7 @@ PRECISIONS = {
 
 
 class Timed(Protocol):
-    """The part of strategies.base.Strategy that a timed step uses."""
+    """The part of interface.strategy.Strategy that a timed step uses."""
 
     model: nn.Module
 

@@ -15,7 +15,17 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import accuracy, breakdown, check, checkpoints, muon_peers, run, table, tunable
+from benchmarks import (
+    accuracy,
+    breakdown,
+    check,
+    checkpoints,
+    muon_peers,
+    run,
+    table,
+    tunable,
+    tuned,
+)
 from benchmarks.checkpoint_ranks import shapes_of
 from benchmarks.engines import ENGINES, ON_REQUEST, engines_for, parameter_bytes
 from benchmarks.links import open_link, payload_bytes_per_second, why_not_shaped
@@ -305,3 +315,8 @@ def test_each_part_of_the_breakdown_is_a_function_that_is_there():
     for places in breakdown.PARTS.values():
         for owner, name in places:
             assert callable(getattr(owner, name))
+
+
+def test_beside_ours_over_sockets_a_peer_has_its_best_settings_over_sockets():
+    ranked = ["ddp@bucket_cap_mb=5,carrier=shared", "ddp@bucket_cap_mb=25,carrier=gloo"]
+    assert [tuned.fair(ours, ranked) for ours in ("zero1_buffer", "zero1_buffer_sockets")] == ranked
