@@ -115,7 +115,7 @@ class PlayedDevice(TorchDispatchMode):
         """Count every use of what parameters of freed units show as wrong."""
         for unit in engine.units:
             for held in unit.held:
-                self._nothing |= {each.untyped_storage()._cdata for each in held.nothing}
+                self._nothing |= {each.untyped_storage()._cdata for each in held.nan_views}
 
     @property
     def streams(self) -> set[str]:

@@ -207,7 +207,7 @@ def test_a_step_fits_tightly_where_the_allocator_must_make_room_in_it(plans_of):
     unlimited = with_rehearsal(point).outcome.rehearsed
     assert unlimited
     most = unlimited.fullest.reserved_bytes or 0
-    for limit, verdict in ((most, "yes"), (most - 2 * MIB, "tight"), (most - 4 * MIB, "no")):
+    for limit, verdict in ((most, "yes"), (most - 4 * MIB, "tight"), (most - 6 * MIB, "no")):
         outcome = replace(point.outcome, memory_gib=limit / GIB)
         limited = with_rehearsal(point._replace(outcome=outcome)).outcome
         peak = limited.rehearsed and limited.rehearsed.fullest
