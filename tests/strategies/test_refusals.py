@@ -209,7 +209,8 @@ OPTIONS: list[tuple[str, int, dict[str, Any], str]] = [
     ("zero3", 2, {"error_feedback": True}, "or use False"),
     ("zero2", 2, {"masters_rest": True}, "nothing is gathered, use zero3, on two ranks or more"),
     ("zero3", 2, {"masters_rest": True, "transport": "direct"}, "not cast on their way; use auto"),
-    ("zero3", 2, {"masters_rest": True, "offload": "optimizer"}, "host, set gather_codec"),
+    ("zero3", 2, {"masters_rest": True, "offload": "optimizer"}, "from the host, leave it"),
+    ("zero3", 2, {"masters_rest": True, "offload": "all"}, "masters from the host, leave it None"),
     ("zero3", 2, {**RESTING, "offload": "all"}, "rest on the device, use optimizer"),
 ]
 

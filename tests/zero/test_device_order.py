@@ -91,6 +91,10 @@ CASES = [
     *(more(stage, reductions_apart=True, prefetch=2) for stage in ("zero2", "zero3")),
     more("zero3", keep="all"),
     more("zero3", overlap=False),
+    *(
+        more("zero3", layout, masters_rest=True, prefetch=2, recipe=Recipe(precision="bf16_master"))
+        for layout in ("tensor", "buffer")
+    ),
     more("zero3", reduce_each="microbatch", prefetch=2),
     more("zero2", recipe=Recipe(max_grad_norm=0.1)),
     more("zero2", offload="optimizer", recipe=Recipe(max_grad_norm=0.1)),

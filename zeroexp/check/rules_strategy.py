@@ -225,11 +225,8 @@ def check_masters_at_rest(config: Config) -> Iterator[Refusal]:
         yield key, problem, "use strategy=zero3 on two ranks or more, or leave it out"
     if strategy.codes is None:
         if config.precision.compute == strategy.optimizer.dtype:
-            yield (
-                key,
-                "parameters are the masters anyway",
-                "use precision=bf16_master, or leave it out",
-            )
+            remedy = "use precision=bf16_master, or leave it out"
+            yield key, "parameters are the masters anyway", remedy
         if strategy.offload is not None:
             problem = "each gather would bring masters from the host"
             yield "strategy.offload", problem, f"leave out {key}={MASTER}"

@@ -165,7 +165,7 @@ def why_not_over_all(
     if differ:
         return "with `outer` each replica updates all of its weights", "use one of them"
     if masters_rest:
-        return "pieces that rest are masters", "use a gather_codec alone, or leave them apart"
+        return "pieces that rest are masters", "let parameters rest apart, in a dtype of their own"
     if offload == "all":
         return "pieces on the host are sent between no replicas", "use offload=optimizer"
     return None

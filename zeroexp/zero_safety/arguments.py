@@ -258,10 +258,10 @@ def _of_moves(options: Options, stage: Stage, world_size: int) -> Problems:
 
 
 def _of_host(options: Options, stage: Stage, *_: object) -> Problems:
-    if options.offload == ALL and options.masters_rest:
+    if options.offload and options.masters_rest and options.gather_codec is None:
+        yield "offload", "each gather would bring masters from the host, leave it None"
+    elif options.offload == ALL and options.masters_rest:
         yield "offload", "codes rest on the device, use optimizer"
-    elif options.offload and options.masters_rest and options.gather_codec is None:
-        yield "offload", "each gather would bring masters from the host, set gather_codec"
     if options.offload == ALL and stage.parameters is not Placement.SHARD:
         yield "offload", "parameters that rest whole stay on the device, use optimizer, or zero3"
     if not (_is_number(options.offload_fraction) and 0 < options.offload_fraction <= 1):
