@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+import torch
+
 from tests.oracle import PRECISIONS, Recipe
 from zeroexp.config.optimizer import optimizer_factory, parameter_groups
 from zeroexp.cut.stage import STAGES
@@ -21,6 +23,7 @@ class Ours:
     stage: str
     options: Options
     kind: type[Engine] = Sharded
+    of_modules: tuple[tuple[str, torch.dtype], ...] = ()  # of Dtypes
 
     def __call__(self, built: BuiltModel, recipe: Recipe, world: World) -> Engine:
         config, precision = recipe.optimizer_config(), PRECISIONS[recipe.precision]
@@ -32,7 +35,7 @@ class Ours:
             param_groups=parameter_groups(built.module, config, built.blocks),
             optimizer_factory=optimizer_factory(config),
             world=world,
-            dtypes=Dtypes(*(DTYPES[dtype] for dtype in dtypes)),
+            dtypes=Dtypes(*(DTYPES[dtype] for dtype in dtypes), of_modules=dict(self.of_modules)),
             max_grad_norm=config.max_grad_norm,
             # As the oracle does, if nothing is said: it sums all microbatches before the ranks.
             options=replace(self.options, reduce_each=self.options.reduce_each or "step"),

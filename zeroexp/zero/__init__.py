@@ -46,6 +46,7 @@ Read zeroexp/cut/ first, then the files with a star: they are the algorithm. Imp
     gathers.py          units are gathered when they are needed, and ahead in the order of the microbatch before; freed
     schedule.py *       events in a module become verbs, in an order that all ranks agree on
     hooks.py            reports the events, and what autograd saves of gathered parameters
+    casts.py            modules that compute in a dtype of their own: what goes in and comes out is cast
     gathered.py         every parameter shown whole
     step_sums.py        the sum over ranks before a step: norm of the gradients, and who has one
     matrices.py         matrices of which ranks hold pieces, brought together while an optimizer needs them whole

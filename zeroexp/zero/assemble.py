@@ -112,16 +112,17 @@ def make_units(
     layout = _agreed_layout(options, specs, wire)
     bucket_bytes = options.bucket_bytes
     in_group = [[chunk.for_ranks(wire.group.size) for chunk in chunks] for chunks in layout]
-    _reserve(in_group, stage, dtypes, wire, bucket_bytes)
+    of_units = [dtypes.of_unit(group.name) for group in groups]
+    _reserve(in_group, stage, of_units, wire, bucket_bytes)
     units: list[Unit] = []
-    for group, chunks in zip(groups, layout, strict=True):
+    for group, chunks, of_unit in zip(groups, layout, of_units, strict=True):
         held: list[Held] = []
         for chunk in chunks:
-            held.append(allocate(chunk, group.parameters, stage, dtypes, wire, observer.shown))
+            held.append(allocate(chunk, group.parameters, stage, of_unit, wire, observer.shown))
             _move_into(held[-1], deferred=values is not None)
             observer.held(held[-1])
         each = options.reduce_each == "microbatch"
-        unit = Unit(group.name, held, stage, dtypes, wire, bucket_bytes, each_microbatch=each)
+        unit = Unit(group.name, held, stage, of_unit, wire, bucket_bytes, each_microbatch=each)
         units.append(unit)
     if values is not None:
         _load_values(values, units)
@@ -164,7 +165,7 @@ def _move_into(held: Held, *, deferred: bool) -> None:
 def _reserve(
     layout: Sequence[Sequence[Chunk]],
     stage: Stage,
-    dtypes: Dtypes,
+    dtypes: Sequence[Dtypes],
     wire: Collectives,
     bucket_bytes: int | None,
 ) -> None:
@@ -172,14 +173,15 @@ def _reserve(
     rank = wire.group.rank
     sharded = stage.parameters is Placement.SHARD
     resting = [
-        (chunk.section_numel(rank) if sharded else chunk.padded_numel) * dtypes.compute.itemsize
-        for chunks in layout
+        (chunk.section_numel(rank) if sharded else chunk.padded_numel) * of_unit.compute.itemsize
+        for chunks, of_unit in zip(layout, dtypes, strict=True)
         for chunk in chunks
     ]
     trainable = [[chunk for chunk in chunks if chunk.kind != FROZEN] for chunks in layout]
-    itemsize, holders, ranks = dtypes.reduce.itemsize, wire.holders, (rank, wire.holders.rank)
+    reduce, master = dtypes[0].reduce, dtypes[0].master
+    itemsize, holders, ranks = reduce.itemsize, wire.holders, (rank, wire.holders.rank)
     each_step = wire.stepping is wire.world  # else the weights' changes are summed (outer.py)
-    itemsizes = itemsize, itemsize if each_step else dtypes.master.itemsize
+    itemsizes = itemsize, itemsize if each_step else master.itemsize
     wire.reserve(
         resting,
         slot_bytes(trainable, stage, rank, itemsize, bucket_bytes),

@@ -30,6 +30,7 @@ from zeroexp.interface.values import Values, make_places
 from zeroexp.measure.verb_seconds import meter
 from zeroexp.process.world import World
 from zeroexp.zero.assemble import make_units, start_alike
+from zeroexp.zero.casts import cast_at_borders
 from zeroexp.zero.gathered import gathered
 from zeroexp.zero.grouping import group_parameters, groups_of_lists, stage_for_world
 from zeroexp.zero.held import unguarded
@@ -91,7 +92,8 @@ class Engine:
         self.wire.connect()
         options = options.settled(stage, self.wire.facts, world.size)
         self.settings = options.as_record(stage, self.wire.facts, self.wire.facts_between)
-        groups = group_parameters(module, blocks, options.unit, param_groups)
+        groups = group_parameters(module, blocks, options.unit, param_groups, dtypes.of_modules)
+        cast_at_borders(module, dtypes)
         self.units = make_units(groups, stage, options, dtypes, self.wire, self._observer, values)
         self._schedule = Schedule(
             self.units, self.wire, options, self._observer, scales_loss=scales_loss
@@ -102,10 +104,9 @@ class Engine:
             for unit, group in zip(self.units, groups, strict=True):
                 attach(unit, group.module, self._schedule, self._observer)
         self._trainable = [p for unit in self.units for p in unit.trainable_parameters]
+        masters = _masters_in_groups(self.units, param_groups)
         with self.wire.bus.at(self.wire.bus.places[0]):
-            self.optimizer = make_optimizer(
-                optimizer_factory, _masters_in_groups(self.units, param_groups)
-            )
+            self.optimizer = make_optimizer(optimizer_factory, masters)
         self._loss_scale = LossScale(self.optimizer, is_used=scales_loss, is_fake=world.is_fake)
         bring_matrices_together(self.optimizer, self.units, stage, self.wire, options.matrix_step)
         self._outer = OuterStep(self.units, self.wire, options.outer, dtypes.master)

@@ -46,9 +46,16 @@ def stage_for_world(stage: Stage, world_size: int, offload: str | None = None) -
 
 
 def group_parameters(
-    module: nn.Module, blocks: Sequence[str], unit: str, param_groups: Sequence[dict[str, Any]] = ()
+    module: nn.Module,
+    blocks: Sequence[str],
+    unit: str,
+    param_groups: Sequence[dict[str, Any]] = (),
+    apart: Collection[str] = (),
 ) -> list[Group]:
-    """Return the root's group, then those of modules that move on their own, in the order of their definition."""
+    """Return the root's group, then those of modules that move on their own, in the order of their definition.
+
+    apart: names of more modules that move on their own.
+    """
     kinds, layouts = (named_in(param_groups, key) for key in ("kind", "layout"))
     modules = list(_parameter_modules(module, blocks))
     names = {
@@ -57,6 +64,8 @@ def group_parameters(
         "layer": list(dict.fromkeys(_block_around(name, blocks) or name for name in modules)),
         "module": modules,
     }[unit]
+    if apart:
+        names = [name for name, _ in module.named_modules() if name in {*names, *apart}]
     claims: dict[nn.Parameter, set[str]] = {}
     homes = set(names)
     for full_name, parameter in module.named_parameters(remove_duplicate=False):
@@ -66,7 +75,18 @@ def group_parameters(
         if not parameter.numel():
             continue  # an empty parameter has nothing to hold or to train
         claimed = claims[parameter]
+        if len(claimed) > 1 and not claimed.isdisjoint(apart):
+            one, other, *_ = sorted(claimed)
+            raise ValueError(
+                f"Dtypes(of_modules=...): {full_name} belongs to {one or 'the model'} and to {other}, "
+                "which compute in dtypes of their own: leave both out"
+            )
         members[claimed.pop() if len(claimed) == 1 else ""][full_name] = parameter
+    if nothing := sorted(name for name in apart if not name or not members.get(name)):
+        raise ValueError(
+            f"Dtypes(of_modules=...): {nothing[0]!r} is no module of the model, or holds no parameter of its own: "
+            "name modules inside, as model.named_modules() does"
+        )
     named = (kinds, layouts)
     return [Group(n, module.get_submodule(n), m, *named) for n, m in members.items() if m or not n]
 

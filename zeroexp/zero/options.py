@@ -5,7 +5,7 @@ What the options leave open is settled by transport and stage.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -29,11 +29,18 @@ class Dtypes:
     # dtype of gradients on the wire, of sums of microbatches, and of what reduction leaves
     reduce: torch.dtype
     master: torch.dtype  # dtype of the weights the optimizer updates
-    # that of chunks of a kind with its own
+    # `master` of chunks of a kind with its own
     of_kinds: tuple[tuple[str, torch.dtype], ...] = field(default=(), kw_only=True)
+    # `compute` of modules with their own, by name: each is a unit, see zero/casts.py
+    of_modules: Mapping[str, torch.dtype] = field(
+        default_factory=dict[str, torch.dtype], kw_only=True
+    )
 
     def master_of(self, chunk: Chunk) -> torch.dtype:
         return dict(self.of_kinds).get(chunk.kind, self.master)
+
+    def of_unit(self, name: str) -> Dtypes:
+        return replace(self, compute=self.of_modules.get(name, self.compute))
 
     def with_masters_of(self, param_groups: Sequence[dict[str, Any]]) -> Dtypes:
         """Return these with the masters that groups name."""
