@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from zeroexp.cut.bucket import SMALL_SHARE, Slice, cut_in_buckets
+from zeroexp.cut.bucket import SMALL_SHARE, BucketPart, cut_in_buckets
 from zeroexp.cut.chunk import Chunk, ParameterSpec, Span
 from zeroexp.cut.layout import lay_out
 
@@ -28,7 +28,7 @@ def chunks_of(family: str, numels: list[int], world_size: int) -> tuple[Chunk, .
     return lay_out(family, [specs], world_size)[0]
 
 
-def elements(part: Slice, rank: int) -> list[Element]:
+def elements(part: BucketPart, rank: int) -> list[Element]:
     """What `rank` owns of a slice, told in elements of the chunk it was cut from."""
     return [
         (part.index, part.ranges[span.member].member, part.ranges[span.member].start + element)
@@ -52,7 +52,7 @@ def test_every_element_is_reduced_once_by_its_owner(family, numels, world_size, 
     chunks = chunks_of(family, numels, world_size)
     buckets = cut_in_buckets(chunks, 4, 4 * most)
     for rank in range(world_size):
-        found = [e for b in buckets for part in b.slices for e in elements(part, rank)]
+        found = [e for b in buckets for part in b.parts for e in elements(part, rank)]
         assert Counter(found) == Counter(owned(chunks, rank))
 
 
@@ -66,7 +66,7 @@ def test_a_bucket_takes_what_just_fits():
 def test_no_bucket_is_larger_and_none_could_take_the_next(family, numels, world_size, most):
     chunks = chunks_of(family, numels, world_size)
     buckets = cut_in_buckets(chunks, 4, 4 * most)
-    sizes = [sum(part.chunk.unpadded_numel for part in bucket.slices) for bucket in buckets]
+    sizes = [sum(part.chunk.unpadded_numel for part in bucket.parts) for bucket in buckets]
     assert max(sizes) <= most
 
     def place(index: int, each: Span) -> tuple[bool, int, int, int]:
@@ -76,7 +76,7 @@ def test_no_bucket_is_larger_and_none_could_take_the_next(family, numels, world_
         return is_large, index, each.member, each.start
 
     for size, after in zip(sizes, buckets[1:], strict=False):
-        ranges = [(part.index, each) for part in after.slices for each in part.ranges]
+        ranges = [(part.index, each) for part in after.parts for each in part.ranges]
         _, first = max(ranges, key=lambda pair: place(*pair))
         assert size + first.numel > most
 
@@ -93,7 +93,7 @@ def test_the_first_range_of_a_member_comes_last(family, numels, world_size, most
         }
     )
     for bucket in cut_in_buckets(chunks_of(family, numels, world_size), 4, 4 * most):
-        for part in bucket.slices:
+        for part in bucket.parts:
             for each in part.ranges:
                 left[part.index, each.member] -= each.numel
             for each in part.ranges:
@@ -106,7 +106,7 @@ def test_without_a_size_a_unit_is_one_bucket_and_its_chunks_themselves():
     """Padding included, so that the backend's even primitives apply."""
     chunks = chunks_of("tensor", [5, 7], 4)
     (bucket,) = cut_in_buckets(chunks, 4, None)
-    assert tuple(part.chunk for part in bucket.slices) == chunks
+    assert tuple(part.chunk for part in bucket.parts) == chunks
     assert cut_in_buckets((), 4, None) == ()
     assert cut_in_buckets((), 4, 100) == ()
 
@@ -120,7 +120,7 @@ def test_a_norm_defined_last_keeps_no_bucket_waiting(family):
     chunks = lay_out(family, [specs], 2)[0]
     buckets = cut_in_buckets(chunks, 4, 4 * 2000)
     names = [
-        [chunks[part.index].members[each.member].name for part in b.slices for each in part.ranges]
+        [chunks[part.index].members[each.member].name for part in b.parts for each in part.ranges]
         for b in buckets
     ]
     assert names == [["down"], ["up"], ["gate"], ["q", "k", "first_norm", "second_norm"]]
@@ -129,7 +129,7 @@ def test_a_norm_defined_last_keeps_no_bucket_waiting(family):
 def test_the_picture_of_the_page():
     (chunk,) = chunks_of("buffer", [4, 3, 3], 4)
     buckets = cut_in_buckets([chunk], 4, 16)
-    ranges = [[(r.member, r.start, r.stop) for r in b.slices[0].ranges] for b in buckets]
+    ranges = [[(r.member, r.start, r.stop) for r in b.parts[0].ranges] for b in buckets]
     assert ranges == [[(2, 0, 3)], [(1, 0, 3)], [(0, 0, 4)]]
 
 
@@ -137,17 +137,17 @@ def test_small_is_up_to_a_64th_of_a_bucket():
     """Of 128 elements: two are small and come last, three are not."""
     chunks = chunks_of("buffer", [2, 120, 3, 120], 2)
     ranges = [
-        [each.member for part in bucket.slices for each in part.ranges]
+        [each.member for part in bucket.parts for each in part.ranges]
         for bucket in cut_in_buckets(chunks, 4, 4 * 128)
     ]
     assert ranges == [[2, 3], [0, 1]]
     chunks = chunks_of("buffer", [120, 2, 120], 2)
     buckets = cut_in_buckets(chunks, 4, 4 * 128)
-    assert [[r.member for r in b.slices[0].ranges] for b in buckets] == [[2], [0, 1]]
+    assert [[r.member for r in b.parts[0].ranges] for b in buckets] == [[2], [0, 1]]
 
 
 def test_slices_are_in_the_order_of_their_chunks_and_cut_for_as_many_ranks():
     chunks = chunks_of("tensor", [100, 1, *[100] * 6, 1], 3)
     *_, last = cut_in_buckets(chunks, 4, 4 * 100)
-    assert [part.index for part in last.slices] == [1, 8]
-    assert [len(part.chunk.cuts) for part in last.slices] == [4, 4]
+    assert [part.index for part in last.parts] == [1, 8]
+    assert [len(part.chunk.cuts) for part in last.parts] == [4, 4]

@@ -15,7 +15,7 @@ files mapped into memory. There is no pickle: files are JSON and raw numbers.
     verify.py     reads pieces and checks the hash of each                                               no torch
     staging.py    copies this rank's pieces, so that training goes on while they are written
     storage.py    writes each rank's file, and puts the manifest together
-    save.py       decides when: it copies, then writes in a thread
+    save.py       copies, then writes in a thread: the files, the manifest and the folder's name
     load.py       checks every hash, then fills the engine from mapped files
     weights.py    reads whole weights for the export
     rng.py        converts random states to plain numbers

@@ -1,4 +1,4 @@
-"""Write a checkpoint's files: one of raw numbers for each rank, then the manifest of them all.
+"""Write the file of raw numbers of each rank, and describe them all: save.py writes that manifest when they are there.
 
 torch.distributed.checkpoint knows boxes of tensors, which no piece of a flat buffer is, and puts each into a zip with a
 pickle. Raw numbers need neither, and a range of a piece can be read without the rest.

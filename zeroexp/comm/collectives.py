@@ -374,8 +374,13 @@ class Collectives:
         return Pending([reduced], sum_between)
 
     @property
+    def sums_each_step(self) -> bool:
+        """Whether all ranks take one step together, or replicas steps of their own (outer.py)."""
+        return self.stepping is self.world
+
+    @property
     def _sums_between_each_step(self) -> bool:
-        return self._between is not None and self.stepping is self.world
+        return self._between is not None and self.sums_each_step
 
     def sum_between(self, sums: Sequence[Tensor], what: str, shares: Sequence[Chunk] = ()) -> None:
         """Start to replace flat tensors by their sums over replicas, which `finish_sums` waits for."""

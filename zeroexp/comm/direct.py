@@ -22,7 +22,7 @@ from zeroexp.comm.base import (
     Transport,
     spans_of,
 )
-from zeroexp.comm.facts import TRANSPORTS, Facts
+from zeroexp.comm.facts import FACTS, Facts
 from zeroexp.comm.messages import Channel, GlooChannel
 from zeroexp.comm.offers import MOST_OFFERS
 from zeroexp.comm.packing import begin_alike
@@ -101,7 +101,7 @@ class Direct(Transport):
     def _find_facts(self) -> Facts:
         """Return the facts of shared memory where all peers are neighbours, else those of messages to some or all."""
         messages = "mixed" if self._neighbours else "gloo"
-        return TRANSPORTS["direct" if len(self._neighbours) == len(self._peers) else messages]
+        return FACTS["direct" if len(self._neighbours) == len(self._peers) else messages]
 
     def reserve(self, resting: Sequence[int], slot_bytes: int) -> None:
         if not self._share_memory:

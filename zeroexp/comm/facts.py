@@ -21,12 +21,17 @@ class Facts:
     is_collective: bool
     shares_memory: bool  # ranks of a host read each other's memory, uncounted by torch's allocator
 
+    @property
+    def gathers_alone(self) -> bool:
+        """Whether a rank gathers without the others: it copies out of their memory while it waits."""
+        return self.moves_on_wait
+
 
 # Each reduction in flight holds the gradients of a unit or bucket. Ranks of one host move bytes only while they wait
 # for a reduction, so one is enough; small buckets are faster there, since their gradients are still in the cache.
 # Messages travel while backward computes, and a second reduction keeps a slow link busy until backward launches the
 # next. The links of GPUs are fast and their memory is scarce, so one is enough.
-TRANSPORTS = {
+FACTS = {
     "direct": Facts(
         "direct", 1, 4 * MIB, moves_on_wait=True, is_collective=False, shares_memory=True
     ),

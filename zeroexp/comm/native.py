@@ -24,7 +24,7 @@ from zeroexp.comm.base import (
     TimedWork,
     Transport,
 )
-from zeroexp.comm.facts import TRANSPORTS, Facts
+from zeroexp.comm.facts import FACTS, Facts
 from zeroexp.comm.message_layout import MessageLayout, message_layout_of
 from zeroexp.comm.packing import (
     begin_alike,
@@ -49,7 +49,7 @@ class Native(Transport):
 
     @property
     def facts(self) -> Facts:
-        return TRANSPORTS["native"]
+        return FACTS["native"]
 
     @property
     def issued_checksum(self) -> int:

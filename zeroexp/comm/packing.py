@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from zeroexp.comm.base import GatherPart, ReducePart
+from zeroexp.comm.base import GatherPart, ReducePart, part_of
 from zeroexp.comm.message_layout import MessageLayout
 
 
@@ -87,10 +87,6 @@ def views_of(flat: Tensor, places: Sequence[tuple[int, int]]) -> list[Tensor]:
         end = stop
     parts = flat.split([*lengths, flat.numel() - end])
     return [parts[index] for index in kept]
-
-
-def part_of(flat: Tensor, start: int, stop: int) -> Tensor:
-    return flat if (start, stop) == (0, flat.numel()) else flat[start:stop]
 
 
 def begin_alike(one: Tensor, other: Tensor) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from functools import lru_cache
 
-from zeroexp.comm.facts import TRANSPORTS
+from zeroexp.comm.facts import FACTS
 from zeroexp.cut.bucket import Bucket, cut_in_buckets
 from zeroexp.cut.chunk import Chunk, ParameterSpec
 from zeroexp.cut.layout import by_buffer
@@ -24,7 +24,7 @@ def num_slots(transport: str) -> int:
     With fewer slots neighbours would wait for each other forever, since a rank reads a reduction only when it has
     launched as many more as may be in flight.
     """
-    return TRANSPORTS[transport].reductions_in_flight + 1
+    return FACTS[transport].reductions_in_flight + 1
 
 
 def arena_bytes(resting: Sequence[int], slot_bytes: int, num_slots: int) -> int:
@@ -44,7 +44,7 @@ def slot_bytes(
     units: the trainable chunks of each unit.
     """
     handed = (
-        _handed_bytes([part.chunk for part in bucket.slices], stage, rank, itemsize)
+        _handed_bytes([part.chunk for part in bucket.parts], stage, rank, itemsize)
         for chunks in units
         for bucket in cut_in_buckets(chunks, itemsize, bucket_bytes)
     )
@@ -74,7 +74,7 @@ def slot_bytes_of_sums(
 
 def sums_of(bucket: Bucket, place: int, num_replicas: int) -> Chunk:
     """Return what a rank has to sum between replicas after the reduction of this bucket inside of its group."""
-    sizes = [span.numel for part in bucket.slices for span in part.chunk.spans(place)]
+    sizes = [span.numel for part in bucket.parts for span in part.chunk.spans(place)]
     return chunk_of_sums(tuple(sizes), num_replicas)
 
 

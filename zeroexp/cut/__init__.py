@@ -7,4 +7,6 @@ codes.py    bytes of what travels encoded
 layout.py   units are cut into chunks and padded: by parameter, by tensor, or as one buffer
 check_chunks.py  what a layout of others cuts wrong
 bucket.py   which gradients are reduced together
+matrix_step.py    which rank steps a cut matrix, and what it is sent for that
+moment_blocks.py  blocks of moments in 8 bits, and the kinds of parameters that have them
 """

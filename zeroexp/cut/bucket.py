@@ -8,7 +8,7 @@ Buckets come about in the order in which backward makes gradients: the members' 
 A layout that gives whole parameters to ranks sorts its members by owner, so the buckets of one owner follow each other.
 
 A bucket is a small chunk of its own, without padding: each of its elements has the same owner as in the chunk. Where no
-size is set a unit is one bucket, whose slices are the chunks themselves, padding included.
+size is set a unit is one bucket, whose parts are the chunks themselves, padding included.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ SMALL_SHARE = 1 / 64  # members of up to this share of a bucket come last
 
 
 @dataclass(frozen=True)
-class Slice:
+class BucketPart:
     """Ranges of one chunk, and the same elements as a chunk of their own: a member for each range."""
 
     index: int  # index of the chunk in its unit
@@ -35,7 +35,7 @@ class Slice:
 class Bucket:
     """What one reduction moves."""
 
-    slices: tuple[Slice, ...]
+    parts: tuple[BucketPart, ...]
 
 
 def cut_in_buckets(
@@ -45,7 +45,9 @@ def cut_in_buckets(
     if not chunks:
         return ()
     if max_bytes is None:
-        return (Bucket(tuple(Slice(i, chunk.whole(), chunk) for i, chunk in enumerate(chunks))),)
+        return (
+            Bucket(tuple(BucketPart(i, chunk.whole(), chunk) for i, chunk in enumerate(chunks))),
+        )
     most = max(1, max_bytes // itemsize)
     buckets: list[dict[int, list[Span]]] = []  # index of a chunk -> ranges
     room = 0
@@ -56,7 +58,7 @@ def cut_in_buckets(
         buckets[-1].setdefault(index, []).append(each)
         room -= each.numel
     return tuple(
-        Bucket(tuple(_slice(index, chunks[index], ranges[index]) for index in sorted(ranges)))
+        Bucket(tuple(_part(index, chunks[index], ranges[index]) for index in sorted(ranges)))
         for ranges in buckets
     )
 
@@ -77,7 +79,7 @@ def _backwards(chunks: Sequence[Chunk], most: int) -> Iterator[tuple[int, Span]]
             yield index, Span(each.member, start, stop, each.offset + start)
 
 
-def _slice(index: int, chunk: Chunk, picked: Sequence[Span]) -> Slice:
+def _part(index: int, chunk: Chunk, picked: Sequence[Span]) -> BucketPart:
     """Make a slice in the order of the chunk, so that owners follow one another as they do there."""
     ranges = tuple(sorted(picked, key=lambda each: each.offset))
     ends = list(accumulate((each.numel for each in ranges), initial=0))
@@ -90,4 +92,4 @@ def _slice(index: int, chunk: Chunk, picked: Sequence[Span]) -> Slice:
         for rank, start, stop in chunk.shares(each.offset, each.offset + each.numel):
             owned[rank] += stop - start
     cuts = (0, *accumulate(owned))
-    return Slice(index, ranges, Chunk(members, cuts, chunk.kind, over_all=chunk.over_all))
+    return BucketPart(index, ranges, Chunk(members, cuts, chunk.kind, over_all=chunk.over_all))

@@ -61,8 +61,9 @@ CanonicalState = dict[str, dict[str, CanonicalTensor]]
 
 
 class Strategy(Protocol):
-    """One engine. The caller calls `model` as before; the parallelism happens in its hooks.
+    """One engine: ours is zeroexp/zero/engine.py, torch's and DeepSpeed's are in zeroexp/engines/.
 
+    The caller calls `model` as before; the parallelism happens in its hooks.
     An engine may also have `settings`, a dict of what it chose where the config leaves a choice open.
     """
 

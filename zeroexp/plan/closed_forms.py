@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 from functools import cache, cached_property
 from typing import ClassVar, NamedTuple
 
-from zeroexp.comm.facts import ALL, TRANSPORTS, Facts
+from zeroexp.comm.facts import ALL, FACTS, Facts
 from zeroexp.comm.message_layout import message_layout_of
 from zeroexp.comm.sizes import aligned, num_slots, slot_bytes, slot_bytes_of_sums, sums_of
 from zeroexp.cut.bucket import Bucket, cut_in_buckets
@@ -173,11 +173,11 @@ class ShardedForm(ClosedForm):
     @property
     def facts(self) -> Facts:
         """How the transport between ranks that shard among themselves carries moves."""
-        return TRANSPORTS[self.transport]
+        return FACTS[self.transport]
 
     @cached_property
-    def settled(self) -> Options:
-        return self.options.settled(self.stage, self.facts, self.world_size)
+    def resolved(self) -> Options:
+        return self.options.resolved(self.stage, self.facts, self.world_size)
 
     # -- bytes sent --------------------------------------------------------------------------------
 
@@ -197,7 +197,7 @@ class ShardedForm(ClosedForm):
                 own = self._share_bytes(shared, rank, self._compute)[1]
                 _add(traffic, "replicas", num_units, (self.replicas - 1) * own)
             for bucket, fine_bucket in buckets:
-                chunks_of_bucket = [part.chunk for part in bucket.slices]
+                chunks_of_bucket = [part.chunk for part in bucket.parts]
                 num_bytes = self._reduction_bytes(chunks_of_bucket, place)
                 _add(traffic, "reduce", num_units * self._num_reductions, num_bytes)
                 for between in self._sum_bytes(bucket, fine_bucket, rank):
@@ -281,13 +281,13 @@ class ShardedForm(ClosedForm):
 
     def _sum_bytes(self, bucket: Bucket, fine: Bucket, rank: int) -> Iterator[int]:
         """Yield the bytes a rank sends to sum between replicas what it has summed of this bucket, and what it owns."""
-        shared = [p.chunk for p in fine.slices if p.chunk.over_all]
+        shared = [p.chunk for p in fine.parts if p.chunk.over_all]
         if self.replicas == 1:
             return
         if self.reduction is not Move.REDUCE_SCATTER or not shared:
             yield self._bytes_of_sums(bucket, rank)
             return
-        if others := tuple(each for each in bucket.slices if not each.chunk.over_all):
+        if others := tuple(each for each in bucket.parts if not each.chunk.over_all):
             yield self._bytes_of_sums(Bucket(others), rank)
         total, own = self._share_bytes(shared, rank, self._reduce)
         yield total - own
@@ -299,7 +299,7 @@ class ShardedForm(ClosedForm):
         if self.facts.is_collective:
             numel = chunk.unpadded_numel
             if self.reduction is Move.ALL_REDUCE and self.options.outer is None:
-                numel = self._all_reduced_numel([p.chunk for p in bucket.slices]) // self.group_size
+                numel = self._all_reduced_numel([p.chunk for p in bucket.parts]) // self.group_size
             return 2 * numel * self._summed * peers // self.replicas
         own = chunk.real_numel(replica)
         return (chunk.unpadded_numel - own + peers * own) * self._summed
@@ -356,7 +356,7 @@ class ShardedForm(ClosedForm):
     def _num_reductions(self) -> int:
         if self.group_size == 1:
             return 0
-        return self.accumulation if self.settled.reduce_each == "microbatch" else 1
+        return self.accumulation if self.resolved.reduce_each == "microbatch" else 1
 
     @property
     def _num_sums_between(self) -> int:
@@ -392,7 +392,7 @@ class ShardedForm(ClosedForm):
         for unit, num_gathers in zip(self.units, self._num_gathers, strict=True):
             key = num_gathers, tuple(_cut_without_names(chunk) for chunk in unit)
             same.setdefault(key, []).append(unit)
-        most, found = self.settled.bucket_bytes, list[UnitsOfOneShape]()
+        most, found = self.resolved.bucket_bytes, list[UnitsOfOneShape]()
         for (num, _), (fine, *others) in same.items():
             chunks = tuple(chunk.for_ranks(self.group_size) for chunk in fine)
             cut = [cut_in_buckets(trainable(each), self._reduce, most) for each in (chunks, fine)]
@@ -524,7 +524,7 @@ class ShardedForm(ClosedForm):
         )
 
     def _gradient_bytes(self, moment: str, rank: int) -> int:
-        if moment == "after_forward" and self.settled.reduce_each == "step":
+        if moment == "after_forward" and self.resolved.reduce_each == "step":
             # Autograd adds them up in the wider dtype.
             return self._num_trainable * max(self._compute, self._reduce)
         if self.stage.gradients is not Placement.SHARD:  # sums of what rests partial lie in it
@@ -564,13 +564,13 @@ class ShardedForm(ClosedForm):
 
         def staging_bytes(rank: int) -> int:
             units = [trainable(alike.chunks) for alike in self.units_by_shape]
-            itemsize, most = self._reduce, self.settled.bucket_bytes
+            itemsize, most = self._reduce, self.resolved.bucket_bytes
             replica, place = divmod(rank, self.group_size)
             inside, between = self.transport, self.transport_between
             slots = 0
-            if TRANSPORTS[inside].shares_memory and self.group_size > 1:
+            if FACTS[inside].shares_memory and self.group_size > 1:
                 slots = num_slots(inside) * slot_bytes(units, self.stage, place, itemsize, most)
-            if TRANSPORTS[between].shares_memory and self.replicas > 1:
+            if FACTS[between].shares_memory and self.replicas > 1:
                 place_and_replica = (place, replica)
                 slots += num_slots(between) * slot_bytes_of_sums(
                     *(units, place_and_replica, self.replicas, (itemsize, self._summed), most)

@@ -21,7 +21,7 @@ class Machines:
 
     @property
     def transport(self) -> str:
-        """The transport that our engine finds there: a word of comm.facts.TRANSPORTS."""
+        """The transport that our engine finds there: a word of comm.facts.FACTS."""
         return self.transports(1)[0]
 
     def transports(self, replicas: int) -> tuple[str, str]:

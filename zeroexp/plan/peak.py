@@ -131,7 +131,7 @@ def _most_microbatches(form: ClosedForm) -> int:
     """Return after how many microbatches further ones hold no more."""
     if not isinstance(form, ShardedForm):
         return MOST_MICROBATCHES_OF_OTHERS
-    waits = form.settled.reduce_each == "step" or not form.options.overlap
+    waits = form.resolved.reduce_each == "step" or not form.options.overlap
     return MOST_MICROBATCHES + (0 if waits else form.facts.reductions_in_flight)
 
 

@@ -32,8 +32,7 @@ from torch.optim import Optimizer
 
 from zeroexp.comm.collectives import TRANSPORTS
 from zeroexp.comm.direct import Direct
-from zeroexp.comm.facts import TRANSPORTS as FACTS
-from zeroexp.comm.facts import Facts
+from zeroexp.comm.facts import FACTS, Facts
 from zeroexp.comm.messages import Arrival
 from zeroexp.comm.shared_memory import SharedChannel
 from zeroexp.comm.sizes import arena_bytes, num_slots

@@ -157,7 +157,7 @@ def _move_into(held: Held, *, deferred: bool) -> None:
         for member, parameter in enumerate(held.parameters):
             held.write_parameter(member, _ranges_of(parameter))
     if held.full is not None:
-        held.views = held.views_of(held.full)
+        held.place_in(held.full)
         for parameter, view in zip(held.parameters, held.views, strict=True):
             parameter.data = view
 
@@ -180,8 +180,8 @@ def _reserve(
     trainable = [[chunk for chunk in chunks if chunk.kind != FROZEN] for chunks in layout]
     reduce, master = dtypes[0].reduce, dtypes[0].master
     itemsize, holders, ranks = reduce.itemsize, wire.holders, (rank, wire.holders.rank)
-    each_step = wire.stepping is wire.world  # else the weights' changes are summed (outer.py)
-    itemsizes = itemsize, itemsize if each_step else master.itemsize
+    # Between replicas gradients are summed, or the weights' changes (outer.py).
+    itemsizes = itemsize, itemsize if wire.sums_each_step else master.itemsize
     wire.reserve(
         resting,
         slot_bytes(trainable, stage, rank, itemsize, bucket_bytes),

@@ -90,7 +90,7 @@ class Engine:
         settings = [str(stage), options, dtypes, max_grad_norm, list(blocks), scales_loss]
         start_alike(self.model, settings, param_groups, values, self.wire)
         self.wire.connect()
-        options = options.settled(stage, self.wire.facts, world.size)
+        options = options.resolved(stage, self.wire.facts, world.size)
         self.settings = options.as_record(stage, self.wire.facts, self.wire.facts_between)
         groups = group_parameters(module, blocks, options.unit, param_groups, dtypes.of_modules)
         cast_at_borders(module, dtypes)
@@ -128,7 +128,11 @@ class Engine:
             raise
 
     def backward(self, loss: Tensor) -> None:
-        """Run backward. Each gradient that autograd completes reaches `Schedule.gradient_ready` (hooks.py)."""
+        """Run backward, whose hooks (hooks.py) let the schedule reduce what has its gradients.
+
+        It launches a reduction when a bucket is complete (`Schedule.gradient_ready`) or, where a gather needs all
+        ranks, when backward enters the module before (`Schedule.before_backward`).
+        """
         with self._schedule.closing_backward(self._loss_scale.multiply(loss)) as loss:
             loss.backward()
         self._observer.backward_ended()
@@ -237,10 +241,11 @@ class Engine:
         """Raise RuntimeError if ranks gathered differently: in this step, or where reading stops, in the one before."""
         if self._reads_late:
             sums.copy_to_host()
-            sums, self._unread = self._unread or sums, sums
-            if sums is self._unread:
-                return
-        sums.expect_same_gathers()
+            before, self._unread = self._unread, sums
+            if before is not None:
+                before.expect_same_gathers()
+        else:
+            sums.expect_same_gathers()
 
     def _scale(self, sums: StepSums) -> Tensor | None:
         """Return the factor for gradients, or None where they stay bit for bit as they are."""

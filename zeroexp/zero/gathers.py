@@ -31,13 +31,13 @@ class GatherOrder:
         self.units: list[Unit] = []
         # Index of the first unit that backward needed: forward gathers none ahead from there on, since these would lie
         # beside the logits.
-        self._turn: int | None = None
+        self._backward_from: int | None = None
         self._position = 0
         self._lost = False
 
     def rewind(self) -> None:
         if self._lost:
-            self.units, self._turn = [], None
+            self.units, self._backward_from = [], None
         self._position = 0
         self._lost = False
 
@@ -45,8 +45,8 @@ class GatherOrder:
         """Record that `unit` is needed now. An unexpected unit switches guessing off until the next microbatch."""
         if self._lost:
             return
-        if current_task() != NO_TASK and self._turn is None:
-            self._turn = self._position
+        if current_task() != NO_TASK and self._backward_from is None:
+            self._backward_from = self._position
         if self._position == len(self.units):
             self.units.append(unit)
         self._lost = self.units[self._position] is not unit
@@ -54,8 +54,8 @@ class GatherOrder:
 
     def units_after(self, depth: int) -> list[Unit]:
         stop = self._position + depth
-        if self._turn is not None and self._position <= self._turn:
-            stop = min(stop, self._turn)
+        if self._backward_from is not None and self._position <= self._backward_from:
+            stop = min(stop, self._backward_from)
         return [] if self._lost else self.units[self._position : stop]
 
     def first_units(self, depth: int) -> list[Unit]:

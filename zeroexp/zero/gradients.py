@@ -21,8 +21,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from zeroexp.comm.base import ReducePart
-from zeroexp.cut.bucket import Slice
+from zeroexp.comm.base import ReducePart, part_of
+from zeroexp.cut.bucket import BucketPart
 from zeroexp.cut.stage import Placement, Stage
 from zeroexp.process.world import World
 from zeroexp.zero.held import Held, unguarded
@@ -84,26 +84,33 @@ class Gradients:
                 parameter.grad = None if gradient is None else gradient.to(self._wide)
         self._as_it_comes.clear()
 
-    def to_scatter(self, part: Slice) -> ReducePart:
+    def to_scatter(self, part: BucketPart) -> ReducePart:
         """Return what partial -> sharded moves: the elements, and where this rank's share of their sum goes."""
         accumulate = self._count_reduced(part)
         terms = self._take_gradients(part)
-        windows = [self._elements_of(part, span) for span in part.chunk.spans(self._rank)]
+        own_ranges = [self._elements_of(part, span) for span in part.chunk.spans(self._rank)]
         absent = [i for i, each in enumerate(part.ranges) if not self.present[each.member]]
         if not accumulate and self._rests is Placement.PARTIAL:
-            for index, _ in windows:  # sums lie in the whole gradients, which stay anyway
+            for index, _ in own_ranges:  # zero1: sums lie in the whole gradients, which stay anyway
                 span = self._summed[index]
                 self._sums[index] = self._whole[span.member][span.start : span.stop]
 
-        def sums() -> list[Tensor]:
-            if windows and not self._sums:
+        def allocate() -> list[Tensor]:
+            if own_ranges and not self._sums:
                 self._allocate_sums()
-            return [_part(self._sums[index], own.start, own.stop) for index, own in windows]
+            return [part_of(self._sums[index], own.start, own.stop) for index, own in own_ranges]
 
         self._drop_reduced(part)
-        return ReducePart(part.chunk, terms, [], accumulate, absent, self._dtype, sums)
+        return ReducePart(
+            part.chunk,
+            terms,
+            accumulate=accumulate,
+            absent=absent,
+            dtype=self._dtype,
+            allocate=allocate,
+        )
 
-    def to_sum(self, part: Slice) -> tuple[ReducePart, Keep]:
+    def to_sum(self, part: BucketPart) -> tuple[ReducePart, Keep]:
         """Return what partial -> replicated sums in place, and a call that keeps the sums once they are there."""
         accumulate = self._count_reduced(part)
         terms = self._take_gradients(part)
@@ -134,7 +141,7 @@ class Gradients:
             span.start - self._summed[self._summed_of[span.member]].start for span in self._owned
         ]
         return [
-            _part(self._sums[self._summed_of[span.member]], start, start + span.numel)
+            part_of(self._sums[self._summed_of[span.member]], start, start + span.numel)
             for span, start in zip(self._owned, starts, strict=True)
         ]
 
@@ -147,20 +154,20 @@ class Gradients:
             for parameter in self._parameters:
                 parameter.grad = None
 
-    def _count_reduced(self, part: Slice) -> bool:
+    def _count_reduced(self, part: BucketPart) -> bool:
         """Count the elements of a reduction; return whether its sums are added to earlier ones."""
         accumulates = self._num_reduced >= self._chunk.unpadded_numel
         self._num_reduced += part.chunk.unpadded_numel
         return accumulates
 
-    def _take_gradients(self, part: Slice) -> list[Tensor]:
+    def _take_gradients(self, part: BucketPart) -> list[Tensor]:
         """Return views of each range's gradient; the parameters keep none."""
         with unguarded():
             for member in (each.member for each in part.ranges):
                 if member not in self._whole:
                     self._whole[member] = self._take(member).reshape(-1)
                     self._parameters[member].grad = None
-        return [_part(self._whole[each.member], each.start, each.stop) for each in part.ranges]
+        return [part_of(self._whole[each.member], each.start, each.stop) for each in part.ranges]
 
     def _take(self, member: int) -> Tensor:
         """Return what autograd left in a parameter, or zeros; call it unguarded.
@@ -177,7 +184,7 @@ class Gradients:
         # A sparse embedding leaves a sparse gradient, whose rows are added up.
         return gradient.to(self._dtype).to_dense()
 
-    def _drop_reduced(self, part: Slice) -> None:
+    def _drop_reduced(self, part: BucketPart) -> None:
         """Drop members that are all on their way: buckets come last range first, so a member's first range ends it."""
         if self._rests is Placement.PARTIAL:
             return
@@ -212,8 +219,3 @@ def uses_of_leaves(loss: Tensor) -> Counter[int]:
             else:
                 nodes.append(following)
     return uses
-
-
-def _part(flat: Tensor, start: int, stop: int) -> Tensor:
-    """Return these elements; where they are all of the tensor return it itself, since a view costs an operation."""
-    return flat if (start, stop) == (0, flat.numel()) else flat[start:stop]

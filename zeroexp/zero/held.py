@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from zeroexp.comm.collectives import Collectives
-from zeroexp.cut.bucket import Slice
+from zeroexp.cut.bucket import BucketPart
 from zeroexp.cut.chunk import FROZEN, Chunk, Span
 from zeroexp.cut.stage import Placement, Stage
 from zeroexp.interface.values import Read
@@ -56,11 +56,14 @@ class Held:
     parameters: list[nn.Parameter]  # the members, in order
     shapes: list[torch.Size]
     piece: Tensor  # this rank's section, flat, compute dtype; where codes rest, the master's
-    owned_memory: Tensor  # the memory that the offsets of the owned spans refer to: the piece, or all parameters
-    owned: tuple[Span, ...]  # the elements of which this rank keeps the weight: its own, or all
-    summed: tuple[Span, ...]  # those whose gradients it sums in its group: these, or more
-    fine: Chunk  # the chunk as it is cut for all ranks that update it
-    alike: World  # the ranks that hold the same weights of it
+    owned_memory: (
+        Tensor  # the flat memory that offsets of `owned` index: the piece, or all parameters
+    )
+    owned: tuple[Span, ...]  # the elements whose weight this rank keeps: its own, or all
+    # Those whose gradients it sums in its group: `owned`, or more where the optimizer is sharded over all replicas.
+    summed: tuple[Span, ...]
+    fine: Chunk  # the chunk cut for every rank that updates it: `chunk`, but for such an optimizer
+    same_state: World  # the ranks with the same weights and optimizer state of it
     report: Callable[..., None]  # the observer's `shown`
     device: torch.device  # of full parameters
     dtype: torch.dtype  # of full parameters
@@ -138,7 +141,7 @@ class Held:
         for span, master in zip(self.owned, self.masters, strict=self.is_trainable):
             yield self.parameters[span.member], master
 
-    def elements_of(self, part: Slice, span: Span) -> tuple[int, slice]:
+    def elements_of(self, part: BucketPart, span: Span) -> tuple[int, slice]:
         """Return the index of the summed span in which this span of a bucket's slice lies, and its elements there."""
         each = part.ranges[span.member]
         index = self.summed_of[each.member]
@@ -178,23 +181,35 @@ def allocate(
     full = None
     is_master = wire.masters_rest and chunk.kind != FROZEN
     if stage.parameters is Placement.SHARD:
-        dtype = dtypes.master if is_master else dtypes.compute
+        dtype = dtypes.master_of(chunk) if is_master else dtypes.compute
         piece = wire.empty_piece(chunk, dtype).zero_()
     else:
         full = wire.empty(chunk.padded_numel, dtypes.compute).zero_()
         piece = full[chunk.section(rank)]
     kept = stage.parameters if chunk.kind == FROZEN else stage.optimizer
     updating = wire.updating(over_all=fine.over_all)
-    alike = updating.twins if kept is Placement.SHARD else wire.world
     memory, owned, summed = full, chunk.whole(), chunk.whole()
-    if kept is Placement.SHARD or memory is None:
+    if kept is Placement.SHARD:
         number = updating.number
         start, own = chunk.section(rank).start, fine.section(number)
         memory = piece[own.start - start : own.stop - start]
         owned, summed = fine.spans(number), chunk.spans(rank)
-    of_full = wire.world.device, dtypes.compute
-    of_piece = piece, memory, owned, summed
-    held = Held(chunk, parameters, shapes, *of_piece, fine, alike, report, *of_full, full=full)
+    assert memory is not None, "what is sharded is kept sharded"
+    held = Held(
+        chunk=chunk,
+        parameters=parameters,
+        shapes=shapes,
+        piece=piece,
+        owned_memory=memory,
+        owned=owned,
+        summed=summed,
+        fine=fine,
+        same_state=updating.twins if kept is Placement.SHARD else wire.world,
+        report=report,
+        device=wire.world.device,
+        dtype=dtypes.compute,
+        full=full,
+    )
     if held.is_trainable:
         _make_masters(held, dtypes, wire)
     if is_master:

@@ -1,6 +1,6 @@
 """Dtypes and options of an engine: what a tensor is stored as, and how a stage is carried out.
 
-What the options leave open is settled by transport and stage.
+What the options leave open follows from transport and stage (`Options.resolved`).
 """
 
 from __future__ import annotations
@@ -135,7 +135,7 @@ class Options:
         group_size = world_size // self.replicas
         num_updating = world_size if self.shares_updates else group_size
         layout = [
-            tuple(self._for_those_that_update(chunk, group_size) for chunk in chunks)
+            tuple(self._merge_cuts(chunk, group_size) for chunk in chunks)
             for chunks in lay_out(self.layout, units, num_updating, owners=self.owners)
         ]
         if self.offload is None:
@@ -144,8 +144,8 @@ class Options:
             layout, self.offload_fraction, frozen=self.offload == ALL or self.masters_rest
         )
 
-    def _for_those_that_update(self, chunk: Chunk, group_size: int) -> Chunk:
-        """Return a chunk that is cut for all ranks cut for the group, unless replicas update shares of it."""
+    def _merge_cuts(self, chunk: Chunk, group_size: int) -> Chunk:
+        """Return the chunk cut for the ranks of a group, or still for all where replicas share its optimizer."""
         over = dict(self.over_of_kinds).get(chunk.kind, self.optimizer_over)
         if self.shares_updates and over == "all" and chunk.kind != FROZEN:
             return replace(chunk, over_all=True)
@@ -157,10 +157,9 @@ class Options:
         names = ("transport", "replicas", "reductions_apart", "gather_codec", "reduce_codec")
         names = (*names, "masters_rest", "error_feedback", "secondary_partition", "shares_updates")
         names = (*names, "offload", "offload_fraction", "offload_folder")
-        of_names = {name: getattr(self, name) for name in names}
-        return {**of_names, "sums_each_step": self.outer is None}
+        return {"sums_each_step": self.outer is None, **{n: getattr(self, n) for n in names}}
 
-    def settled(self, stage: Stage, facts: Facts, world_size: int) -> Options:
+    def resolved(self, stage: Stage, facts: Facts, world_size: int) -> Options:
         """Return these with the value for each open option that is best for this stage over this transport."""
         bucket_mb = self.bucket_mb
         if bucket_mb is None and facts.bucket_bytes is not None and world_size > 1:
@@ -180,7 +179,7 @@ class Options:
         return None if self.bucket_mb is None else int(self.bucket_mb * MIB)
 
     def as_record(self, stage: Stage, facts: Facts, between: Facts | None) -> dict[str, Any]:
-        """Return what a run writes down of settled ones; None: not applicable. `between`: of sums between replicas."""
+        """Return what a run writes down of resolved ones; None: not applicable. `between`: of sums between replicas."""
         sharded = stage.parameters is Placement.SHARD
         replicas: dict[str, Any] = {}
         if between is not None:

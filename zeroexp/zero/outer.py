@@ -123,7 +123,7 @@ class OuterStep:
 
     def _masters_in(self, unit: Unit, bucket: Bucket) -> Iterator[Tensor]:
         """Yield this rank's master weights of a bucket, flat."""
-        for part in bucket.slices:
+        for part in bucket.parts:
             held = unit.trainable[part.index]
             for span in part.chunk.spans(self._wire.group.rank):
                 index, elements = held.elements_of(part, span)

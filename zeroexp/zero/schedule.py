@@ -10,13 +10,13 @@ To close a unit is to reduce its gradients, missing ones as zeros, and to free i
 With `overlap=False` the same moves happen in the same order and each is waited for at once: this readable twin is bit
 for bit equal and shows what overlap buys. gathers.py gathers and frees; hooks.py reports the events.
 
-[Note: one order] All ranks issue the same moves in one order: only what the program does decides which, that is a
-forward or backward of a module that begins, the end of a microbatch, a call of the engine. **No decision of one rank
-alone does**: which parameters have a gradient, how many references a tensor has, whether garbage was collected, how
-much time has passed. So reductions start in an order that all ranks agreed on, a bucket whose gradients are there early
-waits for its turn, and a unit whose parameters get no gradient is closed when backward has passed it. Where no gather
-needs all ranks, gradients that are there may start a reduction between two events, since nothing but reductions is
-ordered there. What one rank alone decides is how long bytes stay (full_storage.py, [Note: one storage]).
+[Note: one order] All ranks issue the same moves in one order. So only what the program does starts one: a forward or
+backward of a module begins, a microbatch ends, the engine is called. **No decision of one rank alone does**: which
+gradients exist, how many references a tensor has, whether garbage was collected, how much time has passed. Reductions
+keep the order that ranks agreed on in the first microbatch: a bucket that is complete early waits for its turn, and a
+unit without gradients is closed once backward has passed it. Where a rank gathers alone, nothing but reductions is
+ordered, so that a gradient may start one between two events. What one rank alone decides is how long bytes stay
+(full_storage.py, [Note: one storage]).
 
 [Note: when a unit is closed] Among the nodes that are ready, autograd runs the one created last. So when the gradient
 of a module's output is about to be used, everything created after that output has run already: a unit whose first use
@@ -66,12 +66,11 @@ class Progress:
     # Which of the unit's trainable parameters have no gradient yet, and how many by bucket.
     missing: set[int] = field(default_factory=set[int])
     missing_in: list[int] = field(default_factory=list[int])
-    first: int | None = None  # tick at which the unit's first forward began
-    running: list[int] = field(
-        default_factory=list[int]
-    )  # ticks at which forwards began that still run
+    first_forward: int | None = None  # tick at which it began
+    # Ticks at which forwards began that still run.
+    open_forwards: list[int] = field(default_factory=list[int])
     in_backward: bool = False
-    began: int = 0  # tick at which the forward began whose backward runs
+    forward_in_backward: int = 0  # tick at which the forward began whose backward runs
     closed: bool = False  # gradients are complete and parameters are needed no more
     num_launched: int = 0  # buckets whose reduction was launched
 
@@ -97,10 +96,10 @@ class Schedule:
         self.gathers = Gathers(units, depth=options.prefetch or 0, overlap=options.overlap)
         self._keep = options.keep
         self._overlap = options.overlap
-        # Where a gather needs all ranks, reductions start only at events, see [Note: one order].
-        self._at_events_only = bool(self.gathers.sharded) and not wire.facts.moves_on_wait
+        # Whether reductions start only at events, see [Note: one order].
+        self._at_events_only = bool(self.gathers.sharded) and not wire.facts.gathers_alone
         self._narrowing = [unit for unit in units if unit.narrows_gradients]
-        self._uses = {unit: Progress() for unit in units}
+        self._progress = {unit: Progress() for unit in units}
         self._open: dict[Unit, None] = {}  # used in this microbatch and not closed, or used again
         # Parameters that got no gradient in the previous microbatch.
         self._silent: dict[Unit, set[int]] = {unit: set() for unit in units}
@@ -118,7 +117,7 @@ class Schedule:
         self.at_end_of_microbatch: list[Callable[[], None]] = []
         trainable = [unit for unit in units if unit.trainable]
         self._order = [*reversed(trainable[1:]), *trainable[:1]]  # of reductions
-        self._turn = 0  # index in the order of the unit whose buckets may be launched
+        self._next_to_reduce = 0  # index in the order of the unit whose buckets may be launched
         self._closed: list[Unit] = []  # units closed in this microbatch, in order
         self._reduces_each_microbatch = options.reduce_each == "microbatch"
         self._most_in_flight = wire.facts.reductions_in_flight if options.overlap else 0
@@ -132,26 +131,27 @@ class Schedule:
     def begin_microbatch(self, *, last: bool) -> None:
         self.in_microbatch, self._last = True, last
         self._microbatch += 1
-        self._tick = self._num_running = self._turn = 0
+        self._tick = self._num_running = self._next_to_reduce = 0
         self._root_released = self._reduced = False
         self.at_end_of_microbatch, self._closed = [], []
         self._open.clear()
         self.gathers.begin_pass(in_microbatch=True)
         for unit in self._units:
-            self._silent[unit] = self._uses[unit].missing
+            self._silent[unit] = self._progress[unit].missing
             buckets_of, missing_in = self._buckets_of[unit], [0] * len(unit.buckets)
             for index in chain.from_iterable(buckets_of):
                 missing_in[index] += 1
-            self._uses[unit] = Progress(set(range(len(buckets_of))), missing_in)
+            self._progress[unit] = Progress(set(range(len(buckets_of))), missing_in)
 
     def before_forward(self, unit: Unit) -> None:
         self._tick += 1
         if not self._num_running and not self.in_microbatch:
             self.gathers.begin_pass(in_microbatch=False)
         self._num_running += 1
-        use = self._uses[unit]
-        use.first = use.first if use.first is not None else self._tick
-        use.running.append(self._tick)
+        progress = self._progress[unit]
+        if progress.first_forward is None:
+            progress.first_forward = self._tick
+        progress.open_forwards.append(self._tick)
         self._open[unit] = None
         self._free_after_inner_backward()
         if not unit.is_pinned:
@@ -160,11 +160,11 @@ class Schedule:
     def after_forward(self, unit: Unit, *, differentiable: bool) -> Ticks:
         """Return when this use began and ended, for `before_backward` of its outputs."""
         self._tick += 1
-        use = self._uses[unit]
-        began = use.running.pop()
+        progress = self._progress[unit]
+        began = progress.open_forwards.pop()
         self._num_running -= 1
         kept = self._keep == "all" or (unit.is_root and self._keep == "last")
-        if self._is_idle(unit) and not use.in_backward and not (kept and differentiable):
+        if self._is_idle(unit) and not progress.in_backward and not (kept and differentiable):
             self.gathers.free(unit)
         return began, self._tick, self._microbatch if self.in_microbatch else 0
 
@@ -199,27 +199,27 @@ class Schedule:
             )
         closes = self._closing.is_current()
         for other in list(self._open):
-            use = self._uses[other]
-            if use.first is not None and use.first > ended:
+            progress = self._progress[other]
+            if progress.first_forward is not None and progress.first_forward > ended:
                 # A parameter that usually gets a gradient and has none yet may get it where no module tells of it.
-                if closes and (self._at_events_only or use.missing <= self._silent[other]):
+                if closes and (self._at_events_only or progress.missing <= self._silent[other]):
                     self._close(other)
                 else:
                     self._after_backward(other)
-            elif use.in_backward and use.began > ended:
+            elif progress.in_backward and progress.forward_in_backward > ended:
                 # It was used twice: backward of the earlier use comes later.
                 self._after_backward(other)
         if closes and not unit.is_root:
             self._release_root()
-        if not self._uses[unit].closed:
-            self._uses[unit].began = began
+        if not self._progress[unit].closed:
+            self._progress[unit].forward_in_backward = began
             self.make_ready_for_backward(unit)
 
     def make_ready_for_backward(self, unit: Unit) -> None:
         """Gather the unit if need be, also where no output told that backward reaches it, or reaches it again."""
         if not self.in_microbatch:
             raise _outside(f"backward of {unit}")
-        self._uses[unit].in_backward = True
+        self._progress[unit].in_backward = True
         self._open[unit] = None
         if unit is self._root and self._root_released:
             self._root_needed_again = True
@@ -229,10 +229,10 @@ class Schedule:
 
     def gradient_ready(self, unit: Unit, index: int) -> None:
         """One of the unit's trainable parameters got its gradient; the last one of a bucket starts its reduction."""
-        use = self._uses[unit]
+        progress = self._progress[unit]
         if not self.in_microbatch:
             raise _outside(f"{unit} got a gradient", ", where nobody reduces it")
-        self._observer.gradient(unit, unit.trainable_parameters[index], is_reduced=use.closed)
+        self._observer.gradient(unit, unit.trainable_parameters[index], is_reduced=progress.closed)
         if self._scales_loss and not self._closing.is_open:
             raise RuntimeError(
                 f"{unit} got a gradient of a loss that is not scaled: with scales_loss=True call "
@@ -240,13 +240,13 @@ class Schedule:
             )
         if not self._closing.is_current():
             return
-        use.missing.discard(index)
+        progress.missing.discard(index)
         if self._at_events_only:
             return
         for bucket in self._buckets_of[unit][index]:
-            use.missing_in[bucket] -= 1
+            progress.missing_in[bucket] -= 1
         # Gradients of inputs may still need frozen parameters.
-        if not use.missing and len(unit.trainable) == len(unit.held):
+        if not progress.missing and len(unit.trainable) == len(unit.held):
             self._close(unit)
         else:
             self._launch()
@@ -272,7 +272,7 @@ class Schedule:
         self._observer.abandon_microbatch(reduced=self._abandon_reductions())
         self._widen_gradients()
         self.gathers.abandon_microbatch()
-        self._uses = {unit: Progress() for unit in self._units}
+        self._progress = {unit: Progress() for unit in self._units}
         self._inner.clear()
         self._num_running = 0
 
@@ -295,8 +295,8 @@ class Schedule:
 
     def _close(self, unit: Unit) -> None:
         """Close the unit; one that is closed already may have been gathered again by a second backward."""
-        use = self._uses[unit]
-        was_closed, use.closed = use.closed, True
+        progress = self._progress[unit]
+        was_closed, progress.closed = progress.closed, True
         # Its weights go before the message of its gradients is made.
         self._after_backward(unit)
         self._open.pop(unit, None)
@@ -305,7 +305,7 @@ class Schedule:
             self._launch()
 
     def _after_backward(self, unit: Unit) -> None:
-        self._uses[unit].in_backward = False
+        self._progress[unit].in_backward = False
         self.gathers.free(unit)
 
     def _release_root(self) -> None:
@@ -330,29 +330,29 @@ class Schedule:
         for unit, task in list(self._inner.items()):
             if task > current_task():  # a backward inside another has the greater id
                 del self._inner[unit]
-                if not self._uses[unit].running:
+                if not self._progress[unit].open_forwards:
                     self._after_backward(unit)
 
     def _is_idle(self, unit: Unit) -> bool:
         """Tell whether the unit is gathered for use and none of its forwards runs."""
         in_use = unit in self.gathers.in_use and unit.residence is Residence.READY
-        return in_use and not self._uses[unit].running
+        return in_use and not self._progress[unit].open_forwards
 
     # -- how reductions start ---------------------------------------------------------------------
 
     def _launch(self) -> None:
         """Launch every bucket that has its gradients and whose predecessors were launched, see [Note: one order]."""
-        while self._turn < len(self._order):
-            unit = self._order[self._turn]
-            use = self._uses[unit]
-            for index in range(use.num_launched, len(unit.buckets)):
-                if use.missing_in[index] and not use.closed:
+        while self._next_to_reduce < len(self._order):
+            unit = self._order[self._next_to_reduce]
+            progress = self._progress[unit]
+            for index in range(progress.num_launched, len(unit.buckets)):
+                if progress.missing_in[index] and not progress.closed:
                     return
-                use.num_launched += 1
+                progress.num_launched += 1
                 self._reduce(unit, unit.buckets[index])
-            if not use.closed:
+            if not progress.closed:
                 return
-            self._turn += 1
+            self._next_to_reduce += 1
 
     def _reduce(self, unit: Unit, bucket: Bucket) -> None:
         """Start the bucket's reduce-scatter or all-reduce, and wait for the oldest where too many are in flight."""

@@ -55,8 +55,9 @@ class StepSums:
         terms = torch.tensor(self._contributed, dtype=torch.float64, pin_memory=self._is_on_gpu)
         self._sums = terms.to(wire.world.device, non_blocking=True)
         # Of the ranks that update by the same gradients, all or the replicas, only the first contributes their squares.
-        is_alone = wire.stepping is not wire.world
-        counted = [each.gradient for each in handed if is_alone or each.alike.rank == 0]
+        counted = [
+            each.gradient for each in handed if not wire.sums_each_step or each.alike.rank == 0
+        ]
         if counted:
             # Norms in bfloat16 would keep three digits, and a sum in float32 not every element.
             dtype = torch.promote_types(counted[0].dtype, torch.float32)

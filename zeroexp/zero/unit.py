@@ -94,13 +94,16 @@ class Unit:
         self._residuals = [self._residuals_of(bucket) for bucket in self.buckets]
 
     def _cut_between_replicas(self, buckets: Sequence[Bucket]) -> None:
-        """Note what replicas update shares of. buckets: of chunks that are cut for all ranks that update them."""
+        """Cut, where replicas share the optimizer (over=all), each bucket's sums and the pieces that they update.
+
+        buckets: of chunks that are cut for all ranks that update them.
+        """
         rank, size = self._wire.group.rank, self._wire.group.size
 
         def share(chunk: Chunk) -> Chunk | None:
             return chunk.within(rank, size) if chunk.over_all else None
 
-        self._shares = [[share(part.chunk) for part in bucket.slices] for bucket in buckets]
+        self._shares = [[share(part.chunk) for part in bucket.parts] for bucket in buckets]
         self._parts_between = [
             GatherPart(held.fine.within(rank, size), held.piece, held.owned_memory)
             for held in self.trainable
@@ -110,7 +113,7 @@ class Unit:
     def _residuals_of(self, bucket: Bucket) -> Residuals | None:
         if self._sums_by is not Move.REDUCE_SCATTER:
             return None
-        return self._wire.residuals_of([part.chunk for part in bucket.slices])
+        return self._wire.residuals_of([part.chunk for part in bucket.parts])
 
     def _masters_to_cast(self) -> Iterator[tuple[int, list[Tensor], list[nn.Parameter]]]:
         """Yield by place the owned elements and their masters, where these have another dtype or place."""
@@ -193,13 +196,13 @@ class Unit:
             return Pending([])  # grouping.py, [Note: world of one]
         with meter.issuing("hand_over" if self.reduces_for_hand_over else "reduce", str(self)):
             if self._sums_by is Move.REDUCE_SCATTER:
-                parts = [self._gradients[part.index].to_scatter(part) for part in bucket.slices]
+                parts = [self._gradients[part.index].to_scatter(part) for part in bucket.parts]
                 index = self.buckets.index(bucket)
                 left_out, shares = self._residuals[index], self._shares[index]
                 return self._wire.reduce_scatter(
                     parts, "reduce", str(self), last=last, residuals=left_out, shares=shares
                 )
-            sums = [self._gradients[part.index].to_sum(part) for part in bucket.slices]
+            sums = [self._gradients[part.index].to_sum(part) for part in bucket.parts]
             summed = self._wire.all_reduce([part for part, _ in sums], "reduce", str(self))
 
         def keep() -> None:
@@ -226,7 +229,10 @@ class Unit:
     # -- hand_over: G -> O, before the optimizer's step ------------------------------------------
 
     def hand_over(self) -> list[MasterGradient]:
-        """Carry out G -> O: return each master weight with its gradient, in its dtype if on its device."""
+        """Carry out G -> O: return each master weight with its gradient, in its dtype if on its device.
+
+        Nothing is sent here: where G -> O is a reduce-scatter (zero1), `reduce` ran it beside the last backward.
+        """
         handed: list[MasterGradient] = []
         for held, gradients in zip(self.trainable, self._gradients, strict=True):
             owned = zip(held.parameters_with_masters(), gradients.owned(), strict=True)
@@ -235,7 +241,7 @@ class Unit:
                     gradient = gradient.to(master.dtype)
                 if gradient.shape != master.shape:
                     gradient = gradient.view(master.shape)
-                handed.append(MasterGradient(parameter, master, gradient, held.alike))
+                handed.append(MasterGradient(parameter, master, gradient, held.same_state))
         return handed
 
     # -- publish: O -> P, after the optimizer's step ---------------------------------------------
@@ -319,8 +325,10 @@ class Unit:
         firsts = [*accumulate((len(held.parameters) for held in self.trainable), initial=0)]
         found: list[list[int]] = [[] for _ in self.trainable_parameters]
         for index, bucket in enumerate(self.buckets):
-            slices = bucket.slices
-            for member in {firsts[s.index] + each.member for s in slices for each in s.ranges}:
+            parts = bucket.parts
+            for member in {
+                firsts[part.index] + each.member for part in parts for each in part.ranges
+            }:
                 found[member].append(index)
         return found
 
