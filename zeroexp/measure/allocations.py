@@ -10,13 +10,14 @@ import time
 from collections.abc import Generator, Iterable
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cache
 from struct import Struct
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from zeroexp.measure.memory import allocator_function, allocator_library
+from zeroexp.measure.memory import call_allocator
 
 FOREVER = float("inf")
 MOST_CUDA_CHANGES = 1_000_000
@@ -73,53 +74,51 @@ class Log:
 @contextmanager
 def logging_allocations(device: torch.device) -> Generator[Log | None]:
     """Log what is allocated on `device` inside; the log is filled on leaving. Yields None where nothing can log."""
-    library = allocator_library()
     if device.type == "cuda":
         with _logged_on_cuda(device) as log:
             yield log
-    elif library is None:
+    elif (held := call_allocator("current")) is None:
         yield None
     else:
-        with _logged_on_cpu(library) as log:
+        with _logged_on_cpu(Log(held)) as log:
             yield log
 
 
 def is_counted(tensor: Tensor) -> bool:
     """Tell whether torch's allocator gave the tensor's memory, and not a file that ranks share."""
-    library = allocator_library()
-    if tensor.device.type != "cpu" or library is None:
+    if tensor.device.type != "cpu":
         return True
     storage = tensor.untyped_storage()._cdata  # pyright: ignore[reportPrivateUsage]
-    return bool(allocator_function(library, "counts", ctypes.c_int64, [ctypes.c_int64])(storage))
+    return call_allocator("counts", ctypes.c_int64(storage)) != 0  # None: nobody can tell
 
 
 @contextmanager
-def _logged_on_cpu(library: ctypes.CDLL) -> Generator[Log]:
-    log = Log(allocator_function(library, "current", ctypes.c_int64)())
-    allocator_function(library, "start_log")()
+def _logged_on_cpu(log: Log) -> Generator[Log]:
+    call_allocator("start_log")
     try:
         yield log
     finally:
-        allocator_function(library, "stop_log")()
-    name = allocator_function(library, "name", ctypes.c_char_p, [ctypes.c_int64])
+        call_allocator("stop_log")
 
+    @cache
     def named(number: int) -> str:
-        return name(number).decode() if number >= 0 else ""
+        if number < 0:
+            return ""
+        return call_allocator("name", ctypes.c_int64(number), returns=ctypes.c_char_p).decode()
 
     log.add(
         (nanoseconds / 1e9, num_bytes, address, named(operator), thread)
-        for nanoseconds, num_bytes, address, operator, thread in _rows(library, "changes", CHANGE)
+        for nanoseconds, num_bytes, address, operator, thread in _rows("changes", CHANGE)
     )
     log.spans = [
         Span(named(operator), began / 1e9, ended / 1e9, bool(asynchronous))
-        for began, ended, operator, asynchronous in _rows(library, "spans", SPAN)
+        for began, ended, operator, asynchronous in _rows("spans", SPAN)
     ]
 
 
-def _rows(library: ctypes.CDLL, what: str, row: Struct) -> Iterable[Any]:
-    num_rows = allocator_function(library, f"num_{what}", ctypes.c_int64)()
-    rows = ctypes.create_string_buffer(row.size * num_rows)
-    allocator_function(library, f"take_{what}", ctypes.c_int64, [ctypes.c_void_p])(rows)
+def _rows(what: str, row: Struct) -> Iterable[Any]:
+    rows = ctypes.create_string_buffer(row.size * call_allocator(f"num_{what}"))
+    call_allocator(f"take_{what}", rows)
     return row.iter_unpack(rows.raw)
 
 

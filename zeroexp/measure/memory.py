@@ -8,14 +8,13 @@ CPU by `allocator.cpp`, which is compiled on first use.
 from __future__ import annotations
 
 import ctypes
-import functools
 import hashlib
 import os
 import resource
 import shutil
 import stat
 import subprocess
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -84,19 +83,19 @@ class AllocationMeter:
         self._device, self._on_cuda = device, device.type == "cuda"
         if self._on_cuda:
             torch.cuda.reset_peak_memory_stats(device)
-        elif _installed is not None:
-            _installed.reset_peak()
+        else:
+            call_allocator("reset_peak")
         self._before = self._total() or 0
 
     def peak_bytes(self) -> int | None:
         """Return the most bytes held at once since the meter was made, older ones included."""
         if self._on_cuda:
             return torch.cuda.max_memory_allocated(self._device)
-        return None if _installed is None else _installed.peak()
+        return call_allocator("peak")
 
     def host_peak_bytes(self) -> int | None:
         """Return the most bytes held at once of what was allocated `on_host`; None if nothing was, or on a GPU."""
-        return None if self._on_cuda or _installed is None else _installed.host_peak() or None
+        return None if self._on_cuda else call_allocator("host_peak") or None
 
     def allocated_bytes(self) -> int | None:
         """Return the sum of all allocations since the meter was made, freed or not."""
@@ -106,7 +105,7 @@ class AllocationMeter:
     def _total(self) -> int | None:
         if self._on_cuda:
             return torch.cuda.memory_stats(self._device)["allocated_bytes.all.allocated"]
-        return None if _installed is None else _installed.total()
+        return call_allocator("total")
 
 
 class HostAllocations:
@@ -129,41 +128,22 @@ class HostAllocations:
 
     def _enter(self, is_entered: bool) -> None:
         self.is_entered = is_entered
-        if _installed is not None:
-            _installed.on_host(int(is_entered))
+        call_allocator("on_host", ctypes.c_int64(is_entered))
 
 
 on_host = HostAllocations()  # of this process, whose engines allocate in one thread
 
 
-class _CpuAllocations:
-    """The counters of allocator.cpp, which count from the call of `install` in this process."""
-
-    def __init__(self, library: ctypes.CDLL) -> None:
-        self.library = library
-        self.install = allocator_function(library, "install")
-        self.reset_peak = allocator_function(library, "reset_peak")
-        self.peak = allocator_function(library, "peak", ctypes.c_int64)
-        self.total = allocator_function(library, "total", ctypes.c_int64)
-        self.host_peak = allocator_function(library, "host_peak", ctypes.c_int64)
-        self.on_host = allocator_function(library, "on_host", arguments=[ctypes.c_int64])
+_library: ctypes.CDLL | None = None  # of allocator.cpp, where it counts in this process
 
 
-def allocator_function(
-    library: ctypes.CDLL, name: str, result: Any = None, arguments: Sequence[Any] = ()
-) -> Callable[..., Any]:
-    """Return a function of allocator.cpp, by its name there without prefix."""
-    function = library[f"zeroexp_{name}"]
-    function.argtypes, function.restype = list(arguments), result
-    return function
-
-
-_installed: _CpuAllocations | None = None
-
-
-def allocator_library() -> ctypes.CDLL | None:
-    """Return the library of allocator.cpp where it counts in this process; allocations.py reads its log."""
-    return None if _installed is None else _installed.library
+def call_allocator(name: str, *arguments: Any, returns: Any = ctypes.c_int64) -> Any:
+    """Call a function of allocator.cpp, by its name there without prefix; None where nothing counts in this process."""
+    if _library is None:
+        return None
+    function = _library[f"zeroexp_{name}"]
+    function.restype = returns
+    return function(*arguments)
 
 
 def count_cpu_allocations() -> str | None:
@@ -171,16 +151,15 @@ def count_cpu_allocations() -> str | None:
 
     Call it before the tensors exist that should count. Returns None, or one line that tells why it can not count.
     """
-    global _installed
+    global _library
     library = compile_allocator()
     if isinstance(library, str):
         return library
     try:
-        counters = _CpuAllocations(ctypes.CDLL(str(library)))
-    except (OSError, AttributeError) as error:  # a cache on a disk from which no code may run
+        _library = ctypes.CDLL(str(library))
+    except OSError as error:  # a cache on a disk from which no code may run
         return NOT_COUNTED.format(error)
-    counters.install()
-    _installed = counters
+    call_allocator("install")
     return None
 
 
@@ -189,9 +168,8 @@ def limit_cpu_allocations(num_bytes: int) -> None:
 
     `count_cpu_allocations` comes first, and memory from before it does not count.
     """
-    library = allocator_library()
-    assert library is not None
-    library.zeroexp_limit(ctypes.c_int64(num_bytes))
+    assert _library is not None
+    call_allocator("limit", ctypes.c_int64(num_bytes))
 
 
 def compile_allocator() -> Path | str:
@@ -208,7 +186,8 @@ def compile_allocator() -> Path | str:
 
 def _compiled_allocator() -> Path | str:
     folder = _cache_folder()
-    begin = f"allocator-{_fingerprint()}-"
+    made_from = SOURCE.read_bytes() + torch.__version__.encode() + torch.__file__.encode()
+    begin = f"allocator-{_digest(made_from)}-"
     for library in folder.glob(f"{begin}*.so"):
         if _is_ours(library) and library.name == f"{begin}{_digest(library.read_bytes())}.so":
             return library
@@ -257,9 +236,3 @@ def _is_ours(path: Path) -> bool:
 
 def _digest(content: bytes) -> str:
     return hashlib.sha256(content).hexdigest()[:16]
-
-
-@functools.cache
-def _fingerprint() -> str:
-    source = SOURCE.read_bytes() + torch.__version__.encode() + torch.__file__.encode()
-    return _digest(source)
