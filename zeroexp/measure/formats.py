@@ -6,11 +6,10 @@ meaning or goes: then this version of zeroexp can not read the file, and says so
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import is_dataclass
 from functools import cache
 from types import NoneType, UnionType
-from typing import Any, TypeVar, Union, cast, get_args, get_origin, get_type_hints
+from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
 
 FORMAT = 1
 KEY = "format"
@@ -36,46 +35,28 @@ def from_json(schema: type[Schema], content: Any, name: str) -> Schema:
     Raises TypeError naming the first value that is not of its field's type, which would fail far from where it was
     read. `name` is that of the whole.
     """
-    return _reader_of(schema)(content, name)
+    return _read(schema, content, name)
 
 
-def _wrong(value: Any, name: str) -> TypeError:
-    return TypeError(f"{name} is {value!r}")
+def _read(kind: Any, value: Any, name: str) -> Any:
+    origin, inner, fields = _structure(kind)
+    if origin in (Union, UnionType):
+        return None if value is None else _read(inner[0], value, name)
+    takes = dict if fields else (int, float) if origin in (int, float) else origin
+    if not isinstance(value, takes):
+        raise TypeError(f"{name} is {value!r}")
+    if fields:
+        known = {key: each for key, each in value.items() if key in fields}
+        return kind(**{k: _read(fields[k], each, f"{name}.{k}") for k, each in known.items()})
+    if not inner:
+        return value
+    if origin is dict:
+        return {key: _read(inner[-1], each, f"{name}.{key}") for key, each in value.items()}
+    return [_read(inner[-1], each, f"{name}.{at}") for at, each in enumerate(value)]
 
 
 @cache
-def _reader_of(kind: Any) -> Callable[[Any, str], Any]:
-    """Return what reads a value of this type, and takes its name for who has to look for it."""
-    origin = get_origin(kind) or kind
+def _structure(kind: Any) -> tuple[Any, list[Any], dict[str, Any]]:
+    """Return a type without its parameters, these but for None, and the fields of a dataclass."""
     inner = [each for each in get_args(kind) if each is not NoneType]
-    if origin in (Union, UnionType):
-        reads = _reader_of(inner[0])
-        return lambda value, name: None if value is None else reads(value, name)
-    if is_dataclass(kind):
-        return _reader_of_fields(kind)
-    takes = (int, float) if origin in (int, float) else origin
-    parts = _reader_of(inner[-1]) if inner else None
-
-    def read(value: Any, name: str) -> Any:
-        if not isinstance(value, takes):
-            raise _wrong(value, name)
-        if parts is None:
-            return value
-        if origin is dict:
-            return {key: parts(each, f"{name}.{key}") for key, each in value.items()}
-        return [parts(each, f"{name}.{at}") for at, each in enumerate(value)]
-
-    return read
-
-
-def _reader_of_fields(schema: Any) -> Callable[[Any, str], Any]:
-    readers = {field: _reader_of(kind) for field, kind in get_type_hints(schema).items()}
-
-    def read(content: Any, name: str) -> Any:
-        if not isinstance(content, dict):
-            raise _wrong(content, name)
-        values = cast(dict[str, Any], content)
-        known = {key: each for key, each in values.items() if key in readers}
-        return schema(**{key: readers[key](each, f"{name}.{key}") for key, each in known.items()})
-
-    return read
+    return get_origin(kind) or kind, inner, get_type_hints(kind) if is_dataclass(kind) else {}
