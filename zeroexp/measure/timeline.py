@@ -77,9 +77,8 @@ def events_of(trace: StepTrace, rank: int) -> list[dict[str, Any]]:
 def _spans(trace: StepTrace) -> Iterator[Span]:
     for name, start, end in trace.phases:
         yield "phase", name, start, end, {}
-    for unit in trace.unit_spans():
-        words = {"unit": unit.unit, "pass": unit.turn}
-        yield "unit", f"{unit.turn} {unit.unit}", unit.began_at, unit.ended_at, words
+    for unit, turn, start, end in trace.unit_spans():
+        yield "unit", f"{turn} {unit}", start, end, {"unit": unit, "pass": turn}
     for move in trace.moves:
         yield from _spans_of_move(move, trace.began_at)
     for span in trace.log.spans if trace.log is not None else ():

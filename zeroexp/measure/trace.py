@@ -33,14 +33,6 @@ OUTSIDE = "(outside of blocks)"
 LOSS = "(loss)"
 
 
-@dataclass(frozen=True)
-class UnitSpan:
-    unit: str
-    turn: str  # forward | backward
-    began_at: float
-    ended_at: float
-
-
 @dataclass
 class StepTrace:
     """Trace of one step; `finish` turns it into numbers. Times are seconds of time.perf_counter."""
@@ -78,14 +70,17 @@ class StepTrace:
     def ended_at(self) -> float:
         return self.phases[-1][2]
 
-    def unit_spans(self) -> Iterator[UnitSpan]:
-        """Yield when each block ran; in backward a block ends where the next one begins, or with the phase."""
+    def unit_spans(self) -> Iterator[tuple[str, str, float, float]]:
+        """Yield (block, "forward" | "backward", from, to) of each turn of a block.
+
+        In backward a block ends where the next one begins, or with the phase.
+        """
         ends = [end for name, _, end in self.phases if name in ("forward", "backward")]
         turns = [*self.block_turns, (inf, "", "")]
         for (began, turn, unit), (following, *_) in pairwise(turns):
             if turn:
                 over = min((end for end in ends if end > began), default=began)
-                yield UnitSpan(unit, turn, began, min(over, following))
+                yield unit, turn, began, min(over, following)
 
     def peak(self, step: int) -> Peak | None:
         """Return the moment at which most was held, by cause; None where nothing logs allocations."""
@@ -94,7 +89,7 @@ class StepTrace:
         when, block, held = max(self.changes, key=lambda change: sum(change[2].values()))
         when = max(when, self.began_at)
         moves = [(f"{m.verb} {m.what}", *span) for m in self.moves for span in spans_of(m).values()]
-        units = [(s.unit, s.began_at, s.ended_at) for s in self.unit_spans()]
+        units = [(unit, start, end) for unit, _, start, end in self.unit_spans()]
         verb, unit, phase = (interval_at(each, when) for each in (moves, units, self.phases))
         return Peak(
             step=step,
@@ -169,9 +164,9 @@ class StepTrace:
     def _recomputed(self) -> list[Interval]:
         backward = [each for each in self.phases if each[0] == "backward"]
         return [
-            ("activations", each.began_at, each.ended_at)
-            for each in self.unit_spans()
-            if each.turn == "forward" and interval_at(backward, each.began_at)
+            ("activations", start, end)
+            for _, turn, start, end in self.unit_spans()
+            if turn == "forward" and interval_at(backward, start)
         ]
 
 
