@@ -13,7 +13,7 @@ from zeroexp.report.reading import read_runs
 
 
 def points(folder: Path) -> list[Point]:
-    return points_of(read_runs([folder])[0])
+    return points_of(read_runs(folder)[0])
 
 
 def change(path: Path, values: Mapping[str, Any]) -> Path:

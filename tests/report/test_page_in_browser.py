@@ -52,7 +52,7 @@ def shown(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for strategy, size in product(("ddp", "zero2", "zero3"), (1, 2)):
         write_run(folder / "sweep" / f"{strategy}-n{size}", strategy, "buffer", size)
     write_trace(folder / "sweep/zero3-n2", rank=0, step=9, began_at=100.0)
-    runs, problems = read_runs([folder / "sweep"])
+    runs, problems = read_runs(folder / "sweep")
     page.save(points_of(runs), problems, folder / "report.html")
     frames = "".join(
         f'<iframe src="report.html" style="width:{width}px;height:800px;border:0"></iframe>'

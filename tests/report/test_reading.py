@@ -46,7 +46,7 @@ def test_a_torn_file_costs_its_run_and_one_line(
 ) -> None:
     whole, torn = write_run(tmp_path / "whole"), write_run(tmp_path / "torn")
     (torn / name).write_bytes(text if isinstance(text, bytes) else text.encode())
-    runs, (line,) = read_runs([tmp_path])
+    runs, (line,) = read_runs(tmp_path)
     assert [run.folder for run in runs] == [whole]
     assert line.startswith(f"{torn}: left out") and "\n" not in line
 
@@ -87,7 +87,7 @@ def test_whole_json_of_wrong_types_costs_its_run_and_one_line_that_names_the_fil
 
 def test_a_step_of_wrong_types_costs_the_curve_alone(folder: Path) -> None:
     edit(folder / "records.jsonl", '"grad_norm": ', '"grad_norm": [], "was": ')
-    (run,), problems = read_runs([folder])
+    (run,), problems = read_runs(folder)
     assert problems == [f"{folder}: records.jsonl is torn and left out"] and run.summary
 
 
@@ -95,12 +95,12 @@ def test_torn_records_cost_the_curve_and_one_line(folder: Path) -> None:
     records = folder / "records.jsonl"
     whole = records.read_text()
     records.write_text("{torn\n" + whole)
-    (run,), problems = read_runs([folder])
+    (run,), problems = read_runs(folder)
     assert problems == [f"{folder}: records.jsonl is torn and left out"] and records_of(run) == []
     assert "No point recorded a step" in page.render(points_of([run]))
     records.unlink()
     missing = f"{folder}: records.jsonl is missing, so that it has no curve"
-    assert read_runs([folder])[1] == [missing]
+    assert read_runs(folder)[1] == [missing]
 
 
 def test_a_timeline_that_is_torn_or_odd_is_not_drawn(folder: Path) -> None:
@@ -118,7 +118,7 @@ def test_a_timeline_that_is_torn_or_odd_is_not_drawn(folder: Path) -> None:
 def test_a_later_version_may_say_more_and_an_earlier_one_less(folder: Path) -> None:
     change(folder / "summary.json", {"new_number": 1.0})
     edit(folder / "records.jsonl", '"step":', '"new": 1, "step":')
-    (run,), problems = read_runs([folder])
+    (run,), problems = read_runs(folder)
     assert problems == [] and run.summary and len(records_of(run)) == 23
     change(folder / "summary.json", {"num_parameters": None, "memory.fullest_at": {}})
     (row,) = rows_of(points(folder), all_columns(points(folder)))
@@ -129,9 +129,9 @@ def test_a_later_version_may_say_more_and_an_earlier_one_less(folder: Path) -> N
 @pytest.mark.parametrize("name", ["summary.json", "records.jsonl"])
 def test_a_file_of_a_later_format_is_one_line_with_the_remedy(folder: Path, name: str) -> None:
     other = write_run(folder.parent / "old")
-    assert read_runs([folder.parent])[1] == []
+    assert read_runs(folder.parent)[1] == []
     edit(folder / name, '"format": 1', '"format": 2')
-    runs, (line,) = read_runs([folder.parent])
+    runs, (line,) = read_runs(folder.parent)
     gone = name == "summary.json"
     assert [run.folder for run in runs] == ([other] if gone else [folder, other])
     assert line == (
@@ -144,7 +144,7 @@ def test_a_file_of_a_later_format_is_one_line_with_the_remedy(folder: Path, name
 
 def test_a_folder_is_a_sweep_or_a_run(folder: Path) -> None:
     write_run(folder.parent / "b", "zero2")
-    runs, _ = read_runs([folder.parent / "b"])
+    runs, _ = read_runs(folder.parent / "b")
     assert [run.name for run in runs] == ["b"]
 
 

@@ -57,7 +57,7 @@ def _report(arguments: argparse.Namespace) -> int:
     for option in ONE_SWEEP:
         if getattr(arguments, option) and len(folders) > 1:
             raise ConfigError(f"--{option}: it shows one sweep, not {len(folders)}; name one")
-    read = [read_runs([folder]) for folder in folders]
+    read = [read_runs(folder) for folder in folders]
     problems = [line for _, lines in read for line in lines]
     for line in problems:
         print(f"zeroexp: {line}", file=sys.stderr)

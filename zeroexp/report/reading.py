@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
 from datetime import datetime
 from pathlib import Path
 
@@ -22,33 +21,11 @@ UNREADABLE = (OSError, ValueError, LookupError, TypeError, AttributeError, YAMLE
 UNREADABLE += (ArithmeticError, RecursionError)
 
 
-def read_runs(folders: Sequence[Path]) -> tuple[list[Run], list[str]]:
-    """Return the runs of sweep or run folders in the order they were started, and one line per unreadable run.
+def read_runs(folder: Path) -> tuple[list[Run], list[str]]:
+    """Return the runs of a sweep's or a run's folder in the order they were started, and one line per unreadable run.
 
     Raises ConfigError for a folder that holds no run at all, or only unreadable ones.
     """
-    runs: list[Run] = []
-    problems: list[str] = []
-    for folder in folders:
-        read, unread = _read_folder(folder)
-        if not read:
-            raise ConfigError(
-                unread[0] if unread else f"{folder}: no run in there; give outputs/<sweep>"
-            )
-        runs += read
-        problems += unread
-    return runs, problems
-
-
-def records_of(run: Run) -> list[StepRecord]:
-    """Return the run's steps; an unreadable file reads as no step, since its summary may still be whole."""
-    try:
-        return read_records(run.folder)
-    except UNREADABLE:
-        return []
-
-
-def _read_folder(folder: Path) -> tuple[list[Run], list[str]]:
     configs = [*folder.glob("config.yaml")] or sorted(folder.glob("*/config.yaml"))
     runs: list[Run] = []
     problems: list[str] = []
@@ -60,7 +37,17 @@ def _read_folder(folder: Path) -> tuple[list[Run], list[str]]:
             problems.append(f"{config.parent}: left out, {error}")
         except UNREADABLE as error:
             problems.append(_why_left_out(config.parent, error))
+    if not runs:
+        raise ConfigError([*problems, f"{folder}: no run in there; give outputs/<sweep>"][0])
     return sorted(runs, key=lambda run: (run.times.get("pending_at", 0.0), run.name)), problems
+
+
+def records_of(run: Run) -> list[StepRecord]:
+    """Return the run's steps; an unreadable file reads as no step, since its summary may still be whole."""
+    try:
+        return read_records(run.folder)
+    except UNREADABLE:
+        return []
 
 
 def _files_left_out(run: Run) -> list[str]:
