@@ -184,7 +184,7 @@ def check_all(world: World, name: str, transport: str) -> list[tuple[str, int, i
             form = ShardedForm(
                 [chunks_of(case, world.size)],
                 STAGES[stage],
-                world.size,
+                world_size=world.size,
                 transport=transport,
                 precision=PrecisionForm(*[str(dtype).removeprefix("torch.")] * 3),
             )

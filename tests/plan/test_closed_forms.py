@@ -108,8 +108,13 @@ def form_of(
     units = [tuple(tensors.fine for tensors in unit.held) for unit in strategy.units]
     size, transport = strategy.wire.world.size, options.transport
     row = stage_for_world(STAGES[stage], size // options.replicas, options.offload)
-    form = ShardedForm(units, row, size, options, accumulation, transport)
-    return replace(form, precision=precision, optimizer=OPTIMIZERS[optimizer][1])
+    return ShardedForm(
+        *(units, row, options, transport),
+        world_size=size,
+        accumulation=accumulation,
+        precision=precision,
+        optimizer=OPTIMIZERS[optimizer][1],
+    )
 
 
 def run_step(

@@ -90,7 +90,8 @@ def test_the_state_of_zero1_is_dealt_out_by_size():
         [ParameterShape((4,)), ParameterShape((9,)), ParameterShape((5,))],
         [ParameterShape((2,)), ParameterShape((2,))],
     ]
-    form = DdpForm(groups, [ParameterShape((3,), trainable=False)], 2, shards_optimizer=True)
+    frozen = [ParameterShape((3,), trainable=False)]
+    form = DdpForm(groups, frozen, shards_optimizer=True, world_size=2)
     assert [form.held_elements(rank).owned for rank in range(2)] == [9 + 2, 5 + 4 + 2]
     assert form.held_bytes("at_rest", 0)["optimizer"] == 8 * 11 + 4 * 2
     assert form.traffic(0).bytes_by_kind == {"reduce": 4 * 22, "publish": 4 * 11}
@@ -99,7 +100,7 @@ def test_the_state_of_zero1_is_dealt_out_by_size():
 
 def test_the_last_ranks_of_fsdp2_have_fewer_rows():
     """Five rows of 3 on 4 ranks: 2, 2, 1 and 0 rows, each in the room of two."""
-    form = FsdpForm([[ParameterShape((5, 3))]], 4)
+    form = FsdpForm([[ParameterShape((5, 3))]], world_size=4)
     assert [form.held_elements(rank).owned for rank in range(4)] == [6, 6, 3, 0]
     assert [form.held_elements(rank).padding for rank in range(4)] == [0, 0, 3, 6]
     assert {form.held_bytes("at_rest", rank)["parameters"] for rank in range(4)} == {4 * 6}

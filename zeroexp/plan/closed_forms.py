@@ -17,9 +17,9 @@ step before gathered for it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import cache, cached_property
+from functools import cached_property
 from typing import ClassVar, NamedTuple
 
 from zeroexp.comm.facts import ALL, FACTS, Facts
@@ -49,6 +49,7 @@ Unit = tuple[Chunk, ...]
 Cut = tuple[str, bool, tuple[int, ...], tuple[int, ...]]  # all of a chunk but its parameters' names
 
 
+@dataclass(frozen=True, kw_only=True)
 class ClosedForm:
     """What rests on each rank of any engine, from what a subclass says of its elements, gradients and buffers.
 
@@ -57,12 +58,12 @@ class ClosedForm:
     """
 
     world_size: int
+    accumulation: int = 1  # microbatches in a step
+    precision: PrecisionForm = field(default_factory=PrecisionForm)
+    optimizer: OptimizerForm = field(default_factory=OptimizerForm)
     replicas = 1  # groups of ranks that hold all states each
     shares_updates = False  # whether the optimizer's state of some chunks is cut over all of them
     copies_weights = False
-    precision: PrecisionForm
-    optimizer: OptimizerForm
-    accumulation: int
     at_rest: ClassVar[str]
     of_states: ClassVar[str]
 
@@ -149,13 +150,9 @@ class ShardedForm(ClosedForm):
 
     units: Sequence[Unit]
     stage: Stage
-    world_size: int
     options: Options = field(default_factory=Options)
-    accumulation: int = 1  # microbatches in a step
     transport: str = "gloo"  # direct (ranks of one host) | mixed (of several) | gloo | native
     transport_between: str = "gloo"  # that of sums between replicas
-    precision: PrecisionForm = field(default_factory=PrecisionForm)
-    optimizer: OptimizerForm = field(default_factory=OptimizerForm)
     gathers: Sequence[int] | None = None
     matrices: Sequence[Sequence[CutMatrix]] = ()
     outer_share: tuple[int, int] = (1, 1)  # outer steps, of so many measured steps
@@ -219,13 +216,11 @@ class ShardedForm(ClosedForm):
         if size > 1:
             compared = self.facts.is_collective
             num_checks = NUM_CHECKS if compared and self.stage.gather is Move.ALL_GATHER else 0
-            num_parameters = sum(
-                num * len(chunk.members) for chunk, num in self._chunks if chunk.kind != FROZEN
-            )
+            num_parameters = sum(num * len(chunk.members) for chunk, num in self._trained_chunks)
             num_bytes = TALLY_BYTES * (1 + num_parameters + num_checks)
             _add(traffic, "norm", 1, 2 * num_bytes * (size - 1) // size)
         if self.options.offload:
-            owned = self._held_by(place, self._number(rank, over_all=True), on_host=True).owned
+            owned = self.held_elements(rank, on_host=True).owned
             elements = self._gathered_pieces(place) if self.options.offload == ALL else owned
             codes = self._section_bytes(rank, self.group_size)
             to_device = codes if self.options.masters_rest else self._compute * elements
@@ -405,29 +400,26 @@ class ShardedForm(ClosedForm):
         """The different chunks and how many there are of each."""
         return [(chunk, each.num_units) for each in self.units_by_shape for chunk in each.chunks]
 
+    @cached_property
+    def _trained_chunks(self) -> list[tuple[Chunk, int]]:
+        return [(chunk, num) for chunk, num in self._chunks if chunk.kind != FROZEN]
+
     # -- bytes held --------------------------------------------------------------------------------
 
-    def held_elements(self, rank: int) -> HeldElements:
-        return self._held_by(rank % self.group_size, self._number(rank, over_all=True))
-
-    @cached_property
-    def _held_by(self) -> Callable[..., HeldElements]:
-        """What the rank at a place holds, and updates by its number, or of it what rests on the host, summed once."""
-
-        def held_by(place: int, number: int, *, on_host: bool = False) -> HeldElements:
-            parts = [
-                (self._held_of_chunk(chunk, place, fine.spans(at)), each.num_units)
-                for each in self.units_by_shape
-                for chunk, fine in zip(each.chunks, each.fine, strict=True)
-                for at in [number if fine.over_all else place]
-                if chunk.on_host or not on_host
-            ]
-            owned = (own.times(num) for held, num in parts for own in held.by_kind)
-            resting = sum(num * held.resting for held, num in parts)
-            padding = sum(num * held.padding for held, num in parts)
-            return HeldElements(resting, padding, sum_of_owned(owned))
-
-        return cache(held_by)
+    def held_elements(self, rank: int, *, on_host: bool = False) -> HeldElements:
+        """Return what `rank` holds of all parameters, or of these what rests on the host."""
+        place = rank % self.group_size
+        parts = [
+            (self._held_of_chunk(chunk, place, fine.spans(at)), each.num_units)
+            for each in self.units_by_shape
+            for chunk, fine in zip(each.chunks, each.fine, strict=True)
+            for at in [self._number(rank, over_all=fine.over_all)]
+            if chunk.on_host or not on_host
+        ]
+        owned = (own.times(num) for held, num in parts for own in held.by_kind)
+        resting = sum(num * held.resting for held, num in parts)
+        padding = sum(num * held.padding for held, num in parts)
+        return HeldElements(resting, padding, sum_of_owned(owned))
 
     def held_bytes(self, moment: str, rank: int) -> dict[str, int]:
         held = super().held_bytes(moment, rank)
@@ -441,15 +433,13 @@ class ShardedForm(ClosedForm):
             place = rank % self.group_size
             if self.options.gather_codec:
                 codes = self._section_bytes(rank, self.group_size)
-            trained = ((chunk, num) for chunk, num in self._chunks if chunk.kind != FROZEN)
-            numel = sum(num * chunk.section_numel(place) for chunk, num in trained)
+            numel = sum(num * chunk.section_numel(place) for chunk, num in self._trained_chunks)
             frozen = self.held_elements(rank).resting - numel
             held["parameters"] = codes + self._compute * frozen
             held["master"] = ITEMSIZE[self.precision.master] * numel
         if self.options.offload is None:
             return held
-        number = self._number(rank, over_all=True)
-        there = self._held_by(rank % self.group_size, number, on_host=True)
+        there = self.held_elements(rank, on_host=True)
         if self.options.masters_rest:  # pieces are on the host, and masters are the pieces
             on_host = held["parameters"] - codes + held["master"] + self._reduce * there.owned
             on_host += held["optimizer"]
@@ -519,9 +509,7 @@ class ShardedForm(ClosedForm):
     @cached_property
     def _num_trainable(self) -> int:
         """Elements of all trainable parameters."""
-        return sum(
-            num * chunk.unpadded_numel for chunk, num in self._chunks if chunk.kind != FROZEN
-        )
+        return sum(num * chunk.unpadded_numel for chunk, num in self._trained_chunks)
 
     def _gradient_bytes(self, moment: str, rank: int) -> int:
         if moment == "after_forward" and self.resolved.reduce_each == "step":
@@ -530,7 +518,7 @@ class ShardedForm(ClosedForm):
         if self.stage.gradients is not Placement.SHARD:  # sums of what rests partial lie in it
             return self._reduce * self._num_trainable
         place = rank % self.group_size
-        of_chunks = (num * c.real_numel(place) for c, num in self._chunks if c.kind != FROZEN)
+        of_chunks = (num * chunk.real_numel(place) for chunk, num in self._trained_chunks)
         return self._reduce * sum(of_chunks)
 
     def _buffer_bytes(self, moment: str, rank: int) -> int:
@@ -544,9 +532,10 @@ class ShardedForm(ClosedForm):
         """Return the bytes of what the codes of gradients leave out, of all elements that other ranks sum."""
         if not self.options.error_feedback or self.reduction is not Move.REDUCE_SCATTER:
             return 0
-        trained = ((chunk, num) for chunk, num in self._chunks if chunk.kind != FROZEN)
-        others = (num * (chunk.unpadded_numel - chunk.real_numel(place)) for chunk, num in trained)
-        return ITEMSIZE["float32"] * sum(others)
+        return ITEMSIZE["float32"] * sum(
+            num * (chunk.unpadded_numel - chunk.real_numel(place))
+            for chunk, num in self._trained_chunks
+        )
 
     @cached_property
     def _kept_bytes(self) -> int:
@@ -558,26 +547,21 @@ class ShardedForm(ClosedForm):
             for chunk in unit
         )
 
-    @cached_property
-    def _staging_bytes(self) -> Callable[[int], int]:
-        """Bytes of the memory that a rank shares with peers, counted once."""
-
-        def staging_bytes(rank: int) -> int:
-            units = [trainable(alike.chunks) for alike in self.units_by_shape]
-            itemsize, most = self._reduce, self.resolved.bucket_bytes
-            replica, place = divmod(rank, self.group_size)
-            inside, between = self.transport, self.transport_between
-            slots = 0
-            if FACTS[inside].shares_memory and self.group_size > 1:
-                slots = num_slots(inside) * slot_bytes(units, self.stage, place, itemsize, most)
-            if FACTS[between].shares_memory and self.replicas > 1:
-                place_and_replica = (place, replica)
-                slots += num_slots(between) * slot_bytes_of_sums(
-                    *(units, place_and_replica, self.replicas, (itemsize, self._summed), most)
-                )
-            return slots
-
-        return cache(staging_bytes)
+    def _staging_bytes(self, rank: int) -> int:
+        """Return the bytes of the memory that a rank shares with peers, counted once."""
+        units = [trainable(alike.chunks) for alike in self.units_by_shape]
+        itemsize, most = self._reduce, self.resolved.bucket_bytes
+        replica, place = divmod(rank, self.group_size)
+        inside, between = self.transport, self.transport_between
+        slots = 0
+        if FACTS[inside].shares_memory and self.group_size > 1:
+            slots = num_slots(inside) * slot_bytes(units, self.stage, place, itemsize, most)
+        if FACTS[between].shares_memory and self.replicas > 1:
+            place_and_replica = (place, replica)
+            slots += num_slots(between) * slot_bytes_of_sums(
+                *(units, place_and_replica, self.replicas, (itemsize, self._summed), most)
+            )
+        return slots
 
 
 def trainable(unit: Unit) -> Unit:

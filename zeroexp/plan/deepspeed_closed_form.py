@@ -23,7 +23,7 @@ from zeroexp.measure.record import Traffic
 from zeroexp.models.module import BuiltModel
 from zeroexp.plan.closed_forms import ClosedForm
 from zeroexp.plan.form_of_config import of_any_engine
-from zeroexp.plan.form_terms import HeldElements, OptimizerForm, Owned, PrecisionForm
+from zeroexp.plan.form_terms import HeldElements, Owned
 
 
 @dataclass(frozen=True)
@@ -37,12 +37,8 @@ class DeepSpeedForm(ClosedForm):
     groups: Sequence[Sequence[int]]
     frozen: Sequence[int]
     gathers: Sequence[int]
-    world_size: int
     bucket: int
     overlaps: bool
-    accumulation: int
-    precision: PrecisionForm
-    optimizer: OptimizerForm
     at_rest, of_states, copies_weights = "compute", "master", True
 
     def traffic(self, rank: int) -> Traffic:

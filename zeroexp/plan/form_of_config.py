@@ -70,11 +70,10 @@ def _sharded_form(config: Config, model: BuiltModel, transport: str, between: st
     by_kind = optimizers_of(config.optimizer)
     whole = {kind for kind, own in by_kind.items() if OPTIMIZERS[own.name].whole_matrices}
     form = ShardedForm(
-        *(layout, stage, world_size, options, _accumulation(config), transport, between),
-        PrecisionForm(*row_dtypes(config)),
-        _optimizer(config),
+        *(layout, stage, options, transport, between),
         matrices=_matrices(layout, model, options, stage, world_size, whole),
         outer_share=_outer_share(config),
+        **of_any_engine(config),
     )
     if stage.gather is not Move.ALL_GATHER:
         return form
@@ -117,12 +116,12 @@ def _gathers(form: ShardedForm, model: BuiltModel, *, recomputes: bool) -> list[
 
 
 def of_any_engine(config: Config) -> dict[str, Any]:
-    """Return what the form of every native engine is told of its ranks, precision and optimizer."""
-    mode = config.precision
+    """Return what the form of every engine is told of its ranks, precision and optimizer."""
+    data = config.data
     return {
         "world_size": config.world_size,
-        "accumulation": _accumulation(config),
-        "precision": PrecisionForm(mode.compute, mode.reduce, mode.master),
+        "accumulation": data.global_batch_size // (data.micro_batch_size * config.world_size),
+        "precision": PrecisionForm(*row_dtypes(config)),
         "optimizer": _optimizer(config),
     }
 
@@ -144,8 +143,3 @@ def _optimizer(config: Config) -> OptimizerForm:
         for kind, own in optimizers_of(config.optimizer).items()
     }
     return replace(by_kind.pop(""), of_kinds=tuple(by_kind.items()))
-
-
-def _accumulation(config: Config) -> int:
-    data = config.data
-    return data.global_batch_size // (data.micro_batch_size * config.world_size)

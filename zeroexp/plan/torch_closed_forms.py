@@ -25,17 +25,9 @@ from zeroexp.measure.record import Traffic
 from zeroexp.models.module import BuiltModel
 from zeroexp.plan.closed_forms import ClosedForm
 from zeroexp.plan.form_of_config import of_any_engine
-from zeroexp.plan.form_terms import (
-    HeldElements,
-    OptimizerForm,
-    Owned,
-    PrecisionForm,
-    owned_of,
-    sum_of_owned,
-)
+from zeroexp.plan.form_terms import HeldElements, Owned, owned_of, sum_of_owned
 from zeroexp.zero.grouping import group_parameters, named_in
 
-FP32, ADAMW = PrecisionForm(), OptimizerForm()
 Dealt = TypeVar("Dealt")
 
 
@@ -84,12 +76,8 @@ class DdpForm(ClosedForm):
 
     groups: Sequence[Sequence[ParameterShape]]
     frozen: Sequence[ParameterShape]
-    world_size: int
     shards_optimizer: bool = False
     gradient_as_bucket_view: bool = True
-    accumulation: int = 1
-    precision: PrecisionForm = FP32
-    optimizer: OptimizerForm = ADAMW
 
     at_rest = of_states = "compute"
 
@@ -138,11 +126,7 @@ class FsdpForm(ClosedForm):
     """FSDP2: `units` are the parameters of the root and of each block; the root stays gathered until its backward."""
 
     units: Sequence[Sequence[ParameterShape]]
-    world_size: int
     reshards: bool = True  # blocks are freed after forward: zero3
-    accumulation: int = 1
-    precision: PrecisionForm = FP32
-    optimizer: OptimizerForm = ADAMW
     replicas: int = 1
     at_rest = of_states = "master"  # the shards are the master weights
 
