@@ -85,5 +85,5 @@ def test_a_model_that_names_no_vocabulary_is_planned_with_the_words_of_its_data(
     num_bytes = sum(p.nbytes for p in built.parameters())
     assert num_bytes == sum(p.nbytes for p in build_on_meta(config).module.parameters())
     config.world_size = 1
-    (rank,) = rehearse(config, reads=True)
+    rank = rehearse(config, reads=True)
     assert rank.held_bytes["at_rest"]["parameters"] == num_bytes

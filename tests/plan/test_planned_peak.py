@@ -69,7 +69,7 @@ def test_no_further_microbatch_holds_more(stage, implementation, words):
     engine = (f"strategy={stage}", f"strategy.implementation={implementation}")
     config = config_of(*VECTORS, *engine, *words.split())
     fullest = planned(config)
-    (whole,) = rehearse(config, ranks=[fullest.rank], ranks_per_host=2)
+    whole = rehearse(config, fullest.rank, ranks_per_host=2)
     assert whole.peak_bytes == fullest.num_bytes
 
 
@@ -214,7 +214,7 @@ def test_gradients_are_packed_after_their_weights_are_freed(unit, kinds, num_mat
     model = ("model=tiny", "model.hf_config.tie_word_embeddings=false", "data=synthetic", *sizes)
     batch = ("data.seq_len=8", "data.micro_batch_size=1", "data.global_batch_size=8")
     strategy = ("strategy=zero3", f"strategy.unit={unit}", "precision=bf16_master")
-    (rank,) = rehearse(config_of(*model, *batch, *strategy, *kinds), ranks=[0])
+    rank = rehearse(config_of(*model, *batch, *strategy, *kinds))
     message = num_matrices * words * width * 4
     rests = (14 * 2 + 4 * (2 - num_matrices)) * words * width / 8
     assert rank.peak_phase == "backward"

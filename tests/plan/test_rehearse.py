@@ -217,14 +217,12 @@ def check(config: Config, real: list[Steps], ranks_per_host: int | None = FAKE) 
     more = random_states_bytes(config) + packed_bytes(config)
     if ranks_per_host or config.strategy.implementation == "torch":
         more += ELEMENT_BYTES
-    by_rank = {each.rank: each for each in real}
-    rehearsed = rehearse(config, ranks=[*by_rank], reads=of_one_rank, ranks_per_host=ranks_per_host)
-    for each in rehearsed:
-        found = by_rank[each.rank]
+    for found in {each.rank: each for each in real}.values():
+        each = rehearse(config, found.rank, reads=of_one_rank, ranks_per_host=ranks_per_host)
         assert 0 <= found.peak_bytes - each.peak_bytes <= more
         assert each.traffic == found.traffic
         assert not of_one_rank or each.held_bytes == found.held_bytes
-    return rehearsed[-1]
+    return each
 
 
 def test_one_of_a_thousand_ranks_is_rehearsed_as_the_closed_forms_say():
@@ -233,7 +231,7 @@ def test_one_of_a_thousand_ranks_is_rehearsed_as_the_closed_forms_say():
     config = config_of(*MLP, *point("zero3", "parameter", "world_size=1024", batch))
     expected = form_of(config, build_on_meta(config), "native")
     assert isinstance(expected, ShardedForm)
-    (last,) = rehearse(config, ranks=[1023], reads=True)
+    last = rehearse(config, 1023, reads=True)
     agree(last, expected)
     assert sys.excepthook is before
 
@@ -244,7 +242,7 @@ def test_blocks_that_recompute_a_part_hold_more_than_those_that_recompute_all():
     longer = (*LLAMA, "strategy=zero3", RECOMPUTES, "data.seq_len=128")
     config = config_of(*longer, kept)
     found = check(config, [in_a_fake_world(config, 1)])
-    (all_of_it,) = rehearse(config_of(*longer), ranks=[1])
+    all_of_it = rehearse(config_of(*longer), 1)
     assert found.peak_bytes > all_of_it.peak_bytes
 
 
@@ -288,7 +286,7 @@ def test_ddp_is_rehearsed_with_the_peak_of_the_real_reducer(words):
 )
 def test_what_can_not_be_rehearsed_is_refused_in_one_line(words, rank, told):
     with pytest.raises(ConfigError, match=told) as refused:
-        rehearse(config_of(*MLP, *words), ranks=[rank])
+        rehearse(config_of(*MLP, *words), rank)
     assert "\n" not in str(refused.value)
 
 
@@ -307,7 +305,7 @@ def test_an_optimizer_that_asks_for_values_is_planned_without_a_rehearsal(monkey
     with pytest.raises(ConfigError, match=line):
         rehearse(config)
     monkeypatch.undo()
-    assert rehearse(config)[0].peak_bytes
+    assert rehearse(config).peak_bytes
 
 
 def test_a_bug_of_ours_is_no_matter_of_values(monkeypatch):
@@ -330,7 +328,7 @@ def test_a_rehearsed_step_has_no_more_microbatches_than_the_real_one(most, given
 def test_fsdp2_allocates_on_three_streams_and_never_a_whole_tensor_in_the_first_step():
     """DTensor asks for the shapes of an optimizer's state with whole tensors, which no rank holds."""
     words = ("data.global_batch_size=48", "world_size=48", "data.seq_len=8", "model=tiny")
-    (rank,) = rehearse(config_of(*words, "data=synthetic", *point("zero3", "torch")), ranks=[0])
+    rank = rehearse(config_of(*words, "data=synthetic", *point("zero3", "torch")))
     first, second = rank.changes
     assert len({stream for _, num_bytes, stream in first if num_bytes}) == 3
     held = replay(first, second, expandable=False)

@@ -92,7 +92,7 @@ def practise(speed: Speed) -> list[tuple[dict[str, float], float]]:
 
 def rehearsed_phases(config: Config, speed: Speed) -> dict[str, dict[str, float]]:
     """Return, by phase, on what rank 0 spends the seconds of a step by the rates."""
-    (first,) = rehearse(config, ranks=[0], speed=speed, ranks_per_host=NUM_RANKS)
+    first = rehearse(config, speed=speed, ranks_per_host=NUM_RANKS)
     return {phase: seconds.spent for phase, seconds in first.seconds.items()}
 
 

@@ -67,13 +67,17 @@ def rehearse_point(
     config, machines, form = planned.config, planned.machines, planned.form
     speed, most = speed or speed_of(config, machines), _most_microbatches(form)
     on_host = machines.device == "cpu"
-    rehearsed = rehearse(
-        with_settings(config, {"cluster.device": "cpu"}) if on_host else config,
-        ranks=ranks or _telling_ranks(planned),
-        speed=speed,
-        ranks_per_host=machines.shape.ranks_per_node if on_host else None,
-        most_microbatches=most,
-    )
+    config = with_settings(config, {"cluster.device": "cpu"}) if on_host else config
+    rehearsed = [
+        rehearse(
+            config,
+            rank,
+            speed=speed,
+            ranks_per_host=machines.shape.ranks_per_node if on_host else None,
+            most_microbatches=most,
+        )
+        for rank in ranks or _telling_ranks(planned)
+    ]
     untold = 0.0
     if isinstance(form, DdpForm):
         sent = sum(form.traffic(rehearsed[0].rank).bytes_by_kind.values())

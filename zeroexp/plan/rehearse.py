@@ -4,8 +4,8 @@ Parameters, activations and buffers are fake tensors, and the other ranks do not
 1,024 ranks will hold at every moment, activations included. All that runs is the code of a real rank: `build_model`,
 `build_strategy` and `train`. There is no formula of a strategy here.
 
-    first, last = rehearse(config, ranks=[0, 63])
-    first.peak_bytes, first.peaks["backward"].by_kind
+    last = rehearse(config, 63)
+    last.peak_bytes, last.peaks["backward"].by_kind
 
 [Note: three steps] The first step makes the optimizer's state and finds the order of units. Peaks and traffic are those
 of the second, which nothing disturbs. The third, which runs where model states are asked for, is read at the named
@@ -19,7 +19,7 @@ run that saves at its end alone holds the copy beside what rests between steps: 
 from __future__ import annotations
 
 import traceback
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Generator, Iterator
 from contextlib import contextmanager, nullcontext
 from copy import deepcopy
 from dataclasses import dataclass, field
@@ -89,71 +89,25 @@ class RehearsedRank:
 
 def rehearse(
     config: Config,
+    rank: int = 0,
     *,
-    ranks: Sequence[int] | None = None,
     reads: bool = False,
     speed: Speed | None = None,
     ranks_per_host: int | None = None,
     most_microbatches: int | None = None,
-) -> list[RehearsedRank]:
-    """Rehearse some ranks of a configured point; it needs no weights, no data and no process group.
+) -> RehearsedRank:
+    """Rehearse one rank of a configured point; it needs no weights, no data and no process group.
 
-    ranks: None takes the first and the last; a caller who has closed forms adds the fullest. reads: whether model
-    states are read at the named moments, in a third step. speed: of the machines whose seconds are estimated; None
-    estimates none. ranks_per_host: how many CPU ranks follow one another on a host, where they read each other's
-    memory; hosts send messages; None: all ranks move as GPUs do. most_microbatches: so many of a step are run; None
-    runs all. Raises ConfigError in one line for what can not be rehearsed. The process must have no process group.
+    reads: whether model states are read at the named moments, in a third step. speed: of the machines whose seconds are
+    estimated; None estimates none. ranks_per_host: how many CPU ranks follow one another on a host, where they read
+    each other's memory; hosts send messages; None: all ranks move as GPUs do. most_microbatches: so many of a step are
+    run; None runs all. Raises ConfigError in one line for what can not be rehearsed. The process must have no process
+    group.
     """
     config = prepared(config)
     size, device = config.world_size, _device(config)
-    ranks = sorted({0, size - 1} if ranks is None else set(ranks))
-    for rank in ranks:
-        if not 0 <= rank < size:
-            raise ConfigError(f"rank {rank}: a world of {size} has ranks 0 to {size - 1}")
-    return [
-        _rehearse_rank(config, rank, device, reads, speed, ranks_per_host, most_microbatches)
-        for rank in ranks
-    ]
-
-
-def prepared(config: Config) -> Config:
-    """Return a copy of the config with three steps. Raises ConfigError for what can not be rehearsed."""
-    config = deepcopy(config)
-    if config.checkpoint.every is not None:  # [Note: checkpoints]
-        in_training = config.checkpoint.every < config.train.warmup_steps + config.train.steps
-        config.checkpoint.every = 1 if in_training else UNDISTURBED_STEP + 1
-    if config.strategy.outer.every is not None:  # the undisturbed step ends with an outer one
-        config.strategy.outer.every = min(config.strategy.outer.every, UNDISTURBED_STEP + 1)
-    config.train.warmup_steps, config.train.steps = 0, NUM_STEPS
-    config.model.weights = None
-    config.data.validation_split = config.data.validation_samples = None
-    data, size = config.data, config.world_size
-    if size < 1 or data.global_batch_size % (data.micro_batch_size * size):
-        raise ConfigError(
-            f"data.global_batch_size={data.global_batch_size}: no whole number of microbatches for {size} ranks; "
-            f"use a multiple of {data.micro_batch_size * max(size, 1)}"
-        )
-    return config
-
-
-def _device(config: Config) -> str:
-    """Return whose kernels are rehearsed: without a GPU those of the CPU.
-
-    A torch that was built for CUDA asks a real device for its streams in each backward, also in one of fake tensors.
-    """
-    has_cuda = torch.backends.cuda.is_built() and num_gpus() > 0
-    return "cuda" if has_cuda and config.cluster.device != "cpu" else "cpu"
-
-
-def _rehearse_rank(
-    config: Config,
-    rank: int,
-    device: str,
-    reads: bool,
-    speed: Speed | None,
-    ranks_per_host: int | None,
-    most_microbatches: int | None,
-) -> RehearsedRank:
+    if not 0 <= rank < size:
+        raise ConfigError(f"rank {rank}: a world of {size} has ranks 0 to {size - 1}")
     words = vocabulary_of_data(config)
     model = build_model(config.model, seed=config.train.seed, device="meta", vocab_size=words)
     mode = FakeTensorMode()
@@ -195,6 +149,35 @@ def _rehearse_rank(
         watched.forget_phases()
         held = next(steps).memory_bytes if reads else None
     return RehearsedRank(rank, device, peaks, traffic, seconds, held or {}, changes)
+
+
+def prepared(config: Config) -> Config:
+    """Return a copy of the config with three steps. Raises ConfigError for what can not be rehearsed."""
+    config = deepcopy(config)
+    if config.checkpoint.every is not None:  # [Note: checkpoints]
+        in_training = config.checkpoint.every < config.train.warmup_steps + config.train.steps
+        config.checkpoint.every = 1 if in_training else UNDISTURBED_STEP + 1
+    if config.strategy.outer.every is not None:  # the undisturbed step ends with an outer one
+        config.strategy.outer.every = min(config.strategy.outer.every, UNDISTURBED_STEP + 1)
+    config.train.warmup_steps, config.train.steps = 0, NUM_STEPS
+    config.model.weights = None
+    config.data.validation_split = config.data.validation_samples = None
+    data, size = config.data, config.world_size
+    if size < 1 or data.global_batch_size % (data.micro_batch_size * size):
+        raise ConfigError(
+            f"data.global_batch_size={data.global_batch_size}: no whole number of microbatches for {size} ranks; "
+            f"use a multiple of {data.micro_batch_size * max(size, 1)}"
+        )
+    return config
+
+
+def _device(config: Config) -> str:
+    """Return whose kernels are rehearsed: without a GPU those of the CPU.
+
+    A torch that was built for CUDA asks a real device for its streams in each backward, also in one of fake tensors.
+    """
+    has_cuda = torch.backends.cuda.is_built() and num_gpus() > 0
+    return "cuda" if has_cuda and config.cluster.device != "cpu" else "cpu"
 
 
 def _beside_checkpoints(

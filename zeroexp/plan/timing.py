@@ -64,7 +64,6 @@ class Seconds:
     """Seconds of one phase, by what they go to."""
 
     compute: float = 0.0
-    links: float = 0.0  # moves on their way, beside compute or not
     exposed: float = 0.0  # compute stands still for moves
     untold: float = 0.0  # collectives whose waits nobody tells
     # What the seconds are spent on -> seconds by the tables of a speed; a calibration weighs them.
@@ -146,7 +145,6 @@ class Timeline(LocalOperations):
         takes = speed.seconds_of(spent)
         if move.waited is None:
             self._note(spent)
-            self._phase.links += takes
             self._free = max(self._now, self._launched, self._free) + takes
             self._arrives[id(move)] = self._free
             return
