@@ -27,10 +27,6 @@ def advice_json(plans: Plans) -> str:
     return json.dumps([_entry(each) for each in advise(plans)], indent=1)
 
 
-def as_text(advice: Advice) -> str:
-    return "\n".join(_lines(advice)).rstrip()
-
-
 def _entry(advice: Advice) -> dict[str, object]:
     best, leanest = advice.best, advice.leanest
     return {
@@ -46,13 +42,13 @@ def _entry(advice: Advice) -> dict[str, object]:
     }
 
 
-def _lines(advice: Advice) -> list[str]:
+def as_text(advice: Advice) -> str:
     rows = advice.rehearsed
     lines = [*wrapped(_first_line(advice)), "", *wrapped(*_reasons(advice)), ""]
     if best := advice.best:
         lines += [*wrapped(f"A run takes these words: {_words(best)}"), ""]
     if not rows:
-        return lines
+        return "\n".join(lines).rstrip()
     unit, size = unit_of([each.outcome.peak_bytes for each in rows])
     rehearsals = [each.outcome.rehearsed for each in rows if each.outcome.rehearsed]
     settings = ", ".join({each.allocator for each in rehearsals} - {""})
@@ -64,7 +60,7 @@ def _lines(advice: Advice) -> list[str]:
     )
     best_of = advice.frontier
     figures = [{"frontier": "*" if each in best_of else "", **_row(each)} for each in rows]
-    return [*lines, *wrapped(notes), "", *lines_of(HEADS, figures, size, 3)]
+    return "\n".join([*lines, *wrapped(notes), "", *lines_of(HEADS, figures, size, 3)])
 
 
 def _row(each: PlannedPoint) -> Row:

@@ -143,7 +143,7 @@ def advise(plans: Plans, *, now: Callable[[], float] = time.monotonic) -> list[A
 def _with_defaults(planned: PlannedPoint, named: Collection[str]) -> Config:
     """Return the config with what is taken for what the line leaves open, see [Note: defaults]."""
     config, settings = planned.config, dict[str, Any]()
-    if planned.device == "cuda":
+    if planned.machines.device == "cuda":
         if not any(key.startswith("precision") for key in named):
             settings["precision"] = "bf16_master"
         if SEQ_LEN not in named and (longest := longest_sequence(planned.model)):

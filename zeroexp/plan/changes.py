@@ -45,7 +45,7 @@ def planned_change(
     try:
         check(config, on_paper=True)
         check_strategy(config)
-        return plan_point(config, of.model, of.device, words)
+        return plan_point(config, of.model, of.machines.device, words)
     except ConfigError:
         return None
 

@@ -50,7 +50,7 @@ def fit_lines(plans: Plans) -> str:
     limits = [(each, each.outcome.memory_gib or 0.0) for each in asked.values()]
     unit, size = unit_of([GIB * limit for _, limit in limits])
     heads = dict.fromkeys(
-        HEAD.format(device=each.device, limit=limit, unit=unit) for each, limit in limits
+        HEAD.format(device=each.machines.device, limit=limit, unit=unit) for each, limit in limits
     )
     rows = [_fit(each, int(limit * GIB)) for each, limit in limits]
     reasons = (row["not_rehearsed"] for row in rows if "not_rehearsed" in row)
@@ -67,7 +67,7 @@ def _fit(point: PlannedPoint, limit: int) -> Row:
     row = row_of(point) | {"settings": settings_of(outcome)}
     row |= dict.fromkeys(("samples", "seq_len", "peak_bytes", "left_bytes"), "-")
     if (at := fewest_ranks(point)) is None:
-        return row | {"world_size": f"not up to {MOST_RANKS[point.device]}"}
+        return row | {"world_size": f"not up to {MOST_RANKS[point.machines.device]}"}
     held = at.outcome.peak_bytes
     row |= {"world_size": at.config.world_size, "peak_bytes": held, "left_bytes": limit - held}
     if reason := at.outcome.not_rehearsed:
@@ -78,7 +78,7 @@ def _fit(point: PlannedPoint, limit: int) -> Row:
 
 def fewest_ranks(point: PlannedPoint) -> PlannedPoint | None:
     """Return the point at the fewest ranks at which its rehearsed peak fits, or model states where none is known."""
-    for power in range(MOST_RANKS[point.device].bit_length()):
+    for power in range(MOST_RANKS[point.machines.device].bit_length()):
         at = planned_change(point, {"world_size": 2**power})
         if at and at.outcome.fits and (at := with_rehearsal(at)).outcome.fits:
             return at
@@ -90,7 +90,9 @@ def _most_work(config: Config, of: PlannedPoint, limit: int) -> tuple[int | None
 
     def peak(settings: dict[str, int]) -> int:
         changed = with_settings(config, settings)
-        return rehearse_point(plan_point(changed, of.model, of.device)).fullest.needed_bytes
+        return rehearse_point(
+            plan_point(changed, of.model, of.machines.device)
+        ).fullest.needed_bytes
 
     def of_samples(samples: int) -> int:
         return peak({MICRO: samples, BATCH: samples * config.world_size})
@@ -105,32 +107,14 @@ def _most_work(config: Config, of: PlannedPoint, limit: int) -> tuple[int | None
 def largest(peak: Callable[[int], int], limit: int, *, step: int, most: int) -> int | None:
     """Return the largest multiple of `step`, or `most`, whose peak is within the limit; None if not even one step is.
 
-    The next multiple has been seen to exceed the limit. Peaks are nearly on a line, so the line through two known ones
-    tells where to look; where that does not halve what is left, the middle does.
+    The number tried is doubled until it exceeds the limit, then what is left is halved: the next multiple has been seen
+    to exceed it.
     """
-    peaks: dict[int, int] = {}  # by steps
-    fits, exceeds = 0, -(-most // step) + 1
-    guess = 1
-    while fits < guess < exceeds:
-        left = exceeds - fits
-        peaks[guess] = peak(min(guess * step, most))
-        if peaks[guess] <= limit:
+    fits, exceeds = 0, -(-most // step) + 1  # steps
+    while exceeds - fits > 1:
+        guess = min(max(1, 2 * fits), (fits + exceeds) // 2)
+        if peak(min(guess * step, most)) <= limit:
             fits = guess
         else:
             exceeds = guess
-        if not fits:
-            return None
-        is_slow = exceeds in peaks and 2 * (exceeds - fits) > left
-        guess = (fits + exceeds) // 2 if is_slow else _on_the_line(peaks, fits, exceeds, limit)
-    return min(fits * step, most)
-
-
-def _on_the_line(peaks: dict[int, int], fits: int, exceeds: int, limit: int) -> int:
-    """Return where the line through `fits` and another known number meets the limit; `fits` if nothing is left."""
-    smaller = max((steps for steps in peaks if steps < fits), default=None)
-    other = exceeds if exceeds in peaks else smaller
-    if other is None:
-        return min(2 * fits, exceeds - 1)
-    rise = (peaks[other] - peaks[fits]) / (other - fits)
-    further = int((limit - peaks[fits]) / rise) if rise > 0 else exceeds
-    return min(fits + max(further, 1), exceeds - 1)
+    return min(fits * step, most) or None

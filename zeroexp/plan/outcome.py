@@ -143,10 +143,6 @@ class PlannedPoint(NamedTuple):
     outcome: Outcome
 
     @property
-    def device(self) -> str:
-        return self.machines.device
-
-    @property
     def micro(self) -> int:
         return self.config.data.micro_batch_size
 
@@ -258,12 +254,7 @@ def plan_beside(
     most = {name: max(rank.figures[name] for rank in ranks) for name in ranks[0].figures}
     names = [*kinds_in([most]), "total", "after_backward"]
     if isinstance(form, ShardedForm):
-        offload, folder = form.options.offload, form.options.offload_folder
-        names += [
-            "sent",
-            *((HOST, "bus") if offload else ()),
-            *((FILES,) if offload and folder else ()),
-        ]
+        names += ["sent", *(name for name in (HOST, "bus", FILES) if most[name])]
     planned = {name: float(most[name]) for name in names}
     if isinstance(form, ShardedForm) and config.cluster.link is not None:
         machines = machines_of(config, "cpu")
