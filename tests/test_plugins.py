@@ -14,7 +14,7 @@ from hydra.core.config_store import ConfigStore
 from tests.composing import compose_once, composed
 from zeroexp import __main__ as zeroexp
 from zeroexp.check import check
-from zeroexp.check.sweep_points import points_of
+from zeroexp.check.sweep_points import point_of
 from zeroexp.check.try_points import try_points
 from zeroexp.check.try_strategy import check_strategy
 from zeroexp.cluster.snapshot import take_snapshot
@@ -437,8 +437,10 @@ def test_settings_are_those_of_the_word():
     values = asdict(composed("model=tiny", "world_size=1"))
     values["optimizer"]["settings"] = {"rho": 1}
     # It is skipped: another point may have an optimizer that knows it.
-    (point,) = points_of([], values)
-    assert str(point.refusal).startswith("optimizer.settings.rho=1: optimizer.name=adamw has no")
+    point = point_of([], values)
+    assert point is not None and str(point.refusal).startswith(
+        "optimizer.settings.rho=1: optimizer.name=adamw has no"
+    )
 
 
 def test_a_number_of_moments_is_a_number(monkeypatch):

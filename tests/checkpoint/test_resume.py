@@ -12,7 +12,7 @@ import pytest
 
 from tests.checkpoint.test_manifest import MADE
 from tests.composing import values_of
-from zeroexp.check.sweep_points import points_of
+from zeroexp.check.sweep_points import point_of
 from zeroexp.checkpoint import folders
 from zeroexp.checkpoint.manifest import (
     MANIFEST,
@@ -230,8 +230,12 @@ def test_a_key_that_is_gone_keeps_no_checkpoint_from_going_on(tmp_path):
 def test_a_point_that_does_not_fit_is_skipped_with_the_reason(tmp_path):
     path = write(tmp_path / "run", 20, config_for(tmp_path))
     resume = f"resume={tmp_path / 'run'}"
-    (fits,) = points_of([resume], asdict(config_for(tmp_path, resume)))
-    assert fits.refusal is None and fits.config.resume == str(path)
+    fits = point_of([resume], asdict(config_for(tmp_path, resume)))
+    assert fits is not None and fits.refusal is None and fits.config.resume == str(path)
     assert fits.name == "zero3-buffer-n2"
-    (other,) = points_of([resume], asdict(config_for(tmp_path, resume, "train.seed=3")))
-    assert other.refusal is not None and "train.seed is 0 in it, 3 here" in other.refusal
+    other = point_of([resume], asdict(config_for(tmp_path, resume, "train.seed=3")))
+    assert (
+        other is not None
+        and other.refusal is not None
+        and "train.seed is 0 in it, 3 here" in other.refusal
+    )

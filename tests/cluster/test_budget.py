@@ -7,7 +7,7 @@ from dataclasses import asdict
 import pytest
 
 from tests.composing import composed
-from zeroexp.check.sweep_points import points_of
+from zeroexp.check.sweep_points import point_of
 from zeroexp.cluster import fits_memory
 from zeroexp.cluster.fits_memory import plan_slurm_points
 from zeroexp.plan.outcome import RehearsedPeaks
@@ -15,7 +15,7 @@ from zeroexp.plan.outcome import RehearsedPeaks
 
 def points(*words: str):
     config = composed("cluster=slurm", "model=tiny", "world_size=4", "cluster.rehearse_s=0", *words)
-    return points_of([], asdict(config))
+    return [point_of([], asdict(config))]
 
 
 @pytest.mark.parametrize(
@@ -49,7 +49,7 @@ def test_force_submits_all_the_same(capsys):
 
 
 def test_points_of_this_machine_are_left_alone(capsys):
-    local = points_of([], asdict(composed("cluster.device_memory_gib=0.001")))
+    local = [point_of([], asdict(composed("cluster.device_memory_gib=0.001")))]
     assert plan_slurm_points(local) == local and capsys.readouterr().out == ""
 
 

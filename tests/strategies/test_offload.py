@@ -33,7 +33,7 @@ from tests.oracle import (
     train_oracle,
 )
 from tests.strategies.engine import Ours
-from zeroexp.check.sweep_points import points_of
+from zeroexp.check.sweep_points import point_of
 from zeroexp.check.try_points import try_points
 from zeroexp.cluster.fits_memory import refuse_full_disks
 from zeroexp.comm.mapped_file import MappedFile
@@ -258,7 +258,8 @@ def test_files_that_the_disk_can_not_take_are_refused_before_a_rank_starts(tmp_p
     """Those of 223,552 masters, to the byte."""
     sgd = ("optimizer=sgd", "optimizer.momentum=0")
     words = ("model=tiny", "strategy=zero1", "strategy.offload=optimizer", *sgd)
-    points = points_of([], asdict(composed(*words, f"strategy.offload_folder={tmp_path}")))
+    config = composed(*words, f"strategy.offload_folder={tmp_path}")
+    points = [point_of([], asdict(config))]
     for free, is_refused in ((4 * 223_552, False), (4 * 223_552 - 1, True)):
         usage = SimpleNamespace(free=free)
         monkeypatch.setattr("zeroexp.cluster.fits_memory.shutil.disk_usage", lambda _, u=usage: u)

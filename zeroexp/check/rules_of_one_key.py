@@ -24,7 +24,6 @@ from zeroexp.registry.did_you_mean import suggest_nearest, suggest_word
 # What study.must_equal may name beside keys and groups of the config.
 RUN_FACTS = ("machine", "versions", "git", "engine", "transport", "load")
 
-MOST_RANKS = 1 << 24
 # Keys of a row of optimizer.kinds that have another name in the line.
 OF_ALL = {
     "name": "optimizer.name",
@@ -230,25 +229,11 @@ def why_no_optimizer_over_all(strategy: StrategyConfig) -> tuple[str, str] | Non
     )
 
 
-def check_world_sizes(config: Config) -> Iterator[Refusal]:
-    sizes = config.cluster.world_sizes
-    if not sizes:
-        yield "cluster.world_sizes", "empty", "use [1, 2]"
-    named = [("world_size", config.world_size), *(("cluster.world_sizes", size) for size in sizes)]
-    for key, size in named:
-        if type(size) is not int or size < 1:
-            remedy = "use 1 or more (world_size also: all)"
-            yield f"{key}={size}", "not a number of ranks", remedy
-        if size > MOST_RANKS:
-            yield f"{key}={size}", "too large", f"use at most {MOST_RANKS}"
-
-
 def check_watched_steps(config: Config) -> Iterator[Refusal]:
     """Require that steps and ranks to watch exist."""
     num_steps = config.train.warmup_steps + config.train.steps
     counts = {f"train.{key}": (num_steps, "step") for key in ("trace_steps", "profile_steps")}
-    if type(config.world_size) is int:
-        counts["train.profile_ranks"] = (config.world_size, "rank")
+    counts["train.profile_ranks"] = (config.world_size, "rank")
     for key, (count, what) in counts.items():
         for each in value_of(config, key):
             if type(each) is not int or not 0 <= each < count:

@@ -1,11 +1,11 @@
-"""Make the points of a sweep from composed configs: expand world sizes, filter by study, check each point."""
+"""Make the points of a sweep from composed configs: filter by study, check each point."""
 
 from __future__ import annotations
 
 import math
 import re
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from hashlib import sha256
 from typing import Any
@@ -61,7 +61,7 @@ def with_suited_batch(batch: Sequence[Composed], line: Sequence[str]) -> Sequenc
     """
     chosen = BATCH in keys_of(line) or any(BATCH in keys_of(words) for words, *_ in batch)
     default = DataConfig().global_batch_size
-    sizes = [size for _, values, _ in batch for size in _samples_at_once(values)]
+    sizes = [size for _, values, _ in batch if (size := _samples_at_once(values))]
     of_points = {values["data"]["global_batch_size"] for _, values, _ in batch}
     if chosen or of_points != {default} or all(default % size == 0 for size in sizes):
         return batch
@@ -74,22 +74,19 @@ def with_suited_batch(batch: Sequence[Composed], line: Sequence[str]) -> Sequenc
     ]
 
 
-def _samples_at_once(values: Mapping[str, Any]) -> list[int]:
-    """Return how many samples all ranks take at once, for each number of ranks; none for what is refused later."""
-    sizes = [values["world_size"]]
-    if sizes == ["all"]:
-        sizes = values["cluster"]["world_sizes"] or []
-    micro = values["data"]["micro_batch_size"]
-    is_count = [isinstance(n, int) and 0 < n <= MOST_RANKS for n in (micro, *sizes)]
-    return [micro * size for size in sizes] if all(is_count) else []
+def _samples_at_once(values: Mapping[str, Any]) -> int:
+    """Return how many samples all ranks take at once; 0 for what is refused later."""
+    counts = values["world_size"], values["data"]["micro_batch_size"]
+    are_fine = all(isinstance(count, int) and 0 < count <= MOST_RANKS for count in counts)
+    return math.prod(counts) if are_fine else 0
 
 
-def points_of(
+def point_of(
     overrides: Sequence[str],
     values: Mapping[str, Any],
     check: Callable[[Config], None] = check_run,
-) -> list[Point]:
-    """Return the points of one set of overrides: none outside its study, several for world_size=all.
+) -> Point | None:
+    """Return the point of one set of overrides; None outside of its study.
 
     `values` is the composed config. Raises ConfigError if a key or word is wrong by itself.
     """
@@ -97,7 +94,7 @@ def points_of(
     require_values(config)
     plugins.load(config.plugins)
     config = plugins.with_settings(adopt_published_config(config))
-    return [_point(overrides, one, check) for one in _world_sizes(config) if _in_study(one)]
+    return _point(overrides, config, check) if _in_study(config) else None
 
 
 def require_points(points: Sequence[Point], study: str | None) -> None:
@@ -111,14 +108,6 @@ def require_defined(points: Sequence[Point]) -> None:
     """Raise ConfigError, the reason of the first, if every point is skipped."""
     if all(point.refusal for point in points):
         raise ConfigError(points[0].refusal)
-
-
-def _world_sizes(config: Config) -> Iterator[Config]:
-    if config.world_size != "all" or not config.cluster.world_sizes:
-        yield config
-    else:
-        for world_size in config.cluster.world_sizes:
-            yield replace(config, world_size=world_size)
 
 
 def _in_study(config: Config) -> bool:

@@ -19,7 +19,7 @@ from typing import Any
 from zeroexp.check.sweep_points import (
     Composed,
     Point,
-    points_of,
+    point_of,
     require_defined,
     require_points,
     with_suited_batch,
@@ -103,11 +103,10 @@ class Sweep:
             remedy = "a range, glob or choice on the command line is empty; add to it"
             raise ConfigError(f"no point to run: {remedy}")
         batch = with_suited_batch(batch, self._arguments)
-        # world_size=all makes several points of one, a study leaves some out.
         numbered = [
             (number, replace(point, hydra=files))
             for number, (overrides, values, files) in enumerate(batch)
-            for point in points_of(overrides, values)
+            if (point := point_of(overrides, values))  # a study leaves some out
         ]
         numbers, points = [n for n, _ in numbered], [point for _, point in numbered]
         self._refuse(points, batch[0][1]["study"]["name"])
@@ -443,7 +442,7 @@ def _new_folder(parent: Path, name: str) -> Path:
 
 
 def _final_loss(jobs: Sequence[Job]) -> float | None:
-    """Return the last job's loss, on validation samples if it has any; with world_size=all it has the most ranks."""
+    """Return the last job's loss, on validation samples if it has any."""
     summary = read_run(jobs[-1].folder).summary if jobs else None
     if summary is None or summary.verdict:
         return None

@@ -29,7 +29,7 @@ Schema = TypeVar("Schema")
 # No experiment needs more, and beyond these the system, torch or a person's patience gives up.
 MANY, MOST_STEPS, MOST_NUMEL, YEAR_S = 10**6, 10**9, 1 << 31, 366 * 24 * 60 * 60
 # Keys of earlier versions, which files of their runs and checkpoints hold: what they said changed no number.
-REMOVED = (("model", "tied_rows"), ("train", "hash_steps"))
+REMOVED = (("model", "tied_rows"), ("train", "hash_steps"), ("cluster", "world_sizes"))
 DTYPES = ("float32", "bfloat16")
 MASTER = "master"  # a dtype of parameters at rest: that of the masters
 TASKS = ("causal", "classification", "regression")
@@ -328,7 +328,6 @@ class ClusterConfig:
     kind: str = choice("local", "slurm")
     device: str = choice("auto", "cpu", "cuda")
     threads_per_rank: int = number(1, least=1, most=1024)  # CPU threads of one rank
-    world_sizes: list[int] = field(default_factory=lambda: [1, 2])  # what world_size=all means
     # local, as root: ranks are on so many nodes of this machine (None: 2), and this is what a node's link to the
     # others sends, as 1gbit or 200mbit
     link: str | None = text(None, SPEED)
@@ -420,7 +419,7 @@ class Config:
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     events: EventsConfig = field(default_factory=EventsConfig)
     study: StudyConfig = field(default_factory=StudyConfig)
-    world_size: Any = 2  # number of ranks, or "all": every entry of cluster.world_sizes
+    world_size: int = number(2, least=1, most=1 << 24)  # number of ranks
     # runs of every point, in rounds: each point once, then each again
     repeats: int = number(1, least=1, most=100)
     resume: str | None = None  # latest, a run's folder, or one of its checkpoint/step-* folders

@@ -14,7 +14,7 @@ from zeroexp.check.sweep_points import (
     Point,
     fitting_batch,
     keys_of,
-    points_of,
+    point_of,
     require_defined,
     require_points,
 )
@@ -41,20 +41,14 @@ class ComposedPoints:
             raise ConfigError("no point to plan: a range, glob or choice is empty; add to it")
         for words, *_ in batch:
             self.named |= keys_of(words)
-        points = [p for words, values, _ in batch for p in self._points(words, values)]
+        each = [point_of(words, self._batched(values), on_paper) for words, values, _ in batch]
+        points = [point for point in each if point]
         require_points(points, batch[0][1]["study"]["name"])
         require_defined(points)
         self.points += points
         return [None for _ in batch]
 
-    def _points(self, words: Sequence[str], values: Mapping[str, Any]) -> list[Point]:
-        sizes = [values["world_size"]]
-        if sizes == ["all"]:
-            sizes = values["cluster"]["world_sizes"] or sizes
-        each = [self._batched({**values, "world_size": size}) for size in sizes]
-        return [point for one in each for point in points_of(words, one, on_paper)]
-
-    def _batched(self, values: dict[str, Any]) -> dict[str, Any]:
+    def _batched(self, values: Mapping[str, Any]) -> Mapping[str, Any]:
         """Let the global batch grow to whole microbatches of every rank, unless the words name it."""
         data, ranks = values["data"], values["world_size"]
         micro, batch = data["micro_batch_size"], data["global_batch_size"]

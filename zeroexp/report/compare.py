@@ -55,7 +55,7 @@ MACHINE = ("host", "device", "machine.")
 BUSY = 0.25  # cores: less use by others counts as none
 ABSENT, DEFAULT = "not set", "its own default"
 # Values that only tell which of the compared engines ran, or are other files' business.
-QUIET = ("engine.engine", "engine.page_bytes", "cluster.name", "cluster.world_sizes")
+QUIET = ("engine.engine", "engine.page_bytes", "cluster.name")
 
 
 # ---- exact numbers beside repeats, and beside the sweep before a change

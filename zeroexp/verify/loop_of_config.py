@@ -71,7 +71,6 @@ def loop_of_config(config: Config) -> Loop:
 
         return strategy, step
 
-    assert isinstance(config.world_size, int)
     return Loop(
         model=built.module,
         loss=loss,
