@@ -489,8 +489,8 @@ def changed(**keys: Any) -> Any:
 REFUSED: dict[str, tuple[Any, str, str]] = {
     "no path": (None, "", "model.path=null: model=hf needs a model; set it to a folder with"),
     "no folder": (None, "model.path=./nothing", "model.path=./nothing: no such folder; use one"),
-    "other family": (None, "model=tiny model.path=qwen", "=qwen: no effect with model=tiny"),
-    "a wrong init": (qwen, "model.init=zero", "model.init=zero: unknown word; use weights"),
+    "other family": (None, "model=tiny model.path=qwen", "=qwen: no effect, model=tiny"),
+    "a wrong init": (qwen, "model.init=zero", "model.init=zero: unknown word; use one of weights"),
     "weights too": (qwen, "model.weights=qwen", "model.weights=qwen: model.path names them;"),
     "code of its own": (
         *(changed(auto_map={"AutoConfig": "mine.Mine"}), ""),

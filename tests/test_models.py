@@ -164,7 +164,6 @@ def test_mlp_is_the_published_one():
         ),
         ("tiny", {"hf_config": {"hidden_size": 100, "num_attention_heads": 7}}, "not a multiple"),
         ("tiny", {"family": "lama"}, "model.family=lama: unknown word; did you mean llama"),
-        ("tiny", {"task": "regression"}, "model.task=regression: llama can do causal"),
         ("mlp_tiny", {"mlp": {"width": 8}}, "model.mlp.depth is missing"),
         (
             "mlp_tiny",

@@ -78,6 +78,9 @@ def _of_model_and_data(config: Config) -> Iterator[Idle]:
     family, kind = MODELS[model.family], DATA[data.kind]
     if not family.of_transformers:
         yield "model.weights", f"model.family={model.family} starts from train.seed", ""
+    if model.family != "hf":
+        why = f"model={model.name} reads no published config"
+        yield "model.path model.init model.blocks", why, "use model=hf"
     if model.task != "classification":
         yield "model.num_labels", f"model.task={model.task} has no labels", ""
     if data.task != "classification":

@@ -129,7 +129,7 @@ class ModelConfig:
     lora: LoraKeys = field(default_factory=LoraKeys)
     # These are settings of family hf, any model of transformers; see docs/models.md.
     path: str | None = None  # a local folder or a hub id: its config, and its weights
-    init: str | None = None  # weights | random; None = weights
+    init: str | None = choice_or_null("weights", "random")  # None = weights
     blocks: list[str] | None = None  # lists of modules, or modules, that move together; None: found
     published: dict[str, Any] = field(default_factory=dict[str, Any])  # config.json of `path`
     settings: dict[str, Any] = field(default_factory=dict[str, Any])  # keys of a plugin's family

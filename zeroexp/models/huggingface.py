@@ -21,7 +21,7 @@ from transformers import (
 from transformers.integrations import moe
 from transformers.utils import logging
 
-from zeroexp.config.families import MODELS, shape_of, vocabulary
+from zeroexp.config.families import shape_of, vocabulary
 from zeroexp.config.keys import ConfigError, ModelConfig
 from zeroexp.interface.values import Values
 from zeroexp.models import find_weights, huggingface_weights_check
@@ -112,11 +112,6 @@ def _grouped_product(first: Tensor, second: Tensor, *, offs: Tensor, **further: 
 
 def _shape(config: ModelConfig, vocab_size: int | None) -> PreTrainedConfig:
     """Build transformers' config, without key-value cache and without randomness in forward."""
-    if config.task not in TASKS:
-        raise ConfigError(f"model.task={config.task}: {config.family} can do {', '.join(TASKS)}")
-    if config.family not in MODELS or not MODELS[config.family].of_transformers:
-        words = [name for name in MODELS if MODELS[name].of_transformers]
-        raise ConfigError(f"model.family={config.family}: use {', '.join(words)}")
     kind = architecture(config)
     if kind not in CONFIG_MAPPING:
         remedy = did_you_mean(kind, CONFIG_MAPPING) or "use one that it has"

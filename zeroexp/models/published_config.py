@@ -13,7 +13,6 @@ from zeroexp.config.families import shape_of
 from zeroexp.config.keys import Config, ConfigError, ModelConfig
 
 FAMILY = "hf"
-INITS = (None, "weights", "random")
 
 
 def adopt_published_config(config: Config) -> Config:
@@ -55,14 +54,9 @@ def _refuse_without_effect(model: ModelConfig) -> None:
         remedy = f"set model.hf_config.{key} instead, with a + before it where it is new"
         problem = "holds the config.json of model.path and nothing else"
         raise ConfigError(f"model.published.{key}={value}: {problem}; {remedy}")
-    if model.init not in INITS:
-        raise ConfigError(f"model.init={model.init}: unknown word; use weights, random or null")
     if model.family != FAMILY:
-        for key in ("path", "init", "blocks"):
-            if (value := getattr(model, key)) is not None:
-                problem = f"no effect with model={model.name}; use model=hf, or leave it null"
-                raise ConfigError(f"model.{key}={value}: {problem}")
-    elif model.path is None:
+        return
+    if model.path is None:
         if "model_type" in model.hf_config:
             return
         remedy = "set it to a folder with config.json, or to a hub id"
