@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import ctypes
 import os
-import shutil
 import subprocess
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -38,14 +37,14 @@ def open_nodes(cluster: ClusterConfig) -> Iterator[list[int]]:
     if cluster.link is None:
         yield []
         return
-    _require_tools(cluster.link)
     with ExitStack() as opened:
         try:
             nodes = _make_nodes(cluster.num_nodes, cluster.link, opened)
         except (OSError, subprocess.SubprocessError) as error:
             why = str(getattr(error, "stderr", None) or error).strip()
             problem = f"this machine makes no network namespaces and links ({why})"
-            raise ConfigError(f"cluster.link={cluster.link}: {problem}; leave it null") from error
+            remedy = "run as root, apt install iproute2, or leave it null"
+            raise ConfigError(f"cluster.link={cluster.link}: {problem}; {remedy}") from error
         yield nodes
 
 
@@ -71,17 +70,6 @@ def _make_nodes(num_nodes: int, rate: str, opened: ExitStack) -> list[int]:
             enter(node)
             _set_up(f"10.77.0.{number}/24", rate)
         return nodes
-
-
-def _require_tools(speed: str) -> None:
-    missing = [tool for tool in ("ip", "tc") if shutil.which(tool) is None]
-    if os.geteuid() != 0:
-        problem, remedy = "only root makes network namespaces", "run as root"
-    elif missing:
-        problem, remedy = f"{' and '.join(missing)} not found", "apt install iproute2"
-    else:
-        return
-    raise ConfigError(f"cluster.link={speed}: {problem}; {remedy}, or leave it null")
 
 
 def _new_namespace(opened: ExitStack) -> int:
