@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import math
-import os
-import subprocess
 from collections.abc import Iterator
-from functools import cache
 from pathlib import Path
 
 from zeroexp.check.refusal import Refusal
@@ -35,23 +32,11 @@ def check_device(config: Config) -> Iterator[Refusal]:
         yield key, problem, "use cluster.device=auto or cpu"
 
 
-@cache
 def num_gpus() -> int:
-    """Count the GPUs that this process may use, by nvidia-smi: a process that forks ranks must not start CUDA."""
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if visible is not None:
-        return len([name for name in visible.split(",") if name.strip() not in ("", "-1")])
-    try:
-        listing = subprocess.run(
-            ["nvidia-smi", "-L"],
-            capture_output=True,
-            encoding="utf-8",
-            errors="replace",
-            timeout=30,
-        )
-    except FileNotFoundError:
-        return 0
-    return sum(line.startswith("GPU ") for line in listing.stdout.splitlines())
+    """Count the GPUs that this process may use. torch asks NVML: a process that forks ranks must not start CUDA."""
+    import torch  # for a second, and most lines ask for no GPU
+
+    return torch.cuda.device_count()
 
 
 def check_ranks_fit_machine(config: Config) -> Iterator[Refusal]:
