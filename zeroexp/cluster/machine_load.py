@@ -6,19 +6,15 @@ kernel adds a process to its parent's count when it has ended, so the difference
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import psutil
+
 from zeroexp.tracking.files import write_json
 from zeroexp.tracking.run import LOAD_FILE
-
-IDLE_FIELDS = (3, 4)  # idle and iowait, of the first line of /proc/stat
-GUEST_FIELD = 8  # guests' time is in user time already
-# User, system, and both of children, behind the name in /proc/<pid>/stat.
-CPU_FIELDS = slice(11, 15)
 
 
 @contextmanager
@@ -37,17 +33,13 @@ def measured_load(folder: Path, server: int) -> Iterator[None]:
 
 def _seconds_of_others(server: int) -> float | None:
     try:
-        stat = Path(f"/proc/{server}/stat").read_text(encoding="utf-8")
-        busy = busy_seconds()
-    except OSError:
+        ours = sum(psutil.Process(server).cpu_times()[:4])  # user, system, and both of children
+        return busy_seconds() - ours - time.process_time()
+    except (OSError, psutil.Error):
         return None
-    ours = sum(int(word) for word in stat.rpartition(")")[2].split()[CPU_FIELDS])
-    return busy - ours / os.sysconf("SC_CLK_TCK") - time.process_time()
 
 
 def busy_seconds() -> float:
     """Return the seconds that all cores together have worked since the machine started."""
-    first = Path("/proc/stat").read_text(encoding="utf-8").partition("\n")[0]
-    ticks = [int(word) for word in first.split()[1:]]
-    busy = sum(ticks[:GUEST_FIELD]) - sum(ticks[field] for field in IDLE_FIELDS)
-    return busy / os.sysconf("SC_CLK_TCK")
+    times = psutil.cpu_times()
+    return sum(times[:8]) - times.idle - times.iowait  # guests' time is in user time already
