@@ -16,14 +16,11 @@ from typing import cast
 
 import torch
 
-from benchmarks.engines import model_config
 from benchmarks.ranks import Spec, Training
 from benchmarks.savers import OURS, Way, way
-from zeroexp.checkpoint.load import Shapes
 from zeroexp.checkpoint.manifest import hash_of
 from zeroexp.interface.strategy import Strategy
 from zeroexp.measure.memory import AllocationMeter
-from zeroexp.models.module import build_model
 from zeroexp.process import world as worlds
 
 NUM_STEPS = 2  # before anything is saved, so that every moment is there
@@ -47,11 +44,6 @@ class Cost:
     written_bytes: int = 0  # in the folder, of all ranks
 
 
-def shapes_of(model: str) -> Shapes:
-    module = build_model(model_config(model), seed=0, device="meta").module
-    return {name: tuple(parameter.shape) for name, parameter in module.named_parameters()}
-
-
 class CheckpointRunner:
     def __init__(self, spec: Spec) -> None:
         assert isinstance(spec, SaveSpec)
@@ -62,12 +54,11 @@ class CheckpointRunner:
             training.step(drain=number == NUM_STEPS)
         gc.collect()
         self._held_bytes = self._held()
-        shapes = shapes_of(spec.model)
         self._ways: dict[str, tuple[Way, Path]] = {}
         for number, name in enumerate(spec.ways):
             folder = spec.folder / str(number)
             folder.mkdir(exist_ok=True)
-            self._ways[name] = way(name, self._strategy, shapes, folder, self._world), folder
+            self._ways[name] = way(name, self._strategy, folder, self._world), folder
         self._saved: dict[str, str] = {}
 
     def turn(self, order: tuple[str, str]) -> Cost:

@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from zeroexp.checkpoint import folders
-from zeroexp.checkpoint.load import Shapes, load
+from zeroexp.checkpoint.load import load
 from zeroexp.checkpoint.save import Saver
 from zeroexp.config.keys import CheckpointConfig, Config
 from zeroexp.engines.torch_fsdp2 import TorchFSDP2
@@ -46,9 +46,9 @@ class Way(Protocol):
         ...
 
 
-def way(name: str, strategy: Strategy, shapes: Shapes, folder: Path, world: World) -> Way:
+def way(name: str, strategy: Strategy, folder: Path, world: World) -> Way:
     if name == OURS:
-        return Ours(strategy, shapes, folder, world)
+        return Ours(strategy, folder, world)
     assert isinstance(strategy, TorchFSDP2), f"{name} saves FSDP2"
     if name == TORCH_SAVE:
         return Gathered(strategy, folder, world)
@@ -56,9 +56,8 @@ def way(name: str, strategy: Strategy, shapes: Shapes, folder: Path, world: Worl
 
 
 class Ours:
-    def __init__(self, strategy: Strategy, shapes: Shapes, folder: Path, world: World) -> None:
+    def __init__(self, strategy: Strategy, folder: Path, world: World) -> None:
         self._strategy, self._folder, self._world = strategy, folder, world
-        self._shapes = shapes
         config = Config(checkpoint=CheckpointConfig(keep=1_000_000))  # who measures removes them
         self._saver = Saver(folder, strategy, config, world)
         self._step = 0
@@ -71,7 +70,7 @@ class Ours:
     def load(self) -> None:
         newest = folders.newest_checkpoint(self._folder)
         assert newest is not None
-        load(newest, self._strategy, self._shapes, self._world)
+        load(newest, self._strategy, self._world)
 
 
 class Gathered:

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import torch
 
-from tests.models_for_tests import MODELS
 from tests.oracle import Make, Outcome, Recipe, build_on_rank, pieces_of, run_steps
 from zeroexp.checkpoint.folders import FOLDER
 from zeroexp.checkpoint.load import load
@@ -28,11 +27,6 @@ def config_of(recipe: Recipe, *, keep: int = 10) -> Config:
 
 def checkpoint(run: Path, step: int) -> Path:
     return run / FOLDER / f"step-{step:06d}"
-
-
-def shapes_of(recipe: Recipe) -> dict[str, tuple[int, ...]]:
-    module = MODELS[recipe.model].build().module
-    return {name: tuple(p.shape) for name, p in module.named_parameters()}
 
 
 def train_and_save(
@@ -65,7 +59,7 @@ def _resume(
     world: World, recipe: Recipe, make: Make, saved: Path, trains_on: bool
 ) -> tuple[CanonicalState, Answer | None]:
     strategy = build_on_rank(world, recipe, make)
-    manifest = load(saved, strategy, shapes_of(recipe), world)
+    manifest = load(saved, strategy, world)
     loaded = pieces_of(strategy)
     if not trains_on:
         return loaded, None

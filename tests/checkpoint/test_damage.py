@@ -10,10 +10,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.checkpoint.saving import checkpoint, shapes_of, train_and_save
+from tests.checkpoint.saving import checkpoint, train_and_save
 from tests.engines import ENGINES
-from tests.oracle import Make, Recipe, build_on_rank, pieces_of
-from zeroexp.checkpoint.load import Shapes, load
+from tests.models_for_tests import MODELS
+from tests.oracle import Make, Recipe, pieces_of
+from zeroexp.checkpoint.load import load
 from zeroexp.checkpoint.manifest import CheckpointError, read_manifest
 from zeroexp.process.world import World
 
@@ -21,12 +22,20 @@ RECIPE = Recipe(steps=2)
 MAKE = ENGINES["zero3_buffer"].make
 
 
-def try_to_load(world: World, make: Make, saved: Path, shapes: Shapes) -> tuple[str, bool]:
+Shapes = dict[str, tuple[int, ...] | None]
+
+
+def try_to_load(world: World, make: Make, saved: Path, others: Shapes) -> tuple[str, bool]:
     """(what it says, whether the engine is as it was)."""
-    strategy = build_on_rank(world, RECIPE, make)
+    built = MODELS[RECIPE.model].build()
+    for name, shape in others.items():
+        owner, _, key = name.rpartition(".")
+        parameter = None if shape is None else torch.nn.Parameter(torch.ones(shape))
+        built.module.get_submodule(owner).register_parameter(key, parameter)
+    strategy = make(built, RECIPE, world)
     before = pieces_of(strategy)
     try:
-        load(saved, strategy, shapes, world)
+        load(saved, strategy, world)
     except CheckpointError as error:
         after = pieces_of(strategy)
         return str(error), all(
@@ -58,9 +67,7 @@ def refused(ranks, saved) -> Callable[..., str]:
     """The one line that every rank says; the shapes of some parameters may be others, and None is no parameter."""
 
     def refused(**others: tuple[int, ...] | None) -> str:
-        shapes = {**shapes_of(RECIPE), **others}
-        shapes = {name: shape for name, shape in shapes.items() if shape is not None}
-        answers = ranks(try_to_load, MAKE, saved, shapes)
+        answers = ranks(try_to_load, MAKE, saved, others)
         (line,) = {line for line, _ in answers}
         assert all(unchanged for _, unchanged in answers)
         assert line.startswith(str(saved)) and "\n" not in line and "; " in line
@@ -87,8 +94,8 @@ def test_damaged_files(saved, refused):
 
 
 def test_another_model_is_named_by_the_first_difference(refused):
-    of_another = "of another model: "
     line = refused(**{"norm.weight": (6,)})
-    assert f"{of_another}norm.weight is [5] in it, [6] in this model" in line
-    assert f"{of_another}more is missing in it, [1] in this model" in refused(more=(1,))
-    assert f"{of_another}unused is [3] in it, missing in this model" in refused(unused=None)
+    assert "parameter norm.weight is [5] in the state, [6] in the model" in line
+    assert line.endswith("; give one of this model")
+    assert "parameter more is not in the state; give one of this model" in refused(more=(1,))
+    assert "parameter unused of the state is not in the model" in refused(unused=None)

@@ -65,7 +65,6 @@ def save_a_step(world: World, shapes: Shapes, words: tuple[str, str], run: Path)
 def load_it(world: World, shapes: Shapes, words: tuple[str, str], saved: Path) -> Any:
     """(its pieces, bytes of the checkpoint's mapped files that were read)."""
     strategy = build(world, shapes, *words)
-    named = {name: tuple(p.shape) for name, p in Bag(shapes).named_parameters()}
     read_bytes: list[int] = []
 
     def load_and_count(state: CanonicalState) -> None:
@@ -74,7 +73,7 @@ def load_it(world: World, shapes: Shapes, words: tuple[str, str], saved: Path) -
         read_bytes.append(resident_bytes(saved))
 
     fill, strategy.load_state_dict = strategy.load_state_dict, load_and_count
-    load(saved, strategy, named, world)
+    load(saved, strategy, world)
     return pieces_of(strategy), sum(read_bytes)
 
 

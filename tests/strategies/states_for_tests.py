@@ -96,6 +96,4 @@ def save(strategy: Strategy, world: World, run: Path) -> None:
 
 
 def take_up(strategy: Strategy, world: World, run: Path) -> None:
-    engine_is_fsdp2 = isinstance(strategy, TorchFSDP2)
-    shapes = {n: tuple(p.shape) for n, p in Net(scalar=not engine_is_fsdp2).named_parameters()}
-    load(checkpoint(run, 2), strategy, shapes, world)
+    load(checkpoint(run, 2), strategy, world)

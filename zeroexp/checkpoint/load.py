@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 
@@ -26,25 +26,24 @@ from zeroexp.checkpoint.manifest import (
     read_manifest,
 )
 from zeroexp.checkpoint.verify import check_pieces
+from zeroexp.interface.check_state import GIVE
 from zeroexp.interface.strategy import CanonicalState, CanonicalTensor, Piece, Strategy
 from zeroexp.process import world as worlds
 from zeroexp.process.world import World
 
-Shapes = Mapping[str, tuple[int, ...]]
 
-
-def load(checkpoint: Path, strategy: Strategy, shapes: Shapes, world: World) -> Manifest:
-    """Fill the engine; `shapes` holds the shape of each model parameter by name.
+def load(checkpoint: Path, strategy: Strategy, world: World) -> Manifest:
+    """Fill the engine.
 
     Random states are restored only if the world size is that of the save. Raises Damaged, or CheckpointError for
     another model, on all ranks alike and before anything is changed.
     """
     manifest = _read_verified(checkpoint, world)
-    _require_same_model(checkpoint, manifest, shapes)
     try:
         strategy.load_state_dict(_mapped(checkpoint, manifest.state))
-    except ValueError as error:  # all ranks fail alike: the buffers or groups are another model's
-        raise CheckpointError(f"{checkpoint}: {error}") from error
+    except ValueError as error:  # all ranks fail alike: it is another model's
+        problem = str(error).replace(GIVE, "give one of this model")
+        raise CheckpointError(f"{checkpoint}: {problem}") from error
     if manifest.world_size == world.size and manifest.rng:  # another trainer's has none
         own = _mapped(checkpoint, {"": manifest.rng[str(world.rank)]})[""]
         rng.restore({kind: tensor.pieces[0].tensor for kind, tensor in own.items()}, world)
@@ -52,7 +51,7 @@ def load(checkpoint: Path, strategy: Strategy, shapes: Shapes, world: World) -> 
 
 
 def load_newest(
-    run: Path, named: str | None, strategy: Strategy, shapes: Shapes, world: World
+    run: Path, named: str | None, strategy: Strategy, world: World
 ) -> tuple[Path, int] | None:
     """Fill the engine from this run's newest complete checkpoint, else from `named`.
 
@@ -63,14 +62,14 @@ def load_newest(
     own = worlds.gather_objects(folders.complete_checkpoints(run))[0]
     for number, checkpoint in reversed(list(enumerate(own))):
         try:
-            return checkpoint, load(checkpoint, strategy, shapes, world).step
+            return checkpoint, load(checkpoint, strategy, world).step
         except Damaged as error:
             if world.rank == 0:
                 anew = f"from {named}" if named else "from its beginning, since no other is left"
                 _pass_over(run, checkpoint, error, "from before it" if number else anew)
     if named is None:
         return None
-    return Path(named), load(Path(named), strategy, shapes, world).step
+    return Path(named), load(Path(named), strategy, world).step
 
 
 def _pass_over(run: Path, checkpoint: Path, error: Damaged, whence: str) -> None:
@@ -79,21 +78,6 @@ def _pass_over(run: Path, checkpoint: Path, error: Damaged, whence: str) -> None
         problem += f"; now {folders.set_aside(checkpoint).name}, the run goes on {whence}"
         folders.append_to_log(run, {"step": folders.step_of(checkpoint), "error": problem})
     print(problem, file=sys.stderr)
-
-
-def _require_same_model(checkpoint: Path, manifest: Manifest, shapes: Shapes) -> None:
-    stored = {name: e["weight"].shape for name, e in manifest.state.items() if "weight" in e}
-    for name in (*shapes, *stored):
-        if shapes.get(name) != stored.get(name):
-            has, saved = _shape(shapes, name), _shape(stored, name)
-            difference = f"{name} is {saved} in it, {has} in this model"
-            raise CheckpointError(
-                f"{checkpoint}: of another model: {difference}; give one of this model"
-            )
-
-
-def _shape(shapes: Shapes, name: str) -> str:
-    return str(list(shapes[name])) if name in shapes else "missing"
 
 
 # -- checking ---------------------------------------------------------------------------------------

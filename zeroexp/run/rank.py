@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import gc
-import math
 import os
 import pickle
 import sys
@@ -23,7 +22,7 @@ from typing import Any
 
 import torch
 
-from zeroexp.checkpoint.load import Shapes, load_newest
+from zeroexp.checkpoint.load import load_newest
 from zeroexp.checkpoint.save import Saver
 from zeroexp.comm.collectives import held_shared_bytes
 from zeroexp.config import keys as configs
@@ -189,7 +188,7 @@ def _train(config: Config, world: World, folder: Path, stop: Stop) -> bool:
     model = build_deferred(config.model, seed=config.train.seed, vocab_size=data.vocab_size)
     needed = flops_per_sample(model.module, config.model, config.data.seq_len)
     blocks = {name: model.module.get_submodule(name) for name in model.blocks}
-    shapes = {name: tuple(p.shape) for name, p in model.module.named_parameters()}
+    num_parameters = sum(p.numel() for p in model.module.parameters())
     asked, optimizers = _asked_by_kind(config, model)
     checkpoint_as_configured(model.module, model.blocks, config.train)
     compile_as_configured(model.module, model.blocks, config.train)
@@ -204,7 +203,7 @@ def _train(config: Config, world: World, folder: Path, stop: Stop) -> bool:
         folder, strategy, _environment_facts(config, data), world, attempt=attempt.own_number() or 0
     )
     num_steps = config.train.warmup_steps + config.train.steps
-    start_step, is_own = _resume(config, folder, strategy, shapes, world)
+    start_step, is_own = _resume(config, folder, strategy, world)
     gc.collect()
     gc.freeze()  # what is built lives to the end, and no collection (measure/drift.py) has to visit it
     instruments = Instruments(config.train, world, folder, model.module, blocks, _labels(config))
@@ -231,7 +230,7 @@ def _train(config: Config, world: World, folder: Path, stop: Stop) -> bool:
     elif records:  # without records the resumed run had no step left to do
         facts = {
             "data_source": data.source,
-            "num_parameters": sum(math.prod(shape) for shape in shapes.values()),
+            "num_parameters": num_parameters,
             "plan": {} if world.rank else _plan(config, strategy, data.vocab_size),
         }
         speed = _speed(config, world, needed * config.data.global_batch_size)
@@ -309,12 +308,10 @@ def _beside(what: str, make: Callable[[], dict[str, float]]) -> tuple[dict[str, 
     return {}, reason
 
 
-def _resume(
-    config: Config, folder: Path, strategy: Strategy, shapes: Shapes, world: World
-) -> tuple[int, bool]:
+def _resume(config: Config, folder: Path, strategy: Strategy, world: World) -> tuple[int, bool]:
     """Load the run's newest checkpoint, else that of config.resume; return its steps, and whether it is the run's."""
     began = time.perf_counter()
-    taken = load_newest(folder, config.resume, strategy, shapes, world)
+    taken = load_newest(folder, config.resume, strategy, world)
     if taken is None:
         return 0, False
     checkpoint, steps_done = taken
