@@ -89,10 +89,11 @@ class Buffers:
 
     def _changed(self) -> bool:
         """Tell whether a buffer is not what it was before the first step, which is asked in that step alone."""
-        return any(
-            not each.keeps_shape or not torch.equal(_bytes_of(each.now), before.to(each.now.device))
-            for each, before in zip(self._buffers, self._at_first, strict=False)
-        )
+        for each, before in zip(self._buffers, self._at_first, strict=False):
+            now = each.now if each.keeps_shape else None
+            if now is None or not torch.equal(_bytes_of(now), before.to(now.device)):
+                return True
+        return False
 
     def _send(self, buffers: Sequence[_Buffer]) -> int:
         """Broadcast the buffers as bytes, so that one broadcast takes all dtypes."""

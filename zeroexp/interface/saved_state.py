@@ -105,7 +105,7 @@ class SavedState:
         """
         problem = self._problem_of(state, held, same_everywhere)
         if not same_everywhere(int(problem is None)) or problem is not None:
-            problem = problem or "another rank was given what it can not load"
+            problem = next(filter(None, worlds.gather_objects(problem)))  # the same on all ranks
             raise ValueError(f"strategy.load_state_dict: {problem}")
         before_writes()
         self.buffers.load(state)
