@@ -85,7 +85,7 @@ def test_what_does_not_fit_is_told_what_to_change(plans_of):
 # Command line -> the start of the line that refuses it, and a part of its remedy.
 # What runs refuse as well: tests/test_wrong_configs.py.
 WRONG = {
-    "world_size=-8": ("world_size=-8:", "use 1 or more"),
+    "world_size=-8": ("world_size=-8:", "use at least 1"),
     "world_size=65537": ("world_size=65537: every rank is planned", "use at most 65536"),
     "cluster.device=tpu": ("cluster.device=tpu:", "auto, cpu, cuda"),
     "cluster.device_memory_gib=0": ("cluster.device_memory_gib=0", "use more than 0"),
