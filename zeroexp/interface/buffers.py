@@ -1,10 +1,13 @@
 """Keep a module's buffers (BatchNorm's running statistics, counters) equal on all ranks, and save and load them.
 
 Each rank computes its own buffers in forward. DistributedDataParallel sends rank 0's values with the first forward
-after a step; this module sends them at the end of the step, all in one broadcast.
+after a step; this module sends them at the end of the step, and only those that changed on any rank: a sum over ranks
+of one number a buffer tells which, and one broadcast, or none, carries them.
 
-Buffers that belong to no state and did not change in the first step (rotary frequencies) are not sent after it. A
-buffer that is registered after the engine was built, or that changes shape, stays local to each rank.
+A buffer has changed if its tensor has another version, another address, or was replaced (`self.n = self.n + 1`). Writes
+that bypass the version (`self.mean.data.mul_()`) are found by comparing values in the first steps, and such a buffer is
+sent in every later step. A buffer that is registered after the engine was built, or that changes shape, stays local to
+each rank.
 """
 
 from __future__ import annotations
@@ -19,6 +22,8 @@ from zeroexp.interface.strategy import CanonicalState
 from zeroexp.process import world as worlds
 from zeroexp.process.world import World
 
+NUM_COMPARED = 2  # number of first steps in which values are compared as well
+
 
 class _Buffer:
     """One name of a buffer; a tensor with several names appears once under each."""
@@ -27,19 +32,30 @@ class _Buffer:
         self.name, self.owner, self.key = name, owner, key
         self.persistent = key not in owner._non_persistent_buffers_set
         self.first = tensor  # those after it that are sent have its shape and dtype
+        self.values = tensor if tensor.layout is torch.strided else None  # in the first steps only
+        self.always = False  # was written without a new version
 
     @property
     def now(self) -> Tensor | None:
         return getattr(self.owner, self.key, None)
 
-    @property
-    def keeps_shape(self) -> bool:
-        now, first = self.now, self.first
-        return now is not None and (now.layout, now.shape, now.dtype) == (
-            first.layout,
-            first.shape,
-            first.dtype,
-        )
+    def note(self) -> None:
+        """Remember what the buffer is at a sync; the reference keeps a tensor's identity from being reused."""
+        if (now := self.now) is not None:
+            self._seen, self._place = now, _place_of(now)
+            self.values = None if self.values is None else now.detach().clone()
+
+    def mark(self, never: int) -> int:
+        """Return whether the buffer has changed since the last sync, and `never` where it can not be sent."""
+        now = self.now
+        if now is None or now.layout is not torch.strided:
+            return 0 if now is self._seen else never
+        if (now.shape, now.dtype) != (self.first.shape, self.first.dtype):
+            return never
+        moved = now is not self._seen or _place_of(now) != self._place
+        if not moved and self.values is not None:
+            self.always |= not torch.equal(_bytes_of(now), _bytes_of(self.values))
+        return int(moved or self.always)
 
     @torch.no_grad()
     def write(self, flat: Tensor) -> None:
@@ -59,49 +75,50 @@ class Buffers:
 
     def __init__(self, module: nn.Module, world: World) -> None:
         self._module, self.world = module, world
+        self._num_steps = 0
         # A fake world has nobody to send to, and its buffers may have neither values nor addresses.
-        there = () if world.is_fake or world.size == 1 else _buffers_of(module)
-        self._buffers = [each for each in there if each.first.layout is torch.strided]
+        self._buffers = [] if world.is_fake or world.size == 1 else list(_buffers_of(module))
         self._may_change = bool(self._buffers)
-        self._at_first = [_bytes_of(each.first).clone() for each in self._buffers]  # for one step
+        for buffer in self._buffers:
+            buffer.note()
 
     def share(self) -> int:
-        """Make them what they are on rank 0; return the bytes sent.
+        """Make those that changed on any rank what they are on rank 0; return the bytes sent.
 
         If no buffer is persistent and none changed in the first step (rotary frequencies), later calls do nothing.
         Raises ValueError, on all ranks, if a persistent buffer changed its shape or dtype.
         """
         if not self._may_change:
             return 0
-        marks = [float(not each.keeps_shape) for each in self._buffers]
-        summed = torch.tensor([*marks, float(self._changed())], device=self.world.device)
+        never = self.world.size + 1
+        marks = [buffer.mark(never) for buffer in self._buffers]
+        summed = torch.tensor(marks, dtype=torch.float64, device=self.world.device)
         worlds.sum_over_ranks(summed)
-        *counts, changed = summed.tolist()
-        if self._at_first:
-            self._may_change = bool(changed) or any(each.persistent for each in self._buffers)
-            self._at_first.clear()
-        for buffer, count in zip(self._buffers, counts, strict=True):
-            if count and buffer.persistent:
+        counts = list(zip(self._buffers, summed.tolist(), strict=True))
+        self._num_steps += 1
+        keeps_state = any(buffer.persistent for buffer in self._buffers)
+        self._may_change = keeps_state or self._num_steps > 1 or any(count for _, count in counts)
+        for buffer, count in counts:
+            if self._num_steps == NUM_COMPARED:
+                buffer.values = None
+            if count >= never and buffer.persistent:
                 problem = f"buffer {buffer.name} got another shape or dtype while training"
                 raise ValueError(f"{problem}: register it with persistent=False, or keep its shape")
-        alike = [each for each, count in zip(self._buffers, counts, strict=True) if not count]
-        return self._send(alike) if alike and self._may_change else 0
+        num_bytes = self._send([buffer for buffer, count in counts if 0 < count < never])
+        for buffer, count in counts:
+            if count:
+                buffer.note()
+        return num_bytes
 
-    def _changed(self) -> bool:
-        """Tell whether a buffer is not what it was before the first step, which is asked in that step alone."""
-        for each, before in zip(self._buffers, self._at_first, strict=False):
-            now = each.now if each.keeps_shape else None
-            if now is None or not torch.equal(_bytes_of(now), before.to(now.device)):
-                return True
-        return False
-
-    def _send(self, buffers: Sequence[_Buffer]) -> int:
+    def _send(self, changed: Sequence[_Buffer]) -> int:
         """Broadcast the buffers as bytes, so that one broadcast takes all dtypes."""
-        mine = [_bytes_of(each.now) for each in buffers if each.now is not None]
+        if not changed:
+            return 0
+        mine = [_bytes_of(b.now) for b in changed if b.now is not None]
         sent = torch.cat(mine)
         worlds.broadcast(sent)
         if self.world.rank != 0:
-            for buffer, part in zip(buffers, sent.split([len(m) for m in mine]), strict=True):
+            for buffer, part in zip(changed, sent.split([len(m) for m in mine]), strict=True):
                 # The clone starts at its own address, so that it can be viewed in any dtype.
                 buffer.write(part.clone().view(buffer.first.dtype))
         return sent.nbytes
@@ -131,6 +148,8 @@ class Buffers:
                 flat = torch.empty(buffer.first.numel(), dtype=canonical.dtype)
                 fill_from_canonical(flat, canonical, name=buffer.name)
                 buffer.write(flat)
+        for buffer in self._buffers:
+            buffer.note()
 
 
 def persistent_buffers(module: nn.Module) -> dict[str, Tensor]:
@@ -142,6 +161,12 @@ def _buffers_of(module: nn.Module) -> Iterator[_Buffer]:
     for prefix, owner in module.named_modules():
         for key, tensor in owner.named_buffers(recurse=False, remove_duplicate=False):
             yield _Buffer(f"{prefix}.{key}" if prefix else key, owner, key, tensor)
+
+
+def _place_of(tensor: Tensor) -> tuple[int, int]:
+    """Return the version of a tensor and its address."""
+    version = 0 if tensor.is_inference() else tensor._version
+    return version, tensor.data_ptr() if tensor.layout is torch.strided else 0
 
 
 def _bytes_of(tensor: Tensor) -> Tensor:
