@@ -3,6 +3,8 @@
 What is always on is counted in a real step and timed alone, in a loop, so that a busy machine does not hide it: moves
 that are timed (measure/verb_seconds.py), their sum at the end of a step, allocations that are counted
 (allocator.cpp). A traced step is timed beside plain ones, in turn; it counts in no time of a run.
+
+Exit codes: 0 if what is always on takes less than 1 % of every engine's step, else 1.
 """
 
 from __future__ import annotations

@@ -1,11 +1,12 @@
 """`python -m benchmarks.scaling_page > docs/scaling.md`: large models on many GPUs, predicted, as a page.
 
-Every row is a rehearsal of the real engine at its world size, once for each network. No GPU is
+Every row is a rehearsal of the real engine at its world size, once for each network: 25 minutes for all. No GPU is
 needed, and nothing here was measured: the page says what is assumed.
 """
 
 from __future__ import annotations
 
+import argparse
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -78,6 +79,7 @@ def assumptions() -> list[str]:
 
 def main() -> int:
     safe_output.keep_going()
+    argparse.ArgumentParser(description=__doc__).parse_args()
     print(page(MODELS))
     return 0
 
