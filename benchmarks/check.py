@@ -36,9 +36,9 @@ def main() -> int:
     )
     parser.add_argument("--store", action="store_true")
     stores = parser.parse_args().store
-    if not LATEST.exists():
+    rows = json.loads(LATEST.read_text(encoding="utf-8")) if LATEST.exists() else []
+    if not rows:
         raise SystemExit(f"{LATEST}: nothing is measured yet; python -m benchmarks.run --quick")
-    rows = json.loads(LATEST.read_text(encoding="utf-8"))
     stored: Stored = json.loads(STORED.read_text(encoding="utf-8")) if STORED.exists() else {}
     if stores:
         for name, numbers in numbers_of(rows).items():

@@ -104,6 +104,8 @@ def main() -> int:
         rows += compare(comparison)
         LATEST.parent.mkdir(parents=True, exist_ok=True)
         LATEST.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
+    if not rows:  # each comparison was skipped, and said why
+        return 1
     table.tell("speed", table.markdown(rows), table.cells(rows), args.write)
     print("Targets that are missed:", *targets.missed_lines(rows), sep="\n")
     return 0
@@ -299,7 +301,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--list", action="store_true")
     parser.add_argument("--only", nargs="+", default=[])
-    parser.add_argument("--engines", nargs="+", choices=list(ENGINES), default=[])
+    parser.add_argument("--engines", nargs="+", choices=list(ENGINES), default=[], metavar="NAME")
     parser.add_argument("--rounds", type=int)
     parser.add_argument("--write", type=Path)
     return parser.parse_args()
