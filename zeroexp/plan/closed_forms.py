@@ -17,9 +17,9 @@ step before gathered for it.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cache, cached_property
 from typing import ClassVar, NamedTuple
 
 from zeroexp.comm.facts import ALL, FACTS, Facts
@@ -547,21 +547,26 @@ class ShardedForm(ClosedForm):
             for chunk in unit
         )
 
-    def _staging_bytes(self, rank: int) -> int:
-        """Return the bytes of the memory that a rank shares with peers, counted once."""
-        units = [trainable(alike.chunks) for alike in self.units_by_shape]
-        itemsize, most = self._reduce, self.resolved.bucket_bytes
-        replica, place = divmod(rank, self.group_size)
-        inside, between = self.transport, self.transport_between
-        slots = 0
-        if FACTS[inside].shares_memory and self.group_size > 1:
-            slots = num_slots(inside) * slot_bytes(units, self.stage, place, itemsize, most)
-        if FACTS[between].shares_memory and self.replicas > 1:
-            place_and_replica = (place, replica)
-            slots += num_slots(between) * slot_bytes_of_sums(
-                *(units, place_and_replica, self.replicas, (itemsize, self._summed), most)
-            )
-        return slots
+    @cached_property
+    def _staging_bytes(self) -> Callable[[int], int]:
+        """Bytes of the memory that a rank shares with peers, counted once: it takes most of a plan of CPU ranks."""
+
+        def staging_bytes(rank: int) -> int:
+            units = [trainable(alike.chunks) for alike in self.units_by_shape]
+            itemsize, most = self._reduce, self.resolved.bucket_bytes
+            replica, place = divmod(rank, self.group_size)
+            inside, between = self.transport, self.transport_between
+            slots = 0
+            if FACTS[inside].shares_memory and self.group_size > 1:
+                slots = num_slots(inside) * slot_bytes(units, self.stage, place, itemsize, most)
+            if FACTS[between].shares_memory and self.replicas > 1:
+                place_and_replica = (place, replica)
+                slots += num_slots(between) * slot_bytes_of_sums(
+                    *(units, place_and_replica, self.replicas, (itemsize, self._summed), most)
+                )
+            return slots
+
+        return cache(staging_bytes)
 
 
 def trainable(unit: Unit) -> Unit:
