@@ -107,14 +107,32 @@ def _most_work(config: Config, of: PlannedPoint, limit: int) -> tuple[int | None
 def largest(peak: Callable[[int], int], limit: int, *, step: int, most: int) -> int | None:
     """Return the largest multiple of `step`, or `most`, whose peak is within the limit; None if not even one step is.
 
-    The number tried is doubled until it exceeds the limit, then what is left is halved: the next multiple has been seen
-    to exceed it.
+    The next multiple has been seen to exceed the limit. Peaks are nearly on a line, so the line through two known ones
+    tells where to look; where that does not halve what is left, the middle does.
     """
-    fits, exceeds = 0, -(-most // step) + 1  # steps
-    while exceeds - fits > 1:
-        guess = min(max(1, 2 * fits), (fits + exceeds) // 2)
-        if peak(min(guess * step, most)) <= limit:
+    peaks: dict[int, int] = {}  # by steps
+    fits, exceeds = 0, -(-most // step) + 1
+    guess = 1
+    while fits < guess < exceeds:
+        left = exceeds - fits
+        peaks[guess] = peak(min(guess * step, most))
+        if peaks[guess] <= limit:
             fits = guess
         else:
             exceeds = guess
-    return min(fits * step, most) or None
+        if not fits:
+            return None
+        is_slow = exceeds in peaks and 2 * (exceeds - fits) > left
+        guess = (fits + exceeds) // 2 if is_slow else _on_the_line(peaks, fits, exceeds, limit)
+    return min(fits * step, most)
+
+
+def _on_the_line(peaks: dict[int, int], fits: int, exceeds: int, limit: int) -> int:
+    """Return where the line through `fits` and another known number meets the limit; `fits` if nothing is left."""
+    smaller = max((steps for steps in peaks if steps < fits), default=None)
+    other = exceeds if exceeds in peaks else smaller
+    if other is None:
+        return min(2 * fits, exceeds - 1)
+    rise = (peaks[other] - peaks[fits]) / (other - fits)
+    further = int((limit - peaks[fits]) / rise) if rise > 0 else exceeds
+    return min(fits + max(further, 1), exceeds - 1)
