@@ -15,7 +15,14 @@
     advised.py  whether what `--advise` names is the fastest that fits
     breakdown.py     where the milliseconds of a step go
     growth.py        what a step costs the host as layers, parameters and ranks grow; planted growth is found
+    between.py       is one checkout, or one setting, slower than another
+    building.py      what a rank of many allocates to build its share of a model
+    instruments.py   what measuring costs a step
+    published_run.py a published table of memory as a real run, beside its plan
     checkpoints.py   saving and loading instead of steps, by ranks of checkpoint_ranks.py, in the ways of savers.py
+
+Pages: scaling_page.py, published_page.py (of published_tables.py), silent_bugs.py (by silent_loops.py), and
+report_pictures.py for the pictures of one.
 
 [Note: a turn] An engine may leave an all-gather in flight at the end of a step, which whoever runs next would pay.
 So a turn is several steps between two barriers, with everything drained at both ends; engines take turns within a
