@@ -102,7 +102,11 @@ def test_a_command_that_is_named_is_taken(command, started):
 
 
 def test_every_benchmark_is_named():
-    files = [path for path in ROOT.glob("benchmarks/**/*.py") if "__name__ ==" in path.read_text()]
+    files = [
+        path
+        for path in ROOT.glob("benchmarks/**/*.py")
+        if "__name__ ==" in path.read_text(encoding="utf-8")
+    ]
     parts = [path.relative_to(ROOT).with_suffix("").parts for path in files]
     there = {".".join(each).removesuffix(".__main__") for each in parts}
     assert {command.split()[0] for command in commands()} == there - {NO_COMMAND}
@@ -121,7 +125,7 @@ def test_every_engine_and_comparison_that_is_named_exists():
     assert {name for each in targets.TARGETS for name in each.bounds} <= comparisons
     assert {name for ours, peer, _ in tuned.GOALS for name in (ours, peer)} <= ENGINES.keys()
     assert {*breakdown.DEFAULT, *instruments.DEFAULT} <= ENGINES.keys()
-    stored = [name.split("/") for name in json.loads(check.STORED.read_text())]
+    stored = [name.split("/") for name in json.loads(check.STORED.read_text(encoding="utf-8"))]
     assert {comparison for comparison, _ in stored} <= comparisons
     assert {engine for _, engine in stored} <= ENGINES.keys()
 
@@ -164,14 +168,14 @@ def made_up(monkeypatch, tmp_path) -> dict[str, int]:
 
 def page_of(section: str) -> Path:
     page = Path("page.md")
-    page.write_text(f"<!-- {section}: begin -->\n<!-- {section}: end -->\n")
+    page.write_text(f"<!-- {section}: begin -->\n<!-- {section}: end -->\n", encoding="utf-8")
     return page
 
 
 def test_run_and_check_end_well(made_up, started, capsys):
     assert started(run, "--quick", "--write", str(page_of("speed"))) == 0
-    assert "\nzero3_buffer | 0.40" in Path("page.md").read_text()
-    assert "zero3_buffer" in Path("speed.csv").read_text()
+    assert "\nzero3_buffer | 0.40" in Path("page.md").read_text(encoding="utf-8")
+    assert "zero3_buffer" in Path("speed.csv").read_text(encoding="utf-8")
     assert started(check, "--store") == 0
     assert started(check) == 0
     made_up["zero3_buffer"] *= 2
@@ -200,12 +204,12 @@ def test_tuned_ends_well(made_up, started):
     """Ours is beside DDP at its best, and ours over sockets beside DDP's best over sockets."""
     words = ["--model", "tiny", "--rounds", "2", "--write", str(page_of("tuned"))]
     assert started(tuned, *words) == 0
-    text = Path("page.md").read_text()
+    text = Path("page.md").read_text(encoding="utf-8")
     assert f"\nddp | `{SHARED}` | 0.50" in text and f"\nddp | `{SOCKETS}` | 0.80" in text
     spread = "0.80 (0.80–0.80)"
     assert f"\nzero1_buffer | ddp | 0.40 (0.40–0.40) | {spread} | 1.00\n" in text
     assert "\nzero1_buffer_sockets | ddp | 1.00 (1.00–1.00) | 1.25 (1.25–1.25) | 1.00\n" in text
-    told = Path("tuned.csv").read_text()
+    told = Path("tuned.csv").read_text(encoding="utf-8")
     assert all(f"\n{engine}," in told for engine in ("ddp", *run.OURS, *run.OVER_SOCKETS))
 
 
