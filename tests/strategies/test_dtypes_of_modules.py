@@ -29,6 +29,7 @@ from zeroexp.measure.memory import bytes_by_kind
 from zeroexp.models.module import BuiltModel
 from zeroexp.process.world import World, fake_world
 from zeroexp.zero.casts import cast_at_borders
+from zeroexp.zero.grouping import group_parameters
 from zeroexp.zero.options import Dtypes, Options
 
 NORMS = ("norm", *(f"blocks.{index}.norm" for index in range(3)))
@@ -208,7 +209,7 @@ def test_a_module_inside_returns_the_dtype_of_the_module_around_it():
     ("of_modules", "named"),
     [
         ({"nothing": torch.float32}, "'nothing' is no module of the model"),
-        ({"blocks": torch.float32}, "'blocks' is no module of the model, or holds no parameter"),
+        ({"blocks": torch.float32}, "'blocks' is no module of the model, is a list, or holds"),
         ({"": torch.float32}, "name modules inside"),
         ({"head": torch.float32}, "belongs to the model and to head"),
     ],
@@ -217,3 +218,8 @@ def test_modules_without_parameters_of_their_own_are_refused(of_modules, named):
     built, recipe = MODELS["toy"].build(), Recipe(precision="bf16_master")
     with fake_world(0, 2) as world, pytest.raises(ValueError, match=named):
         Ours("zero3", Options(), of_modules=tuple(of_modules.items()))(built, recipe, world)
+
+
+def test_a_list_whose_forward_nobody_calls_is_refused():
+    with pytest.raises(ValueError, match="'blocks' is no module of the model, is a list"):
+        group_parameters(MODELS["toy"].build().module, [], "block", apart=["blocks"])

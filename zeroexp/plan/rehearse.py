@@ -96,13 +96,12 @@ def rehearse(
     ranks_per_host: int | None = None,
     most_microbatches: int | None = None,
 ) -> RehearsedRank:
-    """Rehearse one rank of a configured point; it needs no weights, no data and no process group.
+    """Rehearse one rank of a configured point, without weights and data, in a process that has no process group.
 
     reads: whether model states are read at the named moments, in a third step. speed: of the machines whose seconds are
     estimated; None estimates none. ranks_per_host: how many CPU ranks follow one another on a host, where they read
     each other's memory; hosts send messages; None: all ranks move as GPUs do. most_microbatches: so many of a step are
-    run; None runs all. Raises ConfigError in one line for what can not be rehearsed. The process must have no process
-    group.
+    run; None runs all. Raises ConfigError in one line for what can not be rehearsed.
     """
     config = prepared(config)
     size, device = config.world_size, _device(config)
@@ -143,9 +142,8 @@ def rehearse(
             steps = _beside_checkpoints(steps, strategy, storages, config)
         next(steps)  # [Note: three steps]
         watched.forget_phases()
-        traffic = next(steps).traffic
+        traffic, seconds = next(steps).traffic, timeline.phases
         peaks, changes = storages.peaks(), storages.changes()
-        seconds = timeline.phases
         watched.forget_phases()
         held = next(steps).memory_bytes if reads else None
     return RehearsedRank(rank, device, peaks, traffic, seconds, held or {}, changes)

@@ -82,10 +82,11 @@ def group_parameters(
                 "which compute in dtypes of their own: leave both out"
             )
         members[claimed.pop() if len(claimed) == 1 else ""][full_name] = parameter
-    if nothing := sorted(name for name in apart if not name or not members.get(name)):
+    lists = {n for n, m in module.named_modules() if isinstance(m, nn.ModuleList | nn.ModuleDict)}
+    if nothing := sorted(n for n in apart if not n or n in lists or not members.get(n)):
         raise ValueError(
-            f"Dtypes(of_modules=...): {nothing[0]!r} is no module of the model, or holds no parameter of its own: "
-            "name modules inside, as model.named_modules() does"
+            f"Dtypes(of_modules=...): {nothing[0]!r} is no module of the model, is a list, or holds no parameter of "
+            "its own: name modules inside, as model.named_modules() does"
         )
     named = (kinds, layouts)
     return [Group(n, module.get_submodule(n), m, *named) for n, m in members.items() if m or not n]
