@@ -99,9 +99,8 @@ class Engine:
             self.units, self.wire, options, self._observer, scales_loss=scales_loss
         )
         self._saved = SavedViews(self._schedule)
-        # A rank that moves nothing needs no events; by them a loss that is not scaled is found.
-        if self.wire.group.size > 1 or self._schedule.gathers.sharded or scales_loss:
-            for unit, group in zip(self.units, groups, strict=True):
+        for unit, group in zip(self.units, groups, strict=True):
+            if unit in self._schedule.watched:
                 attach(unit, group.module, self._schedule, self._observer)
         self._trainable = [p for unit in self.units for p in unit.trainable_parameters]
         masters = _masters_in_groups(self.units, param_groups)

@@ -113,6 +113,8 @@ class Gathers:
         Two units are on their way at most, since each message is a copy of its unit. What a forward outside of
         microbatches has kept for a backward shows the weights of before: it is freed, and that backward raises.
         """
+        if not unit.publishes:
+            return
         self.free(unit)
         unit.publish()
         if not unit.is_sharded:

@@ -179,7 +179,8 @@ class Gradients:
             place = self._chunk.members[member]
             return torch.zeros(place.stop - place.start, dtype=self._dtype, device=self._device)
         self.present[member] = True
-        if self.can_be_narrow and gradient.layout is torch.strided:
+        stays = gradient.dtype is self._dtype or self.can_be_narrow
+        if stays and gradient.layout is torch.strided:
             return gradient
         # A sparse embedding leaves a sparse gradient, whose rows are added up.
         return gradient.to(self._dtype).to_dense()

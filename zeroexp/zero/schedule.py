@@ -91,9 +91,12 @@ class Schedule:
         self.in_microbatch = False
         self._scales_loss = scales_loss
         self._observer, self._wire = observer, wire
-        self._units = list(units)  # the root first, then in order of definition
-        self._root = self._units[0]
+        self._root = units[0]  # then in order of definition
         self.gathers = Gathers(units, depth=options.prefetch or 0, overlap=options.overlap)
+        # Units whose events matter. A rank that moves nothing (grouping.py, [Note: world of one]) needs none; by them a
+        # loss that is not scaled is found.
+        moves = bool(self.gathers.sharded) or any(unit.reduces for unit in units)
+        self.watched = list(units) if moves or scales_loss else []
         self._keep = options.keep
         self._overlap = options.overlap
         # Whether reductions start only at events, see [Note: one order].
@@ -115,8 +118,8 @@ class Schedule:
         self._root_released = self._root_needed_again = False
         # Comparisons of the ranks, which come once all ranks have launched their reductions.
         self.at_end_of_microbatch: list[Callable[[], None]] = []
-        trainable = [unit for unit in units if unit.trainable]
-        self._order = [*reversed(trainable[1:]), *trainable[:1]]  # of reductions
+        reducing = [unit for unit in units if unit.reduces]
+        self._order = [*reversed(reducing[1:]), *reducing[:1]]  # of reductions
         self._next_to_reduce = 0  # index in the order of the unit whose buckets may be launched
         self._closed: list[Unit] = []  # units closed in this microbatch, in order
         self._reduces_each_microbatch = options.reduce_each == "microbatch"
@@ -136,7 +139,7 @@ class Schedule:
         self.at_end_of_microbatch, self._closed = [], []
         self._open.clear()
         self.gathers.begin_pass(in_microbatch=True)
-        for unit in self._units:
+        for unit in self.watched:
             self._silent[unit] = self._progress[unit].missing
             buckets_of, missing_in = self._buckets_of[unit], [0] * len(unit.buckets)
             for index in chain.from_iterable(buckets_of):
@@ -252,7 +255,7 @@ class Schedule:
             self._launch()
 
     def end_microbatch(self) -> None:
-        for unit in reversed(self._units):
+        for unit in reversed(self.watched):
             self._close(unit)
         self._inner.clear()
         if self._last or not self._overlap:
@@ -272,7 +275,7 @@ class Schedule:
         self._observer.abandon_microbatch(reduced=self._abandon_reductions())
         self._widen_gradients()
         self.gathers.abandon_microbatch()
-        self._progress = {unit: Progress() for unit in self._units}
+        self._progress = {unit: Progress() for unit in self._progress}
         self._inner.clear()
         self._num_running = 0
 
@@ -392,7 +395,7 @@ class Schedule:
         is gathered ahead.
         """
         self._agreed = True
-        closed = [unit for unit in self._closed if unit.trainable]
+        closed = [unit for unit in self._closed if unit.reduces]
         names = [unit.name for unit in (*closed, *self.gathers.order_of_microbatch.units)]
         order = zlib.crc32("\n".join(names).encode())
         if self._wire.same_everywhere(order, "the end of the first microbatch"):

@@ -6,9 +6,9 @@ held.py draws what a rank holds of a unit. cut/stage.py derives from the stage w
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -28,8 +28,7 @@ from zeroexp.zero.held import MAY_BECOME, Held, Residence, unguarded
 from zeroexp.zero.options import Dtypes
 
 
-@dataclass(frozen=True)
-class MasterGradient:
+class MasterGradient(NamedTuple):
     """What the optimizer is given for one span that this rank updates."""
 
     parameter: nn.Parameter
@@ -69,10 +68,13 @@ class Unit:
         self.trainable = [each for each in held if each.is_trainable]
         self.parameters = [parameter for each in held for parameter in each.parameters]
         self.trainable_parameters = [p for held in self.trainable for p in held.parameters]
+        # Each parameter with the master weights that this rank updates of it, by chunk.
+        self._updated = [[*held.parameters_with_masters()] for held in self.trainable]
+        self.reduces = bool(self.trainable) and wire.group.size > 1
         # Gradients that rest partial are summed on the way to the optimizer.
         self.reduces_for_hand_over = stage.hand_over is Move.REDUCE_SCATTER
         self._sums_by = stage.hand_over if self.reduces_for_hand_over else stage.reduce
-        self._publishes = stage.publish is Move.ALL_GATHER and bool(self.trainable)
+        self._gathers_published = stage.publish is Move.ALL_GATHER and bool(self.trainable)
         self._wire = wire
         self._offer: int | None = None
         self._arriving: Pending | None = None
@@ -192,8 +194,6 @@ class Unit:
         written into the whole gradients.
         last: the microbatch is the last of its step. With replicas its sums are summed between these too.
         """
-        if self._wire.group.size == 1:
-            return Pending([])  # grouping.py, [Note: world of one]
         with meter.issuing("hand_over" if self.reduces_for_hand_over else "reduce", str(self)):
             if self._sums_by is Move.REDUCE_SCATTER:
                 parts = [self._gradients[part.index].to_scatter(part) for part in bucket.parts]
@@ -234,10 +234,10 @@ class Unit:
         Nothing is sent here: where G -> O is a reduce-scatter (zero1), `reduce` ran it beside the last backward.
         """
         handed: list[MasterGradient] = []
-        for held, gradients in zip(self.trainable, self._gradients, strict=True):
-            owned = zip(held.parameters_with_masters(), gradients.owned(), strict=True)
-            for (parameter, master), gradient in owned:
-                if not held.chunk.on_host:
+        chunks = zip(self.trainable, self._updated, self._gradients, strict=True)
+        for held, updated, gradients in chunks:
+            for (parameter, master), gradient in zip(updated, gradients.owned(), strict=True):
+                if gradient.dtype is not master.dtype and not held.chunk.on_host:
                     gradient = gradient.to(master.dtype)
                 if gradient.shape != master.shape:
                     gradient = gradient.view(master.shape)
@@ -245,6 +245,12 @@ class Unit:
         return handed
 
     # -- publish: O -> P, after the optimizer's step ---------------------------------------------
+
+    @property
+    def publishes(self) -> bool:
+        """Whether anything is to be done after a step: elsewhere masters are the parameters' own memory."""
+        copies = bool(self._casts or self._parts_between)
+        return copies or self.is_sharded or self._gathers_published
 
     @timed_as_verb("publish")
     def publish(self) -> None:
@@ -259,7 +265,7 @@ class Unit:
             self.offer()
         if self.secondary is not None:
             self.secondary.is_current = False
-        if self._publishes:
+        if self._gathers_published:
             self._become(Residence.GATHERING)
             self._arriving = self._wire.all_gather(self._parts_published, "publish", what=str(self))
 
@@ -318,7 +324,7 @@ class Unit:
 
     def parameters_with_masters(self) -> list[tuple[nn.Parameter, nn.Parameter]]:
         """Return each parameter with the master weights that this rank updates of it."""
-        return [pair for held in self.trainable for pair in held.parameters_with_masters()]
+        return [pair for updated in self._updated for pair in updated]
 
     def buckets_of_parameters(self) -> list[list[int]]:
         """Return for each trainable parameter the indices of the buckets that hold elements of it."""
