@@ -32,7 +32,7 @@ COLLECTIVE_SECONDS = 300  # a hanging collective raises after this
 CALL_SECONDS = 600  # the slowest test of all
 GRACE_SECONDS = 2  # how long peers may take to answer too, once one rank failed
 
-MANY_FILES = 200  # open in a rank: engines of earlier calls are still around
+MANY_FILES = 200  # more of them than before, open in a rank: engines of earlier calls are still around
 
 # Said by torch about its own doings, with nothing for us to do about it.
 ALLOWED_WARNINGS: list[str] = []
@@ -132,12 +132,20 @@ def _serve(connection: Connection, place: dict[str, str]) -> None:
     os.environ.update(place)
     torch.set_num_threads(1)
     world = worlds.join_process_group(timeout_seconds=COLLECTIVE_SECONDS)
+    num_files = _num_open_files()
     while True:
         try:
             sys.path[:], message = connection.recv()
         except EOFError:
             os._exit(0)  # the test run is over, and a peer may be gone already
         connection.send(_answer(world, message))
+        if _num_open_files() > num_files + MANY_FILES:
+            gc.collect()  # engines are cycles: their sockets and mappings go with them
+            num_files = _num_open_files()  # of those that something of a test keeps, by now
+
+
+def _num_open_files() -> int:
+    return len(os.listdir("/proc/self/fd"))
 
 
 def _answer(world: World, message: bytes) -> tuple[bool, Any]:
@@ -149,8 +157,6 @@ def _answer(world: World, message: bytes) -> tuple[bool, Any]:
             for text in ALLOWED_WARNINGS:
                 warnings.filterwarnings("ignore", message=text)
             answer = function(world, *args)
-            if len(os.listdir("/proc/self/fd")) > MANY_FILES:
-                gc.collect()  # engines are cycles: their sockets and mappings go with them
         dist.barrier()  # nobody begins the next call while a peer is still in this one
         return True, pickle.dumps(answer)
     except Exception:
