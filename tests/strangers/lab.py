@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import re
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -419,6 +419,14 @@ def scenario(
         return function
 
     return put
+
+
+EVERY = "every"  # the variant that does what all others do, one after another: it alone runs before every change
+
+
+def each_of(table: Iterable[str], name: str) -> list[str]:
+    """What this variant does."""
+    return [*table] if name == EVERY else [name]
 
 
 def variants(

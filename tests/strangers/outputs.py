@@ -5,12 +5,23 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import cycle
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from tests.strangers.lab import EVERY_WAY, WIDTH, Batch, Lab, plain_loss, scenario, variants
+from tests.strangers.lab import (
+    EVERY,
+    EVERY_WAY,
+    WIDTH,
+    Batch,
+    Lab,
+    each_of,
+    plain_loss,
+    scenario,
+    variants,
+)
 from tests.strangers.models import Block, Net
 
 
@@ -59,16 +70,19 @@ class Packing(Block):
 
 
 class PackingNet(Net):
+    """Blocks of one kind, or of each."""
+
     def __init__(self, kind: str) -> None:
-        super().__init__(Packing)
-        self.kind = kind
-        for layer in self.layers:
-            layer.kind = kind
+        kinds = each_of(PACK, kind)
+        super().__init__(Packing, depth=max(len(kinds), 3))
+        self.names = [f"layers.{index}" for index in range(len(self.layers))]
+        for layer, name in zip(self.layers, cycle(kinds), strict=False):
+            layer.kind = name
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:  # pyright: ignore[reportIncompatibleMethodOverride]
         x, total = self.inp(x), torch.zeros(())
         for layer in self.layers:
-            x, aux = PACK[self.kind][1](layer(x))
+            x, aux = PACK[layer.kind][1](layer(x))
             total = total + aux
         return self.head(x), total
 
@@ -78,17 +92,18 @@ def loss_and_aux(model: nn.Module, batch: Batch) -> Tensor:
     return batch.loss(output) + 0.3 * aux
 
 
-@variants([*PACK], EVERY_WAY)
+@variants([EVERY, *PACK], EVERY_WAY, quick=[EVERY])
 def packed_in(lab: Lab, kind: str) -> None:
-    lab.train(lab.wrap(PackingNet(kind)), loss_and_aux, num_microbatches=2)
+    model = PackingNet(kind)
+    lab.train(lab.wrap(model, model.names), loss_and_aux, num_microbatches=2)
 
 
-@variants([*PACK], quick=["tuple", "object", "closure"])
+@variants([EVERY, *PACK], quick=[EVERY])
 def packed_by_frozen_blocks_in(lab: Lab, kind: str) -> None:
     """Backward goes through the blocks on the way to `inp`, and no parameter of theirs tells of it."""
     model = PackingNet(kind)
     model.layers.requires_grad_(False)
-    lab.train(lab.wrap(model), loss_and_aux)
+    lab.train(lab.wrap(model, model.names), loss_and_aux)
 
 
 # -- beside the output ---------------------------------------------------------------------------------

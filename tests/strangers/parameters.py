@@ -8,10 +8,12 @@ import torch
 from torch import Tensor, nn
 
 from tests.strangers.lab import (
+    EVERY,
     EVERY_WAY,
     WIDTH,
     Lab,
     adamw,
+    each_of,
     scenario,
     variants,
 )
@@ -48,17 +50,23 @@ MAKES: dict[str, Callable[[], Tensor]] = {
 }
 
 
-@variants([*MAKES], EVERY_WAY)
+@variants([EVERY, *MAKES], EVERY_WAY, quick=[EVERY])
 def a_parameter_of_kind(lab: Lab, kind: str) -> None:
-    class Made(Odd):
-        make = staticmethod(MAKES[kind])
+    class Made(Block):
+        def __init__(self) -> None:
+            super().__init__()
+            kinds = each_of(MAKES, kind)
+            self.extra = nn.ParameterList(nn.Parameter(MAKES[each]()) for each in kinds)
 
-    model = Net(Made)
-    t = lab.wrap(model, optimizer=adamw)
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x) + 0.01 * sum(extra.sum() for extra in self.extra) * x
+
+    t = lab.wrap(Net(Made), optimizer=adamw)
     lab.train(t, num_microbatches=2)
     with t.gathered():
-        lab.note(t.model.layers[1].extra)
-        lab.note(tuple(t.model.layers[1].extra.shape))
+        for extra in t.model.layers[1].extra:
+            lab.note(extra)
+            lab.note(tuple(extra.shape))
 
 
 @scenario(EVERY_WAY)

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.strangers.lab import (
+    EVERY,
     EVERY_WAY,
     GATHERED,
     SAMPLES,
@@ -19,6 +20,7 @@ from tests.strangers.lab import (
     Lab,
     Setting,
     adamw,
+    each_of,
     plain_loss,
     scenario,
     variants,
@@ -54,21 +56,23 @@ ROADS: dict[str, Callable[[Tensor], Any]] = {
 
 
 # A method, an operator, what lists or writes values, what takes a list, what goes past torch's functions.
-@variants([*ROADS], [Setting("zero1"), Setting("zero3")])
+@variants([EVERY, *ROADS], [Setting("zero1"), Setting("zero3")], quick=[EVERY])
 def read_by(lab: Lab, road: str) -> None:
     """A freed weight raises on every road, and names itself; a weight that is whole is read."""
     t = lab.wrap(Net())
     lab.train(t, steps=[0])
-    weight, before = t.model.layers[1].up.weight, len(lab.notes)
-    if lab.frees:
-        with lab.raises(rf"^(?=.*layers\.1\.up\.weight){GATHERED[1:]}"):
-            ROADS[road](weight)
-    else:
-        note_tensor(lab, ROADS[road](weight))
-    with t.gathered():
-        note_tensor(lab, ROADS[road](weight))
-    if lab.frees:
-        lab.notes.insert(before, lab.notes[-1])  # what the first look would have told
+    weight = t.model.layers[1].up.weight
+    for each in each_of([name for name in ROADS if name != "vmap"], road):
+        before = len(lab.notes)
+        if lab.frees:
+            with lab.raises(rf"^(?=.*layers\.1\.up\.weight){GATHERED[1:]}"):
+                ROADS[each](weight)
+        else:
+            note_tensor(lab, ROADS[each](weight))
+        with t.gathered():
+            note_tensor(lab, ROADS[each](weight))
+        if lab.frees:
+            lab.notes.insert(before, lab.notes[-1])  # what the first look would have told
     lab.train(t, steps=[1])
 
 

@@ -8,7 +8,17 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from tests.strangers.lab import EVERY_WAY, WIDTH, Lab, Setting, adamw, scenario, variants
+from tests.strangers.lab import (
+    EVERY,
+    EVERY_WAY,
+    WIDTH,
+    Lab,
+    Setting,
+    adamw,
+    each_of,
+    scenario,
+    variants,
+)
 from tests.strangers.models import Net
 
 WRITE = r"gathered\(write=True\)"
@@ -63,24 +73,27 @@ WRITES: dict[str, Callable[[nn.Parameter], object]] = {
 }
 
 
-@variants([*WRITES])
+@variants([EVERY, *WRITES], quick=[EVERY])
 def written_inside_by(lab: Lab, way: str) -> None:
     """Whatever way it was written: kept on exit (or refused, where values can not be told apart from memory)."""
     t = lab.wrap(Net())
     lab.train(t, steps=[0])
-    with t.gathered(write=True), torch.no_grad():
-        WRITES[way](t.model.layers[1].up.weight)
-        WRITES[way](t.model.head.weight)
-    lab.train(t, steps=[1, 2])
+    for each in each_of(WRITES, way):
+        with t.gathered(write=True), torch.no_grad():
+            WRITES[each](t.model.layers[1].up.weight)
+            WRITES[each](t.model.head.weight)
+        lab.train(t, steps=[1])
+    lab.train(t, steps=[2])
 
 
-@variants([*WRITES], oracle=False)
+@variants([EVERY, *WRITES], quick=[EVERY], oracle=False)
 def written_without_saying_so_by(lab: Lab, way: str) -> None:
     """Without `write=True` the exit of the context raises; it would be undone, or done on one rank alone."""
     t = lab.wrap(Net())
     lab.train(t, steps=[0])
-    with lab.raises(WRITE), t.gathered(), torch.no_grad():
-        WRITES[way](t.model.layers[1].up.weight)
+    for each in each_of(WRITES, way):
+        with lab.raises(WRITE), t.gathered(), torch.no_grad():
+            WRITES[each](t.model.layers[1].up.weight)
 
 
 @variants([*WRITES], quick=["copy", "data", "foreach", "set"], may_refuse=r"gathered\(")
@@ -181,6 +194,10 @@ def _parametrize(model: nn.Module) -> None:
     nn.utils.parametrizations.weight_norm(model.layers[1].up)
 
 
+def _add_modules(model: nn.Module) -> None:
+    model.layers[0].again, model.metric = model.layers[0].up, nn.Tanh()
+
+
 CHANGES: dict[str, Callable[[nn.Module], object]] = {
     "double": lambda model: model.double(),
     "half": lambda model: model.bfloat16(),
@@ -195,7 +212,12 @@ CHANGES: dict[str, Callable[[nn.Module], object]] = {
 }
 
 
-@variants([*CHANGES], refused=REPLACED, oracle=False)
+@variants(
+    [*CHANGES],
+    quick=["double", "to_meta", "a_new_block", "one_parameter_more", "one_parameter_less"],
+    refused=REPLACED,
+    oracle=False,
+)
 def changed_after_wrapping_by(lab: Lab, way: str) -> None:
     """The engine's pieces belong to parameters that are not the model's any more: refused at the next microbatch."""
     t = lab.wrap(Net())
@@ -205,32 +227,25 @@ def changed_after_wrapping_by(lab: Lab, way: str) -> None:
         pass
 
 
-@variants(
-    [
-        "to_the_same_device",
-        "to_the_same_dtype",
-        "float",
-        "cpu",
-        "train",
-        "requires_grad",
-        "modules_without_new_parameters",
-    ],
-)
+SAME: dict[str, Callable[[nn.Module], object]] = {
+    "to_the_same_device": lambda model: model.to("cpu"),
+    "to_the_same_dtype": lambda model: model.to(torch.float32),
+    "float": lambda model: model.float(),
+    "cpu": lambda model: model.cpu(),
+    "train": lambda model: model.train(),
+    "requires_grad": lambda model: model.requires_grad_(True),
+    "modules_without_new_parameters": _add_modules,
+}
+
+
+@variants([EVERY, *SAME], quick=[EVERY])
 def changed_to_what_it_is_by(lab: Lab, way: str) -> None:
     """Calls that change nothing in PyTorch change nothing here."""
     t = lab.wrap(Net())
     lab.train(t, steps=[0])
-    if way == "to_the_same_device":
-        t.model.to("cpu")
-    elif way == "to_the_same_dtype":
-        t.model.to(torch.float32)
-    elif way == "requires_grad":
-        t.model.requires_grad_(True)
-    elif way == "modules_without_new_parameters":
-        t.model.layers[0].again, t.model.metric = t.model.layers[0].up, nn.Tanh()
-    else:
-        getattr(t.model, way)()
-    lab.train(t, steps=[1])
+    for each in each_of(SAME, way):
+        SAME[each](t.model)
+        lab.train(t, steps=[1])
 
 
 @scenario(may_refuse=r"writ|gathered\(|max_norm")
