@@ -43,7 +43,12 @@ def rows_of(ranks: int, groups: int, *every: str, varied: Sequence[str] = tuple(
     )
 
 
-@pytest.mark.parametrize("stage", STAGES_IN_GROUPS)
+slow = pytest.mark.slow
+# Of the same shares of pieces on four ranks each stage has some rows in test_replicas.py.
+OF_SIX = [pytest.param(stage, marks=[] if stage == "zero3" else slow) for stage in STAGES_IN_GROUPS]
+
+
+@pytest.mark.parametrize("stage", OF_SIX)
 def test_six_ranks_equal_one_process(ranks, stage):
     """In two groups, or in three; every layout, transport and others by pairs."""
     rows = rows_of(6, 2 if stage == "zero2" else 3, varied=VARIED)
@@ -125,15 +130,21 @@ def rows_of_kinds(ranks: int, groups: int) -> list[Row]:
     return [{**row, "optimizer_over": OF_ROWS[row["kinds"]]} for row in rows]
 
 
-@pytest.mark.parametrize("stage", STAGES_IN_GROUPS)
-def test_kinds_over_ranks_of_their_own_equal_one_process(ranks, stage):
-    """Six ranks, in three groups or in two, where parameters or gradients rest sharded: each kind once more."""
-    check(ranks, [row for row in rows_of_kinds(4, 2) if row["stage"] == stage])
-    if stage in ("zero2", "zero3"):
-        rows = [
-            row for row in rows_of_kinds(6, 3 if stage == "zero3" else 2) if row["stage"] == stage
-        ]
-        check(ranks, list({row["kinds"]: row for row in rows}.values()))
+@pytest.mark.parametrize(
+    ("stage", "size", "groups"),
+    [
+        *(
+            pytest.param(stage, 4, 2, marks=[] if stage == "zero1" else [slow])
+            for stage in STAGES_IN_GROUPS
+        ),
+        pytest.param("zero2", 6, 2, marks=slow),
+        ("zero3", 6, 3),
+    ],
+)
+def test_kinds_over_ranks_of_their_own_equal_one_process(ranks, stage, size, groups):
+    """In two groups, and on six ranks, where parameters or gradients rest sharded, each kind once more."""
+    rows = [row for row in rows_of_kinds(size, groups) if row["stage"] == stage]
+    check(ranks, rows if size == 4 else list({row["kinds"]: row for row in rows}.values()))
 
 
 def train_without_a_gather_between(world: World) -> str:

@@ -53,8 +53,10 @@ FACTORIES: dict[str, Callable[..., Any]] = {
     "adafactor": torch.optim.Adafactor,
 }
 Saved = Callable[[str, int], CanonicalState]
-# From how many ranks each optimizer goes on in `make test`: on another number, or in another cut.
+# From how many ranks each optimizer goes on in `make test`: on another number, or in another cut. The others keep state
+# as one of these does: two moments, one, rounded, or in codes.
 ONE_SOURCE = dict(zip(RECIPES, (2, 4, 1) * 3, strict=True))
+QUICK = ("adamw", "muon", "adamw in int8", "adagrad", "adafactor")
 slow = pytest.mark.slow
 MESHES = {"replicas": 2, "secondary_partition": 2}
 
@@ -145,7 +147,8 @@ def saved(ranks) -> Saved:
 @pytest.mark.parametrize(
     ("size", "sources"),
     [
-        pytest.param(3, list(ONE_SOURCE.items()), id="one by turns to 3"),
+        pytest.param(3, [(n, ONE_SOURCE[n]) for n in QUICK], id="quick ones to 3"),
+        pytest.param(3, list(ONE_SOURCE.items()), id="one by turns to 3", marks=slow),
         *(
             pytest.param(
                 n, list(product(RECIPES, SIZES)), id=f"each to {n}", marks=pytest.mark.wide
@@ -176,17 +179,20 @@ def test_a_state_of_any_number_of_ranks_goes_on(ranks, saved, size, sources):
 
 
 @pytest.mark.parametrize(
-    ("mesh", "layouts"),
+    ("mesh", "names", "layouts"),
     [
-        pytest.param("replicas", layouts_by_turns, id="replicas, cut by turns"),
-        pytest.param("replicas", layouts_of, id="replicas", marks=pytest.mark.wide),
-        pytest.param("secondary_partition", layouts_of, id="secondary_partition", marks=slow),
+        pytest.param("replicas", QUICK[2:3], layouts_by_turns, id="replicas, in int8"),
+        pytest.param("replicas", [*RECIPES], layouts_by_turns, id="replicas", marks=slow),
+        pytest.param(
+            "replicas", [*RECIPES], layouts_of, id="replicas, all", marks=pytest.mark.wide
+        ),
+        pytest.param("secondary_partition", [*RECIPES], layouts_of, id="copies", marks=slow),
     ],
 )
-def test_a_mesh_changes_no_bit_of_a_state_and_goes_on_from_any(ranks, saved, mesh, layouts):
+def test_a_mesh_changes_no_bit_of_a_state_and_goes_on_from_any(ranks, saved, mesh, names, layouts):
     """On four ranks, as ranks that hold everything whole there; groups of replicas add up apart, so as whole parameters
     of the same groups, whose steps tests/strategies/test_replicas.py compares with one process."""
-    makes = [Make(name, "zero3", each, mesh) for name in RECIPES for each in layouts(name)]
+    makes = [Make(name, "zero3", each, mesh) for name in names for each in layouts(name)]
     answers = ranks(two_steps, makes, world_size=4)
     states = [merge(of_ranks) for of_ranks in zip(*answers, strict=True)]
     whole = {
