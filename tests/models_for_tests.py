@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -221,6 +221,7 @@ def microbatch_of(step: int, microbatch: int, rank: int) -> tuple[Tensor, Tensor
     return tokens[:, :-1], labels
 
 
+@cache
 def num_valid(step: int, accumulation: int, world_size: int) -> int:
     """Labels that count, of all ranks and microbatches of the step."""
     batches = [(m, r) for m in range(accumulation) for r in range(world_size)]

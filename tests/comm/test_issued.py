@@ -14,6 +14,7 @@ from torch import nn
 
 from benchmarks.growth import Dispatched, fsdp2, ours, take_step
 from tests.comm.asked import LISTS, asking
+from tests.crossed import crossed
 from zeroexp.comm.collectives import take_traffic
 from zeroexp.engines.sharded import Sharded
 from zeroexp.interface.strategy import Strategy
@@ -90,8 +91,13 @@ def test_each_move_is_one_launch_whose_bytes_are_counted(stage, world_size):
             assert len(owners) == len(launch) <= NUM_TENSORS
 
 
-@pytest.mark.parametrize(("world_size", "compute"), [(8, torch.float32), (1024, torch.bfloat16)])
-@pytest.mark.parametrize("stage", ["zero2", "zero3"])
+@crossed(
+    "stage, world_size, compute",
+    ["zero2", "zero3"],
+    [8, 64, 1024],
+    [torch.float32, torch.bfloat16],
+    quick=lambda *each: each in [("zero2", 8, torch.float32), ("zero3", 64, torch.bfloat16)],
+)
 def test_the_host_launches_no_more_than_with_fsdp2(stage, world_size, compute):
     dtypes = Dtypes(compute, torch.float32, torch.float32)
     with fake_world(0, world_size) as world:

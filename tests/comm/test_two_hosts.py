@@ -25,7 +25,7 @@ from zeroexp.interface.strategy import CanonicalState
 from zeroexp.process.world import World
 from zeroexp.zero.options import Options
 
-RECIPE = Recipe(world_size=3)
+RECIPE = Recipe(world_size=3, steps=2)
 
 
 def train_on_two_hosts(

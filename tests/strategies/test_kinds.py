@@ -159,7 +159,8 @@ ROWS = pairwise(AXES, every=("stage", "layout"), legal=is_legal)
 
 
 def recipe_of(row: Row) -> Recipe:
-    return replace(RECIPE, **{word: row[word] for word in ("world_size", "precision", "kinds")})
+    words = ("world_size", "precision", "kinds")
+    return replace(RECIPE, steps=2, **{word: row[word] for word in words})
 
 
 @pytest.mark.parametrize("world_size", AXES["world_size"])

@@ -74,40 +74,44 @@ def more(
     return Case(stage, layout, options, recipe, apart)
 
 
+BFLOAT16, CLIPPED = Recipe(precision="bf16_master"), Recipe(max_grad_norm=0.1)
 PAIRS = [
     *(("zero3", layout) for layout in LAYOUTS),
-    *(("zero2", "parameter"), ("zero2", "buffer"), ("zero1", "tensor"), ("zero1", "parameter")),
-    *(("zero1_allreduce", "buffer"), ("ddp", "tensor")),
+    *(("zero2", "parameter"), ("zero2", "buffer"), ("zero1", "parameter")),
+    ("zero1_allreduce", "buffer"),
 ]
 CASES = [
     *(more(stage, layout, prefetch=2) for stage, layout in PAIRS),
-    *(more(stage, bucket_mb=100 / MIB) for stage in ("ddp", "zero1", "zero3")),
-    *(
-        more(stage, "buffer", recipe=Recipe(precision="bf16_master"))
-        for stage in ("zero1", "zero3")
-    ),
+    *(more(stage, bucket_mb=100 / MIB, prefetch=2) for stage in ("ddp", "zero1")),
+    more("zero1", "buffer", recipe=BFLOAT16),
     *(more(s, replicas=2, recipe=Recipe(world_size=4)) for s in ("ddp", "zero3")),
-    *(more(stage, "parameter", apart=True) for stage in ("zero2", "zero3")),
-    *(more(stage, reductions_apart=True, prefetch=2) for stage in ("zero2", "zero3")),
+    more("zero3", "parameter", apart=True),
+    more("zero3", reductions_apart=True, prefetch=2),
     more("zero3", keep="all"),
     more("zero3", overlap=False),
-    *(
-        more("zero3", layout, masters_rest=True, prefetch=2, recipe=Recipe(precision="bf16_master"))
-        for layout in ("tensor", "buffer")
-    ),
+    more("zero3", "buffer", masters_rest=True, prefetch=2, recipe=BFLOAT16),
     more("zero3", reduce_each="microbatch", prefetch=2),
-    more("zero2", recipe=Recipe(max_grad_norm=0.1)),
-    more("zero2", offload="optimizer", recipe=Recipe(max_grad_norm=0.1)),
-    more("zero3", "buffer", offload="optimizer", recipe=Recipe(precision="bf16_master")),
-    more("zero3", "tensor", offload="all", prefetch=2),
-    more("zero3", "parameter", offload="all", recipe=Recipe(precision="bf16_master")),
+    more("zero2", recipe=CLIPPED),
+    more("zero3", "buffer", offload="optimizer", recipe=BFLOAT16),
+    more("zero3", "parameter", offload="all", recipe=BFLOAT16),
     more("zero3", offload="all", offload_fraction=0.4, prefetch=2),
-    more("zero2", offload="optimizer", offload_fraction=0.4, recipe=Recipe(max_grad_norm=0.1)),
+    more("zero2", offload="optimizer", offload_fraction=0.4, recipe=CLIPPED),
     more("zero1", offload="optimizer", offload_folder=".", recipe=Recipe(moments="bfloat16")),
     more("zero3", "buffer", offload="all", prefetch=2, recipe=Recipe(world_size=1)),
-    *(more(stage, recipe=Recipe(model="moe_one_rank")) for stage in ("zero2", "zero3")),
+    more("zero3", recipe=Recipe(model="moe_one_rank")),
     more("zero3", prefetch=2, recipe=Recipe(model="reused", checkpointing=True)),
 ]
+# Each has one of the above beside it that differs in one setting.
+OTHERS = [
+    *(more("ddp", prefetch=2), more("zero1", prefetch=2), more("zero3", bucket_mb=100 / MIB)),
+    *(more("zero3", "buffer", recipe=BFLOAT16), more("zero2", "parameter", apart=True)),
+    more("zero2", reductions_apart=True, prefetch=2),
+    more("zero3", masters_rest=True, prefetch=2, recipe=BFLOAT16),
+    more("zero2", offload="optimizer", recipe=CLIPPED),
+    more("zero3", offload="all", prefetch=2),
+    more("zero2", recipe=Recipe(model="moe_one_rank")),
+]
+TABLE = [*CASES, *(pytest.param(case, marks=pytest.mark.slow) for case in OTHERS)]
 
 
 class NeverDrained:
@@ -130,21 +134,21 @@ def train(engine: Engine, world: World, recipe: Recipe) -> None:
     """
     strategy: Any = NeverDrained(engine)
     run_steps(strategy, replace(world, rank=0), recipe, range(1))
-    run_steps(strategy, world, recipe, range(1, 3))
+    run_steps(strategy, world, recipe, range(1, 2))
     if not any(unit.is_sharded for unit in engine.units):
         read_all(engine)
-    run_steps(strategy, world, recipe, range(3, 4))
+    run_steps(strategy, world, recipe, range(2, 3))
     with torch.no_grad():
         engine.model(input_ids=torch.zeros(1, 3, dtype=torch.int64))
     with engine.gathered(write=True):
         read_all(engine)
     if not any(unit.is_sharded for unit in engine.units):
         read_all(engine)
-    run_steps(strategy, world, recipe, range(4, 5))
+    run_steps(strategy, world, recipe, range(3, 4))
     with skipped_block(engine.model):
-        run_steps(strategy, world, recipe, range(4, 5))
+        run_steps(strategy, world, recipe, range(3, 4))
     engine.load_state_dict(state_of(recipe))
-    run_steps(engine, world, recipe, range(5, 6))
+    run_steps(engine, world, recipe, range(4, 5))
 
 
 @contextmanager
@@ -193,9 +197,11 @@ def played(case: Case, rank: int) -> PlayedDevice:
     return device
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("case", TABLE, ids=str)
 def test_every_use_waits_for_what_it_needs_and_ranks_launch_the_same(case):
-    devices = [played(case, rank) for rank in range(case.recipe.world_size)]
+    """Of two groups of two, a rank of each: they differ in both places."""
+    size = case.recipe.world_size
+    devices = [played(case, rank) for rank in range(0, size, max(size - 1, 1))]
     found = [[*device.problems, *device.never_waited()] for device in devices]
     assert found == [[] for _ in devices]
     assert all(device.launches == devices[0].launches for device in devices)
