@@ -12,7 +12,15 @@ import torch
 from torch import Tensor
 
 from tests.comm.test_collectives import chunks_of, gradients_of
-from tests.oracle import Outcome, Recipe, build_on_rank, outcome_of, pieces_of, run_steps
+from tests.oracle import (
+    Outcome,
+    Recipe,
+    build_on_rank,
+    outcome_of,
+    pieces_of,
+    run_steps,
+    train_oracle,
+)
 from tests.strategies.engine import Ours
 from zeroexp.comm.base import Between, GatherPart, Pending, ReducePart, spans_of
 from zeroexp.comm.codec import decode, encode
@@ -102,9 +110,9 @@ def train(world: World, stage: str, recipe: Recipe, options: Options):
     return run_steps(strategy, world, recipe, range(recipe.steps)), pieces_of(strategy)
 
 
-def train_four_ways(world: World, stage, layout, gather, reduce, feedback, precision, replicas):
-    """With codecs over messages and over the backend, by hand, and exactly."""
-    recipe = Recipe(precision=precision, world_size=world.size)
+def train_three_ways(world: World, stage, layout, gather, reduce, feedback, precision, replicas):
+    """With codecs over messages and over the backend, and by hand."""
+    recipe = Recipe(precision=precision, world_size=world.size, steps=2)
     exact = Options(layout=layout, transport="gloo", replicas=replicas)
     coded = replace(exact, gather_codec=gather, reduce_codec=reduce, error_feedback=feedback)
     TRANSPORTS["by_hand"] = partial(RoundingByHand, gather=gather, reduce=reduce, feedback=feedback)
@@ -113,7 +121,6 @@ def train_four_ways(world: World, stage, layout, gather, reduce, feedback, preci
             coded,
             replace(coded, transport="native"),
             replace(exact, transport="by_hand"),
-            exact,
         ]
         return [train(world, stage, recipe, options) for options in ways]
     finally:
@@ -123,13 +130,13 @@ def train_four_ways(world: World, stage, layout, gather, reduce, feedback, preci
 @pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join(map(str, case)))
 def test_codecs_round_what_travels_and_nothing_else(ranks, case):
     *words, world_size = case
-    answers = ranks(train_four_ways, *words, world_size=world_size)
-    coded, native, by_hand, exact = (
-        outcome_of([ways[index] for ways in answers]) for index in range(4)
-    )
+    answers = ranks(train_three_ways, *words, world_size=world_size)
+    coded, native, by_hand = (outcome_of([ways[index] for ways in answers]) for index in range(3))
     for other in (native, by_hand):
         assert_equal(coded, other)
-    assert coded.losses != exact.losses  # from the second step on, if reductions alone are rounded
+    # Exactly; it differs from the second step on, if reductions alone are rounded.
+    exact = train_oracle(Recipe(precision=case[5], world_size=world_size, steps=2))
+    assert coded.losses[1] != pytest.approx(exact.losses[1], rel=1e-5)
 
 
 def assert_equal(one: Outcome, other: Outcome) -> None:

@@ -129,9 +129,9 @@ def assert_close(ours: Outcome, plain: Outcome) -> None:
 @pytest.mark.parametrize(
     ("stage", "layout", "size", "replicas", "transport", "every"),
     [
-        ("zero1", "buffer", 4, 2, "auto", 2),
+        pytest.param("zero1", "buffer", 4, 2, "auto", 2, marks=pytest.mark.slow),
         ("zero2", "tensor", 4, 2, "gloo", 3),
-        ("zero3", "parameter", 4, 2, "auto", 4),
+        pytest.param("zero3", "parameter", 4, 2, "auto", 4, marks=pytest.mark.slow),
         ("zero3", "buffer", 4, 2, "native", 3),
         ("zero1_allreduce", "buffer", 4, 2, "native", 2),
         ("zero3", "buffer", 2, 2, "auto", 3),
@@ -248,7 +248,7 @@ def go_on(
     return pieces_of(strategy), losses
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16_master"])
+@pytest.mark.parametrize("precision", [pytest.param("fp32", marks=pytest.mark.slow), "bf16_master"])
 def test_a_run_goes_on_bit_for_bit_from_an_outer_step(ranks, precision):
     """Moments are each replica's own, and the state holds all of them; weights before an interval are in none."""
     recipe = Recipe(world_size=4, precision=precision)

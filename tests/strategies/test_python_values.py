@@ -7,6 +7,7 @@ from itertools import pairwise
 import pytest
 import torch
 
+from tests.crossed import crossed
 from tests.optimizers_for_tests import CountingAverage, KeepsElsewhere, LateFactors, OldFashioned
 from tests.oracle import assembled, pieces_of
 from tests.strategies.states_for_tests import STATEFUL, build, options, save, take_up, train
@@ -31,8 +32,13 @@ def resumed(world, engine, factory, run, trained_before):
     return loaded, at_load, pieces_of(strategy), options(strategy)
 
 
-@pytest.mark.parametrize("factory", [CountingAverage, OldFashioned])
-@pytest.mark.parametrize("engine", STATEFUL)
+# What an optimizer keeps is read in one place, for all engines.
+@crossed(
+    "engine, factory",
+    STATEFUL,
+    [CountingAverage, OldFashioned],
+    quick=lambda engine, factory: factory is CountingAverage or engine == "zero3 buffer",
+)
 def test_resumed_is_uninterrupted(ranks, tmp_path, engine, factory):
     expected = ranks(uninterrupted, engine, factory, tmp_path)
     for trained_before in (0, 3):
@@ -51,7 +57,15 @@ def test_resumed_is_uninterrupted(ranks, tmp_path, engine, factory):
 CHAIN = [engine for engine in STATEFUL if engine != "zero3 torch"]
 
 
-@pytest.mark.parametrize("factory", [CountingAverage, OldFashioned, torch.optim.AdamW])
+@pytest.mark.parametrize(
+    "factory",
+    [
+        CountingAverage,
+        pytest.param(OldFashioned, marks=pytest.mark.slow),
+        # test_optimizer_state.py, and tests/checkpoint/test_pairs.py from engine to engine
+        pytest.param(torch.optim.AdamW, marks=pytest.mark.slow),
+    ],
+)
 def test_any_engine_takes_up_what_any_other_saved(ranks, tmp_path, factory):
     for number, (source, target) in enumerate(pairwise([*CHAIN, CHAIN[0]])):
         run = tmp_path / str(number)

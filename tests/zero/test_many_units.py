@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from tests.crossed import crossed
 from zeroexp.cut.stage import STAGES
 from zeroexp.engines.sharded import Sharded
 from zeroexp.process.world import World, barrier
@@ -145,14 +146,16 @@ def lines_to_build(
     return counted
 
 
-@pytest.mark.parametrize(
-    ("stage", "layout"), [("zero1", "tensor"), ("zero3", "buffer"), ("zero3", "parameter")]
+@crossed(
+    "kind, way",
+    ["blocks", "tensors"],
+    ["zero1 tensor", "zero3 buffer", "zero3 parameter"],
+    quick=lambda kind, way: (kind == "blocks") == (way == "zero3 parameter"),
 )
-@pytest.mark.parametrize("kind", ["blocks", "tensors"])
-def test_building_takes_as_long_for_each_parameter(ranks, stage, layout, kind):
+def test_building_takes_as_long_for_each_parameter(ranks, kind, way):
     """The second difference of what is linear is nothing, and of one turn for each pair it is twice STEP squared."""
     step = 60
     sizes = [step, 2 * step, 3 * step]
     shapes = [(size, 1) if kind == "blocks" else (1, size) for size in sizes]
-    for one, two, three in ranks(lines_to_build, shapes, stage, layout):
+    for one, two, three in ranks(lines_to_build, shapes, *way.split()):
         assert abs(three - 2 * two + one) < step * step / 10
