@@ -77,8 +77,33 @@ OUTER = "strategy.outer.every=1"
 OFFLOAD = "strategy.offload=optimizer"
 ALL_OFF = "strategy.offload=all"
 PART, IN_FILES = "strategy.offload_fraction=0.4", "strategy.offload_folder=."
+ONE_LAYER = "model.hf_config.num_hidden_layers=1"
 BELOW_ALL_GRADIENTS = "model.freeze=[*embed*,*layers.0.*]"
 CELLS = [*itertools.product(STAGES, LAYOUTS)]
+# What an engine does beside a step is the same whatever is trained.
+OF_ENGINES = [
+    *((4, point("zero3", "buffer", *codecs)) for codecs in ((), CODECS)),
+    (FAKE, point("zero3", "parameter", *CODECS)),
+    (2, point("zero3", "buffer", COPIES)),
+    (FAKE, point("zero3", "parameter", COPIES, *CODECS)),
+    (4, point("zero3", "buffer", CODES, "precision=bf16_master")),
+    (FAKE, point("zero3", "parameter", CODES, COPIES, OFFLOAD)),
+    (4, point("zero3", "tensor", MASTERS, "precision=bf16_master")),
+    (4, point("zero3", "buffer", OFFLOAD)),
+    (4, point("zero3", "buffer", ALL_OFF)),
+    (FAKE, point("zero3", "tensor", ALL_OFF, "precision=bf16_master")),
+    (FAKE, point("zero1", "parameter", OFFLOAD, "precision=bf16_master")),
+    (4, point("zero2", "tensor", OFFLOAD, PART)),
+    (2, point("zero3", "tensor", ALL_OFF, PART, "precision=bf16_master")),
+    (FAKE, point("zero1", "tensor", OFFLOAD, IN_FILES, "precision=paper16")),
+    (4, point("zero2", "tensor", GROUPS)),
+    (2, point("zero3", "buffer", GROUPS)),  # replicas are on another host
+    (4, point("zero2", "tensor", GROUPS, OVER_ALL)),
+    (2, point("zero3", "buffer", GROUPS, OVER_ALL)),
+    (FAKE, point("zero1", "parameter", GROUPS, OVER_ALL)),
+    (2, point("zero3", "buffer", GROUPS, OUTER)),
+    (FAKE, point("zero2", "parameter", GROUPS, OUTER, "precision=bf16_master")),
+]
 POINTS = [
     # Every stage, and every layout twice or once.
     *(
@@ -86,41 +111,18 @@ POINTS = [
         for each in CELLS
         if (STAGES.index(each[0]) - LAYOUTS.index(each[1])) % 3 == 0
     ),
+    # The fewest operations, each of which takes a rehearsal half a millisecond.
+    *((ranks_per_host, (*MLP, *words)) for ranks_per_host, words in OF_ENGINES),
+    # Tied, and with activations that are not small.
     (FAKE, (*LLAMA, *point("zero3", "buffer", "precision=bf16_master", RECOMPUTES))),
     (FAKE, (*LLAMA, *point("zero3", "torch"))),
     # Its rows are added once backward is over, when ZeRO-3 guards the weight.
     (FAKE, (*MIXTRAL, "strategy=zero3")),
-    (4, llama("zero3", "buffer")),
-    (1, llama("zero2", "tensor")),
-    (4, llama("zero3", "buffer", "block", *CODECS)),
-    (FAKE, (*LLAMA, *point("zero3", "parameter", *CODECS))),
-    (2, llama("zero3", "buffer", "block", COPIES)),
-    (FAKE, (*LLAMA, *point("zero3", "parameter", COPIES, *CODECS))),
-    (4, llama("zero3", "buffer", "block", CODES, "precision=bf16_master")),
-    (FAKE, (*LLAMA, *point("zero3", "parameter", CODES, COPIES, OFFLOAD))),
-    (4, llama("zero3", "tensor", "block", MASTERS, "precision=bf16_master")),
-    (4, llama("zero3", "buffer", "block", OFFLOAD)),
-    (4, llama("zero3", "buffer", "block", ALL_OFF)),
-    (FAKE, (*LLAMA, *point("zero3", "tensor", ALL_OFF, "precision=bf16_master"))),
-    (FAKE, (*MLP, *point("zero1", "parameter", OFFLOAD, "precision=bf16_master"))),
-    (1, llama("zero2", "tensor", "block", OFFLOAD, "precision=paper16")),
-    (4, llama("zero2", "tensor", "block", OFFLOAD, PART)),
-    (2, llama("zero3", "tensor", "block", ALL_OFF, PART, "precision=bf16_master")),
+    (1, (*LLAMA, *point("zero2", "tensor", OFFLOAD, "precision=paper16"))),
     (FAKE, (*LLAMA, *point("zero3", "buffer", ALL_OFF, PART, IN_FILES))),
-    (FAKE, (*MLP, *point("zero1", "tensor", OFFLOAD, IN_FILES, "precision=paper16"))),
-    (4, llama("zero2", "tensor", "block", GROUPS)),
-    (4, llama("zero1", "buffer", "block", GROUPS)),
-    (2, llama("zero3", "buffer", "block", GROUPS)),  # replicas are on another host
-    (4, llama("zero2", "tensor", "block", GROUPS, OVER_ALL)),
-    (2, llama("zero3", "buffer", "block", GROUPS, OVER_ALL, "precision=bf16_master")),
-    (FAKE, (*MLP, *point("zero1", "parameter", GROUPS, OVER_ALL))),
-    (2, llama("zero3", "buffer", "block", GROUPS, OUTER)),
-    (4, llama("zero1", "tensor", "block", "strategy.replicas=4", OUTER)),
-    (FAKE, (*MLP, *point("zero2", "parameter", GROUPS, OUTER, "precision=bf16_master"))),
-    (1, by_module("tiny", "last", 1, 2)),
-    (2, by_module("tiny", "last", 6, 1)),
+    (1, (*by_module("tiny", "last", 1, 2), ONE_LAYER)),
+    (2, (*by_module("tiny", "last", 6, 1), ONE_LAYER)),
     (2, by_module("gpt2_tiny", "none", 2, 1)),
-    (2, by_module("mixtral_tiny", "last", 1, 2)),
     (2, (*by_module("tiny", "last", 1, 2), "strategy.unit=block", BELOW_ALL_GRADIENTS)),
     # Decoded and coded anew, which is where they peak: data of so few tokens has small activations.
     (FAKE, (*by_module("tiny", "last", 1, 1), "strategy.unit=block", "optimizer.moments=int8")),
@@ -177,10 +179,17 @@ WIDE = [
     ),
 ]
 MORE = [
+    *((ranks_per_host, (*LLAMA, *words)) for ranks_per_host, words in OF_ENGINES),
+    (1, (*LLAMA, *point("zero2", "tensor"))),
+    # Replicas are compared in the first steps, which takes real ranks more than the small model's step.
+    (4, (*LLAMA, *point("zero1", "buffer", GROUPS))),
+    (4, (*LLAMA, *point("zero1", "tensor", "strategy.replicas=4", OUTER))),
+    (2, (*LLAMA, *point("zero3", "buffer", GROUPS, OVER_ALL, "precision=bf16_master"))),
     *(
         (4, llama(stage, "buffer", unit, RECOMPUTES))
         for stage, unit in itertools.product(("zero2", "zero3"), ("model", "module"))
     ),
+    *((1, by_module(model, "last", 1, 2)) for model in ("tiny", "mixtral_tiny")),
     *(
         (1, (*by_module("tiny", keep, 1, 2), BELOW_ALL_GRADIENTS))
         for keep in ("none", "last", "all")
@@ -239,7 +248,7 @@ def test_one_of_a_thousand_ranks_is_rehearsed_as_the_closed_forms_say():
 @pytest.mark.usefixtures("counted")
 def test_blocks_that_recompute_a_part_hold_more_than_those_that_recompute_all():
     kept = "train.recompute_except=[aten.mm,aten.addmm.default]"
-    longer = (*LLAMA, "strategy=zero3", RECOMPUTES, "data.seq_len=128")
+    longer = (*LLAMA, ONE_LAYER, "strategy=zero3", RECOMPUTES, "data.seq_len=128")
     config = config_of(*longer, kept)
     found = check(config, [in_a_fake_world(config, 1)])
     all_of_it = rehearse(config_of(*longer), 1)
