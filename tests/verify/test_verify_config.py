@@ -10,7 +10,10 @@ from tests.verify.test_verify import HERE, answers
 from zeroexp.verify.__main__ import source_of
 from zeroexp.verify.loop_to_verify import NoLoop
 
-TINY = "model=tiny model.hf_config.vocab_size=64 data=synthetic data.seq_len=16 optimizer.max_grad_norm=0.1"
+TINY = (
+    "model=tiny model.hf_config.vocab_size=64 model.hf_config.num_hidden_layers=1 data=synthetic data.seq_len=16 "
+    "optimizer.max_grad_norm=0.1"
+)
 ENGINES = [
     ("strategy=zero2 optimizer=muon strategy.replicas=2 world_size=4", 4),
     ("strategy=zero3 strategy.implementation=tensor", 2),

@@ -24,10 +24,15 @@ from zeroexp.verify.observe import Observer, Record, listen_to_clipping
 Found = TypeVar("Found")
 
 
-def verify_world(source: Source, size: int, num_steps: int, seconds: float) -> Verdict:
-    """Return how the loop on `size` ranks compares with one process. Raises NoLoop if it can not be run."""
+def prepare_for_forks() -> None:
+    """Have ready in this process what its forks would lack, or make each."""
     torch.set_num_threads(1)  # else forks would wait for threads that they lack
     torch.optim.SGD([torch.zeros(1)])  # has torch import its compiler here, and not in each fork
+
+
+def verify_world(source: Source, size: int, num_steps: int, seconds: float) -> Verdict:
+    """Return how the loop on `size` ranks compares with one process. Raises NoLoop if it can not be run."""
+    prepare_for_forks()
 
     def on_forks(task: Callable[[World], Found], num_ranks: int, plain: str = "") -> list[Found]:
         def describe(error: BaseException, rank: int) -> str:
@@ -36,13 +41,13 @@ def verify_world(source: Source, size: int, num_steps: int, seconds: float) -> V
             return str(error) if isinstance(error, NoLoop) else f"{who}: {line}"
 
         def quietly(world: World) -> Found:
-            with _apart():
+            with apart():
                 return task(world)
 
         return on_ranks(quietly, num_ranks, seconds=seconds, describe=describe)
 
     try:
-        records = on_forks(lambda world: _record(world, source, num_steps), size)
+        records = on_forks(lambda world: record_of(world, source, num_steps), size)
         (verdict,) = on_forks(lambda _: judge(make_loop(source), records), 1, "the plain process")
     except RankFailed as problem:
         raise NoLoop(str(problem)) from None
@@ -50,7 +55,7 @@ def verify_world(source: Source, size: int, num_steps: int, seconds: float) -> V
 
 
 @contextmanager
-def _apart() -> Generator[None]:
+def apart() -> Generator[None]:
     """Show nothing of what a loop prints, and have its own calls find the process group made."""
     nowhere = os.open(os.devnull, os.O_WRONLY)
     for output in (1, 2):  # else ranks write over the answer
@@ -69,7 +74,8 @@ def _one_line(error: BaseException, file: Path | None) -> str:
     return f"{Path(own[-1].filename).name}:{own[-1].lineno}: {what}"
 
 
-def _record(world: World, source: Source, num_steps: int) -> Record:
+def record_of(world: World, source: Source, num_steps: int) -> Record:
+    """Run the loop's steps on this rank and return what it saw of them."""
     loop = make_loop(source)
     initial = {name: each.detach().clone() for name, each in loop.model.named_parameters()}
     made = loop.train(loop.model)
