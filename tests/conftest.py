@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack
 from datetime import date
+from multiprocessing import forkserver
 from typing import Any
 
 # Before torch is imported anywhere: two ranks on two cores each compute with one thread.
@@ -145,7 +146,12 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """What is there now stays: collections of garbage need not look at it again."""
+    """What is there now stays: collections of garbage need not look at it again.
+
+    The server that forks ranks and commands starts here, since what it imports it looks for in the folder in which it
+    starts. In the folder of a test it would find nothing and say nothing, and each rank would import all for itself.
+    """
     multiprocessing.set_forkserver_preload(["tests.preloaded"])  # also for the ranks of benchmarks
+    forkserver.ensure_running()
     gc.collect()
     gc.freeze()

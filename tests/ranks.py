@@ -131,6 +131,7 @@ def _receive(connection: Any, process: Any) -> tuple[bool, Any]:
 
 def _serve(connection: Connection, place: dict[str, str]) -> None:
     """What a rank does all its life: join the world once, then answer calls."""
+    assert "tests.preloaded" in sys.modules
     os.environ.update(place)
     torch.set_num_threads(1)
     world = worlds.join_process_group(timeout_seconds=COLLECTIVE_SECONDS)
