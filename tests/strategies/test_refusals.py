@@ -6,9 +6,11 @@ Command lines are in tests/wrong_lines.txt; here are the settings of strategies,
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 from torch import nn
 
 from tests.composing import composed
@@ -18,8 +20,10 @@ from zeroexp.check import check
 from zeroexp.check.try_strategy import check_strategy
 from zeroexp.config.keys import ConfigError, OptimizerConfig
 from zeroexp.config.optimizer import parameter_groups
+from zeroexp.cut.stage import STAGES
+from zeroexp.engines.sharded import Sharded
 from zeroexp.process.world import fake_world
-from zeroexp.zero.options import Options, Outer
+from zeroexp.zero.options import Dtypes, Options, Outer
 
 NODES = "cluster=slurm cluster.slurm.ranks_per_node=4 world_size=8 data.global_batch_size=8"
 COPIES = "strategy.secondary_partition=4 data.micro_batch_size=1"
@@ -30,6 +34,8 @@ FP16 = "model=tiny precision=fp16_master world_size=2"
 GROUPS = "world_size=4 data.global_batch_size=8 strategy=zero2 strategy.replicas=2"
 CODES = "world_size=2 strategy.parameters.dtype=float8"
 MASTERS = "world_size=2 strategy.parameters.dtype=master"
+
+FLOAT32 = Dtypes(torch.float32, torch.float32, torch.float32)
 
 LINES = {
     # offload
@@ -239,6 +245,24 @@ def test_the_library_refuses_ranks_of_a_kind(over, replicas, line) -> None:
 def test_the_library_refuses_a_bound_of_norms(bound) -> None:
     with fake_world(0, 2) as world, pytest.raises(ValueError, match=r"max_grad_norm=.*above 0"):
         build_on_rank(world, Recipe(max_grad_norm=bound), Ours("zero3", Options()))
+
+
+@pytest.mark.parametrize(
+    ("dtypes", "line"),
+    [
+        (torch.bfloat16, r"dtypes=torch.bfloat16: give Dtypes\(compute, reduce, master\)"),
+        (replace(FLOAT32, compute="bf16"), "the dtype 'bf16' of 'compute': use one of"),
+        (replace(FLOAT32, reduce=torch.int32), "torch.int32 of 'reduce'"),
+        (replace(FLOAT32, of_modules={"head": "float32"}), "'float32' of 'head'"),
+        (replace(FLOAT32, of_modules=["head"]), "give a dict of names and dtypes"),
+    ],
+)
+def test_the_library_refuses_what_is_no_dtype(dtypes, line) -> None:
+    model = nn.Linear(2, 2)
+    groups = [{"params": list(model.parameters())}]
+    options = {"blocks": [], "stage": STAGES["zero3"], "optimizer_factory": torch.optim.SGD}
+    with fake_world(0, 2) as world, pytest.raises(ValueError, match=line):
+        Sharded(model, param_groups=groups, world=world, dtypes=dtypes, **options)
 
 
 def test_the_library_refuses_muon_on_the_host() -> None:

@@ -77,7 +77,7 @@ class Engine:
         options = (options or Options()).with_ranks_of(param_groups)
         self._observer = self.observed_by()
         trained_by = param_groups, optimizer_factory
-        carried_out_by = stage, options, max_grad_norm, values, world
+        carried_out_by = stage, options, dtypes, max_grad_norm, values, world
         self._observer.building(module, blocks, *trained_by, *carried_out_by)
         dtypes = (dtypes or own_dtypes(module)).with_masters_of(param_groups)
         stage = stage_for_world(stage, world.size // options.replicas, options.offload)

@@ -17,7 +17,7 @@ from zeroexp.interface.strategy import OptimizerFactory
 from zeroexp.interface.values import Values
 from zeroexp.process.world import World
 from zeroexp.zero.held import Held
-from zeroexp.zero.options import Options
+from zeroexp.zero.options import Dtypes, Options
 from zeroexp.zero.unit import Unit
 
 
@@ -32,6 +32,7 @@ class Observer:
         optimizer_factory: OptimizerFactory,
         stage: Stage,
         options: Options,
+        dtypes: Dtypes | None,
         max_grad_norm: float | None,
         values: Values | None,
         world: World,

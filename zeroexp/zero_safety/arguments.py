@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -30,7 +30,7 @@ from zeroexp.interface.strategy import OptimizerFactory
 from zeroexp.interface.values import Values
 from zeroexp.process.world import World
 from zeroexp.zero.observer import Observer
-from zeroexp.zero.options import DTYPES, Options, Outer
+from zeroexp.zero.options import DTYPES, Dtypes, Options, Outer
 from zeroexp.zero_safety.guard import is_guarded
 
 WORDS = {
@@ -60,12 +60,14 @@ class Arguments(Observer):
         optimizer_factory: OptimizerFactory,
         stage: Stage,
         options: Options,
+        dtypes: Dtypes | None,
         max_grad_norm: float | None,
         values: Values | None,
         world: World,
     ) -> None:
         """Raise ValueError in one line that names what is wrong, its value and the remedy."""
         _refuse_options(options, stage, world.size)
+        _refuse_dtypes(dtypes)
         _refuse_missing_or_double_values(module, values)
         if max_grad_norm is not None and not (_is_number(max_grad_norm) and max_grad_norm > 0):
             raise ValueError(f"max_grad_norm={max_grad_norm!r}: use a number above 0, or None")
@@ -81,6 +83,22 @@ class Arguments(Observer):
             refuse_unless_elementwise(
                 optimizer_factory, param_groups, layout=options.layout, cut=cuts
             )
+
+
+def _refuse_dtypes(dtypes: Dtypes | None) -> None:
+    if dtypes is None:
+        return
+    if not isinstance(dtypes, Dtypes):
+        raise ValueError(f"dtypes={dtypes!r}: give Dtypes(compute, reduce, master), or None")
+    if not isinstance(dtypes.of_modules, Mapping):
+        raise ValueError(
+            f"Dtypes(of_modules={dtypes.of_modules!r}): give a dict of names and dtypes"
+        )
+    given = {name: getattr(dtypes, name) for name in ("compute", "reduce", "master")}
+    for name, dtype in [*given.items(), *dtypes.of_modules.items()]:
+        if dtype not in TRAINED_DTYPES:
+            words = ", ".join(map(str, TRAINED_DTYPES))
+            raise ValueError(f"Dtypes: the dtype {dtype!r} of {name!r}: use one of {words}")
 
 
 def _refuse_tensors(module: nn.Module) -> None:
