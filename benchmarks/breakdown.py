@@ -25,7 +25,7 @@ from benchmarks.peers import Limit
 from benchmarks.ranks import Ranks, Spec, Training
 from zeroexp.comm import direct
 from zeroexp.comm.shared_memory import Arena, SharedChannel
-from zeroexp.comm.wake_up import Bell
+from zeroexp.comm.wake_up import WakeUpPipes
 from zeroexp.engines.sharded import Sharded
 from zeroexp.process import world as worlds
 from zeroexp.zero.step_sums import StepSums
@@ -39,7 +39,7 @@ PARTS: dict[str, Sequence[tuple[Any, str]]] = {
     "lay out": [(Arena, "stage")],
     "sum": [(direct, "sum_into")],
     "copy": [(SharedChannel, "copy_offered")],
-    "wait": [(Bell, "wait_for")],
+    "wait": [(WakeUpPipes, "wait_for")],
 }
 OTHER = "other"
 DEFAULT = ["zero1_buffer", "zero2_buffer", "zero3_buffer"]

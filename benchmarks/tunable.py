@@ -125,7 +125,7 @@ class SharedMemory:
         self._transport = Direct(world, Moves(world), share_memory=True)
         self._transport.connect()
         self._transport.reserve([], slot_bytes)
-        assert self._transport.facts.name == "direct", "ranks of one host"
+        assert self._transport.traits.name == "direct", "ranks of one host"
 
     def reduce_scatter(self, own: Tensor, gradients: Tensor) -> None:
         self._transport.reduce_scatter([self._part(gradients, [own])], "a reduction")[0].wait()

@@ -150,7 +150,7 @@ def test_imports_run_one_way():
 
 def test_the_engine_knows_no_transport():
     """It is given memory and moves; which transport provides them, and how, is nowhere named."""
-    doors = ("base", "collectives", "facts", "secondary", "sizes")
+    doors = ("base", "collectives", "traits", "secondary", "sizes")
     known = {
         module.split(".")[2]
         for path in (ROOT / "zeroexp/zero").rglob("*.py")

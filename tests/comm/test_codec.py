@@ -87,7 +87,7 @@ def check_moves(world: World, codec: str, transport: str) -> list[tuple[str, int
         chunks = chunks_of(case, world.size)
         codecs: dict[str, Any] = {"gather_codec": codec, "reduce_codec": codec}
         options, stage = Options(keep="all", **codecs), STAGES["zero3"]
-        words = {"transport": wire.facts.name, "world_size": world.size}
+        words = {"transport": wire.traits.name, "world_size": world.size}
         form = ShardedForm([chunks], stage, options, **words)
         _gather(wire, world, codec, chunks)
         _reduce(wire, world, codec, chunks)

@@ -389,7 +389,7 @@ def test_a_group_takes_one_transport_however_its_backend_was_named(backend, monk
     try:
         world = current(nn.Linear(2, 2))
         assert (world.backend, world.device) == ("gloo", torch.device("cpu"))
-        assert Collectives(world).facts.name == "direct"
+        assert Collectives(world).traits.name == "direct"
         if backend != "gloo":  # which torch takes for every device
             with pytest.raises(ValueError, match="no backend for cuda:0, only for cpu: give"):
                 current("cuda:0")

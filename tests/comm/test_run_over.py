@@ -20,9 +20,9 @@ from torch import Tensor
 from zeroexp.comm import direct
 from zeroexp.comm.base import GatherPart, ReducePart
 from zeroexp.comm.collectives import Collectives
+from zeroexp.comm.control_block import MOST_OFFERS, OwnControlBlock
 from zeroexp.comm.direct import GATHERS_APART, MOST_ENGINES, NUM_TAGS, Direct
 from zeroexp.comm.messages import Arrival
-from zeroexp.comm.offers import MOST_OFFERS, OwnBoard
 from zeroexp.cut.chunk import Chunk, Member, ParameterSpec
 from zeroexp.cut.layout import lay_out
 from zeroexp.process.watchdog import differs
@@ -115,7 +115,7 @@ def test_tags_of_reductions_begin_again_in_the_range_of_their_engine(monkeypatch
 
 
 def test_engines_share_no_tag_until_their_ranges_begin_again() -> None:
-    """The largest tag fits a C int, with the most offers that a board holds."""
+    """The largest tag fits a C int, with the most offers that a control block holds."""
     peer = Tagged()
     with fake_world(0, 2) as world:
         for _ in range(MOST_ENGINES + 1):  # as many as a long session of a notebook makes
@@ -159,13 +159,13 @@ def test_numbers_of_a_step_serve_the_next_one(ranks, transport) -> None:
 
 def test_an_offer_tells_the_places_of_its_step_alone() -> None:
     """Renewed at the same places, at others, and at the first ones again."""
-    board = OwnBoard(2)
+    control = OwnControlBlock(2)
     for step, places in enumerate([[64, 128], [64, 128], [192], [64, 128], [192]], 1):
-        board.post_offered(7, step, places)
-        board.post_offered(8, step, [step])
-        assert list(board.offer_offsets(7, step) or []) == places
-        assert board.offer_offsets(7, step - 1) is None
-        assert board.offer_offsets(7, step + 1) is None
+        control.post_offered(7, step, places)
+        control.post_offered(8, step, [step])
+        assert list(control.offer_offsets(7, step) or []) == places
+        assert control.offer_offsets(7, step - 1) is None
+        assert control.offer_offsets(7, step + 1) is None
 
 
 # -- more moves than a rank remembers ---------------------------------------------------------------

@@ -98,7 +98,7 @@ def sum_where_the_kernel_refuses(world: World, may: bool) -> tuple[str, float, l
     wire.reduce_scatter([ReducePart(chunk, [torch.ones(10)], out)], "reduce").wait()
     wire.quiesce()
     barrier()
-    return wire.facts.name, out[0][0].item(), [str(each.message) for each in warned]
+    return wire.traits.name, out[0][0].item(), [str(each.message) for each in warned]
 
 
 def test_ranks_of_a_host_that_refuses_one_of_them_all_send_messages_and_one_says_so(ranks):
@@ -186,15 +186,15 @@ def test_after_an_exception_nothing_is_left_behind(ranks):
 
 
 def forwards_before_the_first_step(world: World) -> tuple[int, int]:
-    """(offers on the board after one forward, after many)"""
+    """(offers on the control block after one forward, after many)"""
     strategy = small_engine(world, 0)
-    board = strategy.wire._transport._arena.board
+    control = strategy.wire._transport._arena.control
     counts = []
     for num_forwards in (1, 30):
         for _ in range(num_forwards):
             with torch.no_grad():
                 strategy.model(torch.ones(2, 5))
-        counts.append((len(board._offsets_of), board._top))
+        counts.append((len(control._offsets_of), control._top))
     barrier()
     return counts[0], counts[1]
 

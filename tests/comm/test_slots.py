@@ -97,7 +97,7 @@ def write_three_reductions(world: World) -> list[float]:
         if world.rank == 1:
             arrivals[1].release()
         arrivals[2].release()
-    worlds.barrier()  # the boards say all but that rank 2 has read the first
+    worlds.barrier()  # the control blocks say all but that rank 2 has read the first
     if world.rank == 0:
         for peer in (1, 2):
             channels[peer].send(3, [torch.full((4,), float(30 + peer))], "gradients")

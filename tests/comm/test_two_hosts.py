@@ -46,7 +46,7 @@ def train_on_two_hosts(
         trained = [train_on_ranks(world, RECIPE, partial(make, run)) for run in runs]
     finally:
         direct.neighbour_identity = same_host  # these processes run other tests too
-    roads = [(e.wire.held_shared_bytes > 0, e.wire.facts.reductions_in_flight) for e in engines]
+    roads = [(e.wire.held_shared_bytes > 0, e.wire.traits.reductions_in_flight) for e in engines]
     return trained, roads, [e.wire._moves.checksum for e in engines]
 
 

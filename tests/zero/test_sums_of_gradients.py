@@ -16,7 +16,7 @@ from tests.crossed import crossed
 from zeroexp.cut.stage import STAGES
 from zeroexp.engines.sharded import Sharded
 from zeroexp.process.world import World, fake_world
-from zeroexp.zero.gradients import Gradients
+from zeroexp.zero.gradients import ChunkGradients
 from zeroexp.zero.options import Dtypes, Options
 
 WIDTH, USES, STEPS, MICROBATCHES = 16, 12, 2, 2
@@ -131,9 +131,9 @@ def test_sums_are_in_float32_and_other_gradients_are_not(
 @pytest.mark.parametrize(("stage", "allocates"), [("zero1", False), ("zero2", True)])
 def test_sums_of_gradients_that_rest_partial_lie_in_these(stage, allocates, monkeypatch):
     """In buckets too of which this rank has no part."""
-    calls: list[Gradients] = []
-    allocate = Gradients._allocate_sums
-    monkeypatch.setattr(Gradients, "_allocate_sums", lambda g: (calls.append(g), allocate(g)))
+    calls: list[ChunkGradients] = []
+    allocate = ChunkGradients._allocate_sums
+    monkeypatch.setattr(ChunkGradients, "_allocate_sums", lambda g: (calls.append(g), allocate(g)))
     with fake_world(0, 4) as world:  # the last ranges are reduced first, and are of other ranks
         a_step(engine_of_nine_units(stage, "buffer", world, bucket_mb=1e-4))
     assert bool(calls) is allocates

@@ -36,7 +36,7 @@ def make(world: World) -> Unit:
     module = nn.Sequential(nn.Linear(3, 5), nn.Linear(3, 5))
     wire = Collectives(world, transport="gloo")
     options, stage = Options(), STAGES["zero3"]
-    options = options.resolved(stage, wire.facts, 1)  # a unit is one bucket
+    options = options.resolved(stage, wire.traits, 1)  # a unit is one bucket
     groups = group_parameters(module, ["0", "1"], "block")
     return make_units(groups, stage, options, FP32, wire, Refusals())[1]
 

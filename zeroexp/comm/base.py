@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from zeroexp.comm.facts import Facts
+from zeroexp.comm.traits import TransportTraits
 from zeroexp.cut.chunk import Chunk
 from zeroexp.measure.verb_seconds import TimedMove, meter
 from zeroexp.process import progress
@@ -126,7 +126,7 @@ Between = Callable[[Sequence[Tensor]], Pending]  # the second phase of a reducti
 class Transport:
     """One way to carry the moves between the ranks of a world. Errors name the move by `what`.
 
-    facts: what the engine needs to know; final after `connect`, which tells which ranks are on other hosts.
+    traits: what the engine needs to know; final after `connect`, which tells which ranks are on other hosts.
     staging_bytes: of shared memory for gradients on their way to neighbours. held_shared_bytes: of all memory that
     neighbours map; torch's allocator does not count it. issued_checksum: a checksum below 2**32 of the collectives
     issued so far; None where ranks may issue different gathers.
@@ -138,7 +138,7 @@ class Transport:
         self._world, self._moves = world, moves
 
     @property
-    def facts(self) -> Facts:
+    def traits(self) -> TransportTraits:
         raise NotImplementedError
 
     @property
@@ -156,7 +156,7 @@ class Transport:
     def reduce_apart(self) -> None:
         """Let reductions have a communicator of their own, so that no gather waits for one. Comes before `connect`."""
         raise ValueError(
-            f"reductions_apart=True: over {self.facts.name} no move waits for another; use False"
+            f"reductions_apart=True: over {self.traits.name} no move waits for another; use False"
         )
 
     def connect(self) -> None:

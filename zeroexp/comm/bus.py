@@ -29,8 +29,8 @@ import torch
 from torch import Tensor
 
 from zeroexp.comm.base import GatherPart
-from zeroexp.comm.facts import ALL, ON_DEVICE, ON_HOST
 from zeroexp.comm.mapped_file import MappedFile
+from zeroexp.comm.traits import ALL, ON_DEVICE, ON_HOST
 from zeroexp.interface.strategy import ModelStates
 from zeroexp.measure.memory import on_host
 from zeroexp.measure.verb_seconds import meter

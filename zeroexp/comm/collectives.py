@@ -36,10 +36,10 @@ from zeroexp.comm.codec import (
     reduce_scatter_encoded,
 )
 from zeroexp.comm.direct import Direct
-from zeroexp.comm.facts import Facts
 from zeroexp.comm.native import Native
-from zeroexp.comm.replicas import BetweenReplicas, common_facts
+from zeroexp.comm.replicas import BetweenReplicas, common_traits
 from zeroexp.comm.secondary import Node, SecondaryCopy
+from zeroexp.comm.traits import TransportTraits
 from zeroexp.cut.chunk import Chunk
 from zeroexp.measure.record import Traffic, sum_of_traffic
 from zeroexp.measure.verb_seconds import TimedMove, meter
@@ -169,7 +169,7 @@ class Collectives:
         if secondary_partition:
             node, _ = world.split(world.size // secondary_partition)
             self._node = Node(node, TRANSPORTS[transport](node, self._moves))
-        self._common_facts: Facts | None = None
+        self._common_traits: TransportTraits | None = None
         self._exchanges: dict[Updating, Transport] = {}  # those that this transport does not carry
         self.traffic = Traffic()
         _of_this_process.add(self)
@@ -186,7 +186,7 @@ class Collectives:
         if self.world.size == 1 or self.world.is_fake:
             return
         if self._between is not None:
-            self._common_facts = common_facts(worlds.gather_objects(self.facts))
+            self._common_traits = common_traits(worlds.gather_objects(self.traits))
         self._moves.start(worlds.gather_objects(uuid.uuid4().hex)[0])
 
     @property
@@ -210,14 +210,14 @@ class Collectives:
         return empty(chunk.section_numel(self.group.rank), dtype)
 
     @property
-    def facts(self) -> Facts:
+    def traits(self) -> TransportTraits:
         """What holds for the moves inside of every group."""
-        return self._common_facts or self._transport.facts
+        return self._common_traits or self._transport.traits
 
     @property
-    def facts_between(self) -> Facts | None:
+    def traits_between(self) -> TransportTraits | None:
         """What holds for this rank's sums between replicas; None without replicas."""
-        return self._between.transport.facts if self._between is not None else None
+        return self._between.transport.traits if self._between is not None else None
 
     @property
     def staging_bytes(self) -> int:
@@ -268,7 +268,7 @@ class Collectives:
             else:
                 moved = [encoded_part(codec, parts, codes)]
             gathered, num_bytes = self._transport.all_gather(moved, offer, f"the {kind} of {what}")
-            move.moves_on_wait = self.facts.moves_on_wait
+            move.moves_on_wait = self.traits.moves_on_wait
             fulls = [part.full for part in moved]
             arrived = self._unpacked(gathered, codec, fulls, parts, secondary)
             return self._count("all_gather", self.group, kind, (arrived, num_bytes), move)
@@ -430,7 +430,7 @@ class Collectives:
 
     def open_exchanges(self, updating: Updating) -> None:
         """Let ranks that update exchange bytes, by messages: shared memory has slots for reductions alone."""
-        needs_own = self.facts.shares_memory or updating.world is not self.group
+        needs_own = self.traits.shares_memory or updating.world is not self.group
         if needs_own and updating not in self._exchanges:
             messages = TRANSPORTS["messages"](updating.world, self._moves)
             self._exchanges[updating] = messages

@@ -22,12 +22,12 @@ from zeroexp.comm.base import (
     Transport,
     spans_of,
 )
-from zeroexp.comm.facts import FACTS, Facts
+from zeroexp.comm.control_block import MOST_OFFERS
 from zeroexp.comm.messages import Channel, GlooChannel
-from zeroexp.comm.offers import MOST_OFFERS
 from zeroexp.comm.packing import begin_alike
 from zeroexp.comm.shared_memory import Arena, Probe, SharedChannel, neighbour_identity, probe
 from zeroexp.comm.sizes import num_slots
+from zeroexp.comm.traits import TRAITS, TransportTraits
 from zeroexp.process import world as worlds
 from zeroexp.process.watchdog.differs import Moves
 from zeroexp.process.world import World
@@ -64,11 +64,11 @@ class Direct(Transport):
         self._share_memory = share_memory and world.size > 1
         self._neighbours: list[int] = []  # peers that share memory
         self._arena: Arena | None = None
-        self._facts = self._find_facts()
+        self._traits = self._find_traits()
 
     @property
-    def facts(self) -> Facts:
-        return self._facts
+    def traits(self) -> TransportTraits:
+        return self._traits
 
     def connect(self) -> None:
         if self._world.size == 1:
@@ -79,7 +79,7 @@ class Direct(Transport):
             self._first_tag = max(first_tags)
             if self._share_memory:
                 self._neighbours = self._find_neighbours(hosts, probes)
-        self._facts = self._find_facts()
+        self._traits = self._find_traits()
 
     def _find_neighbours(self, hosts: Sequence[Any], probes: Sequence[Probe]) -> list[int]:
         """Return the peers of this host; none if any of its ranks can not open a peer's file, so that all do alike."""
@@ -98,10 +98,10 @@ class Direct(Transport):
             )
         return [] if found else peers
 
-    def _find_facts(self) -> Facts:
-        """Return the facts of shared memory where all peers are neighbours, else those of messages to some or all."""
+    def _find_traits(self) -> TransportTraits:
+        """Return the traits of shared memory where all peers are neighbours, else those of messages to some or all."""
         messages = "mixed" if self._neighbours else "gloo"
-        return FACTS["direct" if len(self._neighbours) == len(self._peers) else messages]
+        return TRAITS["direct" if len(self._neighbours) == len(self._peers) else messages]
 
     def reserve(self, resting: Sequence[int], slot_bytes: int) -> None:
         if not self._share_memory:
@@ -109,7 +109,7 @@ class Direct(Transport):
         number_of = self._world.numbers
         peers = {number_of[peer]: peer for peer in self._neighbours}
         if peers:
-            slots = num_slots(self.facts.name)
+            slots = num_slots(self.traits.name)
             self._arena = Arena(self._moves, [*peers], resting, slot_bytes, slots)
         shown: list[Any] = worlds.gather_objects(
             self._arena.shown if self._arena is not None else None

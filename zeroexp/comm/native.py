@@ -24,7 +24,6 @@ from zeroexp.comm.base import (
     TimedWork,
     Transport,
 )
-from zeroexp.comm.facts import FACTS, Facts
 from zeroexp.comm.message_layout import MessageLayout, message_layout_of
 from zeroexp.comm.packing import (
     begin_alike,
@@ -35,6 +34,7 @@ from zeroexp.comm.packing import (
     unpack_sums,
     views_of,
 )
+from zeroexp.comm.traits import TRAITS, TransportTraits
 from zeroexp.process.watchdog.differs import Moves
 from zeroexp.process.world import World
 
@@ -48,8 +48,8 @@ class Native(Transport):
         self._rank, self._size = world.rank, world.size
 
     @property
-    def facts(self) -> Facts:
-        return FACTS["native"]
+    def traits(self) -> TransportTraits:
+        return TRAITS["native"]
 
     @property
     def issued_checksum(self) -> int:

@@ -25,8 +25,8 @@ from dataclasses import replace
 from torch import Tensor
 
 from zeroexp.comm.base import GatherPart, Pending, ReducePart, Sent, Transport
-from zeroexp.comm.facts import Facts
 from zeroexp.comm.sizes import chunk_of_sums
+from zeroexp.comm.traits import TransportTraits
 from zeroexp.cut.chunk import Chunk
 
 
@@ -61,7 +61,7 @@ class BetweenReplicas:
     def keep(self, pending: Pending) -> None:
         """Let a sum travel on, and wait for the oldest where more are in flight than the transport may have."""
         self._in_flight.append(pending)
-        while len(self._in_flight) > self.transport.facts.reductions_in_flight:
+        while len(self._in_flight) > self.transport.traits.reductions_in_flight:
             self._in_flight.popleft().wait()
 
     def finish(self) -> None:
@@ -69,13 +69,13 @@ class BetweenReplicas:
             self._in_flight.popleft().wait()
 
 
-def common_facts(facts: Sequence[Facts]) -> Facts:
-    """Return the facts that hold for every rank, since one group may share a host and another not."""
-    names = {each.name for each in facts}
+def common_traits(traits: Sequence[TransportTraits]) -> TransportTraits:
+    """Return the traits that hold for every rank, since one group may share a host and another not."""
+    names = {each.name for each in traits}
     return replace(
-        facts[0],
+        traits[0],
         name=names.pop() if len(names) == 1 else "mixed",
-        reductions_in_flight=min(each.reductions_in_flight for each in facts),
-        moves_on_wait=all(each.moves_on_wait for each in facts),
-        shares_memory=any(each.shares_memory for each in facts),
+        reductions_in_flight=min(each.reductions_in_flight for each in traits),
+        moves_on_wait=all(each.moves_on_wait for each in traits),
+        shares_memory=any(each.shares_memory for each in traits),
     )

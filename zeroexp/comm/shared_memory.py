@@ -5,10 +5,11 @@ Every rank owns one arena, mapped by all its neighbours:
     | parameters at rest ...                          | slot 0 | slot 1 |
       offered: neighbours copy straight out of them     gradients on their way, one reduction a slot
 
-The sender writes on its board where the data lie (offers.py) and rings the reader's bell (wake_up.py). The reader of a
-slot says on its own board that it has read it, and only then does the sender write the slot again. What is *offered*
-may be read any number of times without an answer; it is overwritten only when both sides have said that they are done
-with this step's offers. A rank that writes to its board never waits for readers, so any number of units may be offered.
+The sender writes into its control block where the data lie (control_block.py) and wakes the reader (wake_up.py). The
+reader of a slot says in its own control block that it has read it, and only then does the sender write the slot again.
+What is *offered* may be read any number of times without an answer; it is overwritten only when both sides have said
+that they are done with this step's offers. A rank that writes its control block never waits for readers, so any number
+of units may be offered.
 
 Loopback TCP would copy everything twice through the kernel and wake a thread for each message, on cores that are
 busy computing. With two ranks on two cores TCP costs a fifth of the step, shared memory a twentieth.
@@ -27,10 +28,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from zeroexp.comm.control_block import ControlBlock, OwnControlBlock
 from zeroexp.comm.messages import Arrival
-from zeroexp.comm.offers import Board, OwnBoard
 from zeroexp.comm.sizes import aligned, arena_bytes
-from zeroexp.comm.wake_up import Bell
+from zeroexp.comm.wake_up import WakeUpPipes
 from zeroexp.process.watchdog.differs import Moves
 
 NO_TAG = 0
@@ -90,7 +91,7 @@ class Shown(NamedTuple):
 
     folder: str
     memory: int
-    board: int
+    control: int
     pipes: Mapping[int, int]  # by the rank that writes there
 
 
@@ -118,8 +119,8 @@ class Arena:
         self._mapping = mmap.mmap(self.file, self.num_bytes)
         self.memory = torch.frombuffer(self._mapping, dtype=torch.uint8)
         self.channels: list[SharedChannel] = []
-        self.board = OwnBoard(self._num_ranks)
-        self.bell = Bell(moves, peers)
+        self.control = OwnControlBlock(self._num_ranks)
+        self.wake_up = WakeUpPipes(moves, peers)
         self.step = 1  # 1 + calls of `end_offers`, the same on every rank
         self._top = 0
         self._slots = [rest_bytes + i * slot_bytes for i in range(num_slots)]
@@ -129,18 +130,18 @@ class Arena:
 
     @property
     def shown(self) -> Shown:
-        return Shown(own_folder(), self.file, self.board.file, self.bell.pipes)
+        return Shown(own_folder(), self.file, self.control.file, self.wake_up.pipes)
 
     def channel_to(self, peer: int, shown: Shown) -> SharedChannel:
         """Return the channel to a neighbour, whose files are opened anew: the kernel lets those of one user do so."""
         folder = shown.folder
         try:
-            self.bell.add(peer, f"{folder}/{shown.pipes[self._rank]}")
+            self.wake_up.add(peer, f"{folder}/{shown.pipes[self._rank]}")
             with (
                 open(f"{folder}/{shown.memory}", "rb") as memory,
-                open(f"{folder}/{shown.board}", "rb") as board,
+                open(f"{folder}/{shown.control}", "rb") as control,
             ):
-                words = Board(board.fileno(), self._num_ranks)
+                words = ControlBlock(control.fileno(), self._num_ranks)
                 channel = SharedChannel(self._rank, peer, self, _map(memory.fileno()), words)
         except OSError as error:
             raise ConnectionError(
@@ -160,16 +161,16 @@ class Arena:
 
     def offer(self, offer: int, tensors: Sequence[Tensor]) -> None:
         """Promise that these resting tensors will not change before `end_offers`; replaces the offer of this number."""
-        self.board.post_offered(offer, self.step, [self.offset_of(t) for t in tensors])
+        self.control.post_offered(offer, self.step, [self.offset_of(t) for t in tensors])
         for channel in self.channels:
-            channel.ring()
+            channel.wake()
 
     def end_offers(self) -> None:
         """Return when no neighbour reads this rank's offers any more; this rank reads none of theirs from now on."""
-        self.board.post_ended_steps(self.step)
+        self.control.post_ended_steps(self.step)
         self.step += 1
         for channel in self.channels:
-            channel.ring()
+            channel.wake()
         for channel in self.channels:
             channel.await_end()
 
@@ -201,7 +202,7 @@ class Arena:
 
         slot, tag = min(enumerate(self._tags), key=lambda each: each[1])  # the oldest data
         reader, *_ = [*self._readers(slot, tag), self._rank]  # nobody is waited for if all have
-        return self.bell.wait_for(free, reader, f"it to read what was sent before {what}")
+        return self.wake_up.wait_for(free, reader, f"it to read what was sent before {what}")
 
     def _readers(self, slot: int, tag: int) -> list[int]:
         """Return the neighbours that have not read the data of this tag yet."""
@@ -211,28 +212,28 @@ class Arena:
 class SharedChannel:
     """The channel to one neighbour: each side tells where its data lie, and the other side reads them there."""
 
-    def __init__(self, rank: int, peer: int, arena: Arena, theirs: Tensor, board: Board):
+    def __init__(self, rank: int, peer: int, arena: Arena, theirs: Tensor, control: ControlBlock):
         self.peer = peer
         self._rank = rank
         self._arena = arena
-        self._bell = arena.bell
+        self._wake_up = arena.wake_up
         self._theirs = theirs
-        self._board = board
+        self._control = control
         self._sent: dict[int, int] = {}  # slot -> tag of the data that the peer is to read there
 
     def send(self, tag: int, tensors: Sequence[Tensor], what: str) -> list[Any]:
         slot, offset = self._arena.stage(tag, tensors, what)
         self._sent[slot] = tag
-        self._arena.board.post_staged(self.peer, slot, tag, offset)
-        self._bell.ring(self.peer)
+        self._arena.control.post_staged(self.peer, slot, tag, offset)
+        self._wake_up.wake(self.peer)
         return []
 
     def receive(self, tag: int, like: Sequence[Tensor], what: str, *, into: bool) -> Arrival:
         def staged() -> tuple[int, int] | None:
-            return self._board.find_staged(self._rank, tag)
+            return self._control.find_staged(self._rank, tag)
 
         def wait() -> list[Tensor]:
-            _, offset = self._bell.wait_for(staged, self.peer, what)
+            _, offset = self._wake_up.wait_for(staged, self.peer, what)
             views = self._views(_side_by_side(offset, like), like)
             if into:
                 for target, view in zip(like, views, strict=True):
@@ -242,31 +243,33 @@ class SharedChannel:
         def release() -> None:
             place = staged()
             assert place is not None, "released before it was read"
-            self._arena.board.post_read(self.peer, place[0], tag)
-            self._bell.ring(self.peer)
+            self._arena.control.post_read(self.peer, place[0], tag)
+            self._wake_up.wake(self.peer)
 
         return Arrival(wait, release)
 
     def copy_offered(self, offer: int, targets: Sequence[Tensor], what: str) -> None:
         step = self._arena.step
-        offsets = self._bell.wait_for(
-            lambda: self._board.offer_offsets(offer, step), self.peer, what
+        offsets = self._wake_up.wait_for(
+            lambda: self._control.offer_offsets(offer, step), self.peer, what
         )
         for target, view in zip(targets, self._views(offsets, targets), strict=True):
             target.copy_(view)
 
-    def ring(self) -> None:
-        """Tell the neighbour to look at this rank's board."""
-        self._bell.ring(self.peer)
+    def wake(self) -> None:
+        """Tell the neighbour to look at this rank's control block."""
+        self._wake_up.wake(self.peer)
 
     def await_end(self) -> None:
         """Wait until the peer no longer reads offers of steps that this rank has ended."""
         ended = self._arena.step - 1
         what = "it to be done with this step's parameters"
-        self._bell.wait_for(lambda: self._board.num_ended_steps >= ended or None, self.peer, what)
+        self._wake_up.wait_for(
+            lambda: self._control.num_ended_steps >= ended or None, self.peer, what
+        )
 
     def is_unread(self, slot: int, tag: int) -> bool:
-        return self._sent.get(slot) == tag != self._board.tag_read(self._rank, slot)
+        return self._sent.get(slot) == tag != self._control.tag_read(self._rank, slot)
 
     def _views(self, offsets: Sequence[int], like: Sequence[Tensor]) -> list[Tensor]:
         """Return views of the peer's arena at these offsets, as large as the tensors in `like`."""

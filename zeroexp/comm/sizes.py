@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from functools import lru_cache
 
-from zeroexp.comm.facts import FACTS
+from zeroexp.comm.traits import TRAITS
 from zeroexp.cut.bucket import Bucket, cut_in_buckets
 from zeroexp.cut.chunk import Chunk, ParameterSpec
 from zeroexp.cut.layout import by_buffer
@@ -24,7 +24,7 @@ def num_slots(transport: str) -> int:
     With fewer slots neighbours would wait for each other forever, since a rank reads a reduction only when it has
     launched as many more as may be in flight.
     """
-    return FACTS[transport].reductions_in_flight + 1
+    return TRAITS[transport].reductions_in_flight + 1
 
 
 def arena_bytes(resting: Sequence[int], slot_bytes: int, num_slots: int) -> int:

@@ -1,8 +1,8 @@
 """Ranks of one host wait for each other: each has a pipe from every neighbour, which writes there when it has news.
 
-The news itself lies in shared memory (offers.py); what is in a pipe only tells a rank to look again. So a pipe that is
-full tells enough, and a rank that writes never waits, whether anybody reads or not. A pipe whose other end is closed
-tells that the neighbour has left.
+The news itself lies in shared memory (control_block.py); what is in a pipe only tells a rank to look again. So a pipe
+that is full tells enough, and a rank that writes never waits, whether anybody reads or not. A pipe whose other end is
+closed tells that the neighbour has left.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ from typing import TypeVar
 from zeroexp.measure.verb_seconds import meter
 from zeroexp.process.watchdog.differs import Moves
 
-LOOK_SECONDS = 1.0  # between two looks at whether ranks were found to differ, while nobody rings
-MOST_RINGS = 4096  # that are taken from a pipe at once
+LOOK_SECONDS = 1.0  # between two looks at whether ranks were found to differ, while nobody wakes it
+MOST_BYTES = 4096  # that are taken from a pipe at once
 Found = TypeVar("Found")
 
 
-class Bell:
+class WakeUpPipes:
     """The pipes between this rank and its neighbours."""
 
     def __init__(self, moves: Moves, peers: Sequence[int]):
         """An error in `moves` ends the waits. Ranks have their numbers among all."""
         self._moves = moves
-        self.pipes: dict[int, int] = {}  # peer -> where this rank reads what it rings
+        self.pipes: dict[int, int] = {}  # peer -> where this rank reads what wakes it
         self._theirs: dict[int, int] = {}
         self._peer_of: dict[int, int] = {}
         self._left: set[int] = set()
@@ -46,7 +46,7 @@ class Bell:
         self._theirs[peer] = os.open(path, os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC)
         weakref.finalize(self, os.close, self._theirs[peer])
 
-    def ring(self, peer: int) -> None:
+    def wake(self, peer: int) -> None:
         with suppress(BlockingIOError, BrokenPipeError):  # it has not read the last ones, or left
             os.write(self._theirs[peer], b".")
 
@@ -76,6 +76,6 @@ class Bell:
             me = f"rank {world.rank} waited {world.timeout_seconds:g} s"
             raise TimeoutError(f"{me} for rank {peer}: {what}")
         for file, _ in self._poll.poll(1000 * min(remaining, LOOK_SECONDS)):
-            if not os.read(file, MOST_RINGS):  # nobody can write there any more
+            if not os.read(file, MOST_BYTES):  # nobody can write there any more
                 self._poll.unregister(file)
                 self._left.add(self._peer_of[file])

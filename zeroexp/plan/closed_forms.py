@@ -22,9 +22,9 @@ from dataclasses import dataclass, field
 from functools import cache, cached_property
 from typing import ClassVar, NamedTuple
 
-from zeroexp.comm.facts import ALL, FACTS, Facts
 from zeroexp.comm.message_layout import message_layout_of
 from zeroexp.comm.sizes import aligned, num_slots, slot_bytes, slot_bytes_of_sums, sums_of
+from zeroexp.comm.traits import ALL, TRAITS, TransportTraits
 from zeroexp.cut.bucket import Bucket, cut_in_buckets
 from zeroexp.cut.chunk import FROZEN, Chunk, Span
 from zeroexp.cut.codes import encoded_bytes, encoded_chunk
@@ -168,13 +168,13 @@ class ShardedForm(ClosedForm):
         return self.options.shares_updates
 
     @property
-    def facts(self) -> Facts:
+    def traits(self) -> TransportTraits:
         """How the transport between ranks that shard among themselves carries moves."""
-        return FACTS[self.transport]
+        return TRAITS[self.transport]
 
     @cached_property
     def resolved(self) -> Options:
-        return self.options.resolved(self.stage, self.facts, self.world_size)
+        return self.options.resolved(self.stage, self.traits, self.world_size)
 
     # -- bytes sent --------------------------------------------------------------------------------
 
@@ -214,7 +214,7 @@ class ShardedForm(ClosedForm):
             self.world_size if self.options.outer is None else self.group_size
         )  # that step together
         if size > 1:
-            compared = self.facts.is_collective
+            compared = self.traits.is_collective
             num_checks = NUM_CHECKS if compared and self.stage.gather is Move.ALL_GATHER else 0
             num_parameters = sum(num * len(chunk.members) for chunk, num in self._trained_chunks)
             num_bytes = TALLY_BYTES * (1 + num_parameters + num_checks)
@@ -260,7 +260,7 @@ class ShardedForm(ClosedForm):
             peers = (rank for rank in range(self.group_size) if rank != place)
             terms = (sum(chunk.real_numel(rank) for chunk in chunks) for rank in peers)
             return sum(encoded_bytes(codec, numel) for numel in terms)
-        if self.reduction is Move.ALL_REDUCE and self.facts.is_collective:
+        if self.reduction is Move.ALL_REDUCE and self.traits.is_collective:
             # In the backend's ring every rank sends as much.
             total = self._all_reduced_numel(chunks)
             return 2 * total * self._reduce * (self.group_size - 1) // self.group_size
@@ -291,7 +291,7 @@ class ShardedForm(ClosedForm):
         replica, place = divmod(rank, self.group_size)
         chunk = sums_of(bucket, place, self.replicas)
         peers = self.replicas - 1
-        if self.facts.is_collective:
+        if self.traits.is_collective:
             numel = chunk.unpadded_numel
             if self.reduction is Move.ALL_REDUCE and self.options.outer is None:
                 numel = self._all_reduced_numel([p.chunk for p in bucket.parts]) // self.group_size
@@ -334,7 +334,7 @@ class ShardedForm(ClosedForm):
 
     def _moved_numel(self, chunks: Sequence[Chunk], place: int, itemsize: int) -> tuple[int, int]:
         """Return the elements of a move of these chunks, and of a rank's part; only the backend sends padding."""
-        if self.facts.is_collective:
+        if self.traits.is_collective:
             layout = message_layout_of(tuple(chunks), itemsize)
             return layout.numel, layout.part_numel(place)
         own = sum(chunk.real_numel(place) for chunk in chunks)
@@ -480,9 +480,9 @@ class ShardedForm(ClosedForm):
         return num_bytes
 
     def equivalence_key(self, rank: int) -> Hashable:
-        facts, place = self.facts, rank % self.group_size
-        has_uneven_sums = self.replicas > 1 and not facts.is_collective
-        if facts.shares_memory or has_uneven_sums or any(map(exchanges_of, self.matrices)):
+        traits, place = self.traits, rank % self.group_size
+        has_uneven_sums = self.replicas > 1 and not traits.is_collective
+        if traits.shares_memory or has_uneven_sums or any(map(exchanges_of, self.matrices)):
             return rank  # what peers read of it differs, or which matrices it has whole
         cuts = [(chunk, place) for each in self.units_by_shape for chunk in each.chunks]
         cuts += [
@@ -557,9 +557,9 @@ class ShardedForm(ClosedForm):
             replica, place = divmod(rank, self.group_size)
             inside, between = self.transport, self.transport_between
             slots = 0
-            if FACTS[inside].shares_memory and self.group_size > 1:
+            if TRAITS[inside].shares_memory and self.group_size > 1:
                 slots = num_slots(inside) * slot_bytes(units, self.stage, place, itemsize, most)
-            if FACTS[between].shares_memory and self.replicas > 1:
+            if TRAITS[between].shares_memory and self.replicas > 1:
                 place_and_replica = (place, replica)
                 slots += num_slots(between) * slot_bytes_of_sums(
                     *(units, place_and_replica, self.replicas, (itemsize, self._summed), most)

@@ -6,7 +6,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import replace
 from typing import Any
 
-from zeroexp.comm.facts import ALL, FACTS
+from zeroexp.comm.traits import ALL, TRAITS
 from zeroexp.config.engines import ENGINES
 from zeroexp.config.keys import Config, UndefinedCombination, resolve
 from zeroexp.config.optimizer import OPTIMIZERS, master_of_kind, optimizers_of, parameter_groups
@@ -61,9 +61,9 @@ def _sharded_form(config: Config, model: BuiltModel, transport: str, between: st
         options.secondary_partition,
         options.masters_rest,
     )
-    if (any(sends) or options.offload == ALL) and not FACTS[transport].is_collective:
+    if (any(sends) or options.offload == ALL) and not TRAITS[transport].is_collective:
         transport = between = "gloo"
-    if options.shares_updates and not FACTS[between].is_collective:
+    if options.shares_updates and not TRAITS[between].is_collective:
         between = "gloo"
     groups = group_parameters(model.module, model.blocks, options.unit, of_optimizer)
     layout = options.lay_out([specs_of(group) for group in groups], world_size)

@@ -21,7 +21,7 @@ class Machines:
 
     @property
     def transport(self) -> str:
-        """The transport that our engine finds there: a word of comm.facts.FACTS."""
+        """The transport that our engine finds there: a word of comm.traits.TRAITS."""
         return self.transports(1)[0]
 
     def transports(self, replicas: int) -> tuple[str, str]:

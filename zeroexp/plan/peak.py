@@ -136,7 +136,7 @@ def _most_microbatches(form: ClosedForm) -> int:
     if not isinstance(form, ShardedForm):
         return MOST_MICROBATCHES_OF_OTHERS
     waits = form.resolved.reduce_each == "step" or not form.options.overlap
-    return MOST_MICROBATCHES + (0 if waits else form.facts.reductions_in_flight)
+    return MOST_MICROBATCHES + (0 if waits else form.traits.reductions_in_flight)
 
 
 def _rank_peak(rehearsed: RehearsedRank, expandable: bool | None, limit: int | None) -> RankPeak:

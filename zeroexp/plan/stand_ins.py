@@ -32,10 +32,10 @@ from torch.optim import Optimizer
 
 from zeroexp.comm.collectives import TRANSPORTS
 from zeroexp.comm.direct import Direct
-from zeroexp.comm.facts import FACTS, Facts
 from zeroexp.comm.messages import Arrival
 from zeroexp.comm.shared_memory import SharedChannel
 from zeroexp.comm.sizes import arena_bytes, num_slots
+from zeroexp.comm.traits import TRAITS, TransportTraits
 from zeroexp.config.keys import Config
 from zeroexp.data import Microbatch, StepBatch
 from zeroexp.data.synthetic import width_of
@@ -77,14 +77,14 @@ class DirectWithoutNeighbours(Direct):
         channel = AbsentNeighbour(self._storages)
         self._channels |= dict.fromkeys((p for p in self._peers if p in self._host), channel)
 
-    def _find_facts(self) -> Facts:
+    def _find_traits(self) -> TransportTraits:
         messages = "mixed" if len(self._host) > 1 else "gloo"
         name = "direct" if len(self._host) == len(self._ranks) else messages
-        return FACTS[name]
+        return TRAITS[name]
 
     def reserve(self, resting: Sequence[int], slot_bytes: int) -> None:
         if len(self._host) > 1:
-            beside = arena_bytes(resting, slot_bytes, num_slots(self._facts.name)) - sum(resting)
+            beside = arena_bytes(resting, slot_bytes, num_slots(self._traits.name)) - sum(resting)
             self._slots = torch.empty(beside, dtype=torch.uint8, device=self._world.device)
             self._storages.assign_kind(SLOTS, [self._slots])
 

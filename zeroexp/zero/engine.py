@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from zeroexp.comm.collectives import Collectives
-from zeroexp.comm.facts import ON_DEVICE
+from zeroexp.comm.traits import ON_DEVICE
 from zeroexp.cut.stage import Stage
 from zeroexp.interface.canonical import WEIGHT
 from zeroexp.interface.elementwise import make_optimizer
@@ -42,7 +42,7 @@ from zeroexp.zero.outer import MOMENTUM, OuterStep, prefix_of
 from zeroexp.zero.schedule import Schedule
 from zeroexp.zero.state_dict import held_pieces
 from zeroexp.zero.step_sums import StepSums
-from zeroexp.zero.unit import MasterGradient, Unit
+from zeroexp.zero.unit import MasterUpdate, Unit
 
 
 class Engine:
@@ -90,8 +90,8 @@ class Engine:
         settings = [str(stage), options, dtypes, max_grad_norm, list(blocks), scales_loss]
         start_alike(self.model, settings, param_groups, values, self.wire)
         self.wire.connect()
-        options = options.resolved(stage, self.wire.facts, world.size)
-        self.settings = options.as_record(stage, self.wire.facts, self.wire.facts_between)
+        options = options.resolved(stage, self.wire.traits, world.size)
+        self.settings = options.as_record(stage, self.wire.traits, self.wire.traits_between)
         groups = group_parameters(module, blocks, options.unit, param_groups, dtypes.of_modules)
         cast_at_borders(module, dtypes)
         self.units = make_units(groups, stage, options, dtypes, self.wire, self._observer, values)
@@ -260,7 +260,7 @@ class Engine:
             return scale
         return None if float(scale) == 1.0 else scale
 
-    def _update(self, handed: Sequence[MasterGradient], scale: Tensor | None) -> None:
+    def _update(self, handed: Sequence[MasterUpdate], scale: Tensor | None) -> None:
         """Run one step of the optimizer on all masters that have a gradient, one place after the other."""
         self._outer.before_update()
         bus, groups = self.wire.bus, self.optimizer.param_groups

@@ -31,7 +31,7 @@ from zeroexp.zero.options import Dtypes
 Keep = Callable[[], None]
 
 
-class Gradients:
+class ChunkGradients:
     """All gradients of one chunk under one stage."""
 
     def __init__(

@@ -6,7 +6,7 @@ least until backward reaches its first block.
 
 [Note: world of one] The piece of a single rank is the whole, and its own gradient is the sum. So one rank carries out
 every stage as ddp, unless its pieces are on the host: it gathers, reduces and publishes nothing, gradients stay where
-autograd left them (`Gradients.owned`), and its modules run without hooks.
+autograd left them (`ChunkGradients.owned`), and its modules run without hooks.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from zeroexp.comm.facts import ALL
+from zeroexp.comm.traits import ALL
 from zeroexp.cut.chunk import FROZEN, ParameterSpec
 from zeroexp.cut.stage import STAGES, Stage
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from zeroexp.comm.facts import ALL, Facts
+from zeroexp.comm.traits import ALL, TransportTraits
 from zeroexp.cut.chunk import FROZEN, Chunk
 from zeroexp.cut.layout import Units, lay_out, place_on_host
 from zeroexp.cut.stage import Placement, Stage, default_reduce_each
@@ -159,13 +159,13 @@ class Options:
         names = (*names, "offload", "offload_fraction", "offload_folder")
         return {"sums_each_step": self.outer is None, **{n: getattr(self, n) for n in names}}
 
-    def resolved(self, stage: Stage, facts: Facts, world_size: int) -> Options:
+    def resolved(self, stage: Stage, traits: TransportTraits, world_size: int) -> Options:
         """Return these with the value for each open option that is best for this stage over this transport."""
         bucket_mb = self.bucket_mb
-        if bucket_mb is None and facts.bucket_bytes is not None and world_size > 1:
-            bucket_mb = facts.bucket_bytes / MIB
+        if bucket_mb is None and traits.bucket_bytes is not None and world_size > 1:
+            bucket_mb = traits.bucket_bytes / MIB
         # Where the gathering rank copies by itself, gathering ahead gains nothing and costs memory.
-        prefetch = int(not facts.moves_on_wait) if self.prefetch is None else self.prefetch
+        prefetch = int(not traits.moves_on_wait) if self.prefetch is None else self.prefetch
         return replace(
             self,
             bucket_mb=bucket_mb,
@@ -178,7 +178,9 @@ class Options:
         """The most bytes of one reduction; None: a whole unit."""
         return None if self.bucket_mb is None else int(self.bucket_mb * MIB)
 
-    def as_record(self, stage: Stage, facts: Facts, between: Facts | None) -> dict[str, Any]:
+    def as_record(
+        self, stage: Stage, traits: TransportTraits, between: TransportTraits | None
+    ) -> dict[str, Any]:
         """Return what a run writes down of resolved ones; None: not applicable. `between`: of sums between replicas."""
         sharded = stage.parameters is Placement.SHARD
         replicas: dict[str, Any] = {}
@@ -189,9 +191,9 @@ class Options:
             replicas["outer"] = f"{self.outer}, by design not equal to one process"
         return {
             **replicas,
-            "transport": facts.name,
+            "transport": traits.name,
             "bucket_mb": None if self.bucket_bytes is None else self.bucket_bytes / MIB,
             "prefetch": self.prefetch if sharded else None,
             "reduce_each": self.reduce_each,
-            "reductions_in_flight": facts.reductions_in_flight if self.overlap else 0,
+            "reductions_in_flight": traits.reductions_in_flight if self.overlap else 0,
         }

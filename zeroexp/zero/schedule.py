@@ -100,7 +100,7 @@ class Schedule:
         self._keep = options.keep
         self._overlap = options.overlap
         # Whether reductions start only at events, see [Note: one order].
-        self._at_events_only = bool(self.gathers.sharded) and not wire.facts.gathers_alone
+        self._at_events_only = bool(self.gathers.sharded) and not wire.traits.gathers_alone
         self._narrowing = [unit for unit in units if unit.narrows_gradients]
         self._progress = {unit: Progress() for unit in units}
         self._open: dict[Unit, None] = {}  # used in this microbatch and not closed, or used again
@@ -123,7 +123,7 @@ class Schedule:
         self._next_to_reduce = 0  # index in the order of the unit whose buckets may be launched
         self._closed: list[Unit] = []  # units closed in this microbatch, in order
         self._reduces_each_microbatch = options.reduce_each == "microbatch"
-        self._most_in_flight = wire.facts.reductions_in_flight if options.overlap else 0
+        self._most_in_flight = wire.traits.reductions_in_flight if options.overlap else 0
         self._in_flight: deque[Pending] = deque()  # reductions
         self._reduced = False  # whether any reduction of this microbatch was launched
         # By unit, the buckets that hold elements of each trainable parameter.

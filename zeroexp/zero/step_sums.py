@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from zeroexp.comm.collectives import Collectives, checksum_terms, checksums_were_equal
 from zeroexp.cut.stage import Move, Stage
-from zeroexp.zero.unit import MasterGradient
+from zeroexp.zero.unit import MasterUpdate
 
 
 class StepSums:
@@ -33,7 +33,7 @@ class StepSums:
     def __init__(
         self,
         parameters: Sequence[nn.Parameter],
-        handed: Sequence[MasterGradient],
+        handed: Sequence[MasterUpdate],
         stage: Stage,
         wire: Collectives,
         has_gradient: Sequence[bool],
@@ -56,7 +56,7 @@ class StepSums:
         self._sums = terms.to(wire.world.device, non_blocking=True)
         # Of the ranks that update by the same gradients, all or the replicas, only the first contributes their squares.
         counted = [
-            each.gradient for each in handed if not wire.sums_each_step or each.alike.rank == 0
+            each.gradient for each in handed if not wire.sums_each_step or each.same_state.rank == 0
         ]
         if counted:
             # Norms in bfloat16 would keep three digits, and a sum in float32 not every element.
@@ -72,7 +72,7 @@ class StepSums:
         self._summed.wait()
         return self._sums[0].sqrt().float()
 
-    def with_gradient(self) -> list[MasterGradient]:
+    def with_gradient(self) -> list[MasterUpdate]:
         """Return what was handed over of the parameters for which any rank has a gradient."""
         if self._all_here:
             return [*self._handed]

@@ -15,26 +15,26 @@ from torch import Tensor, nn
 
 from zeroexp.comm.base import GatherPart, Pending, Residuals
 from zeroexp.comm.collectives import Collectives
-from zeroexp.comm.facts import ON_DEVICE, ON_HOST
 from zeroexp.comm.secondary import SecondaryCopy
+from zeroexp.comm.traits import ON_DEVICE, ON_HOST
 from zeroexp.cut.bucket import Bucket, cut_in_buckets
 from zeroexp.cut.chunk import FROZEN, Chunk
 from zeroexp.cut.stage import Move, Stage
 from zeroexp.measure.verb_seconds import meter, timed_as_verb
 from zeroexp.process.world import World
 from zeroexp.zero.full_storage import FullStorage
-from zeroexp.zero.gradients import Gradients
+from zeroexp.zero.gradients import ChunkGradients
 from zeroexp.zero.held import MAY_BECOME, Held, Residence, unguarded
 from zeroexp.zero.options import Dtypes
 
 
-class MasterGradient(NamedTuple):
+class MasterUpdate(NamedTuple):
     """What the optimizer is given for one span that this rank updates."""
 
     parameter: nn.Parameter
     master: nn.Parameter  # the elements that this rank updates
     gradient: Tensor  # the sum over ranks, of the master's shape, and its dtype where no bus is between them
-    alike: World  # the ranks that update it by the same gradient
+    same_state: World  # the ranks that update it by the same gradient
 
 
 class Unit:
@@ -81,7 +81,7 @@ class Unit:
         self._parts = [GatherPart(h.chunk, h.full, h.piece) for h in held if h.full is not None]
         self._parts_published = [part for part in self._parts if part.chunk.kind != FROZEN]
         self._gradients = [
-            Gradients(h, stage, dtypes, wire.group, each_microbatch=each_microbatch)
+            ChunkGradients(h, stage, dtypes, wire.group, each_microbatch=each_microbatch)
             for h in self.trainable
         ]
         cut = partial(cut_in_buckets, itemsize=dtypes.reduce.itemsize, max_bytes=bucket_bytes)
@@ -228,12 +228,12 @@ class Unit:
 
     # -- hand_over: G -> O, before the optimizer's step ------------------------------------------
 
-    def hand_over(self) -> list[MasterGradient]:
+    def hand_over(self) -> list[MasterUpdate]:
         """Carry out G -> O: return each master weight with its gradient, in its dtype if on its device.
 
         Nothing is sent here: where G -> O is a reduce-scatter (zero1), `reduce` ran it beside the last backward.
         """
-        handed: list[MasterGradient] = []
+        handed: list[MasterUpdate] = []
         chunks = zip(self.trainable, self._updated, self._gradients, strict=True)
         for held, updated, gradients in chunks:
             for (parameter, master), gradient in zip(updated, gradients.owned(), strict=True):
@@ -241,7 +241,7 @@ class Unit:
                     gradient = gradient.to(master.dtype)
                 if gradient.shape != master.shape:
                     gradient = gradient.view(master.shape)
-                handed.append(MasterGradient(parameter, master, gradient, held.same_state))
+                handed.append(MasterUpdate(parameter, master, gradient, held.same_state))
         return handed
 
     # -- publish: O -> P, after the optimizer's step ---------------------------------------------

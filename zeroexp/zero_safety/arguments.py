@@ -13,7 +13,7 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from zeroexp.comm.collectives import TRANSPORTS
-from zeroexp.comm.facts import ALL, OPTIMIZER
+from zeroexp.comm.traits import ALL, OPTIMIZER
 from zeroexp.cut.codes import CODE_BITS
 from zeroexp.cut.layout import LAYOUTS
 from zeroexp.cut.matrix_step import MATRIX_STEPS

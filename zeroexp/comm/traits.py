@@ -1,4 +1,4 @@
-"""Facts are what the engine and its closed forms need to know of a transport. No other code asks which one it is."""
+"""Traits of a transport: what the engine and its closed forms need to know of it. No other code asks which it is."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ ON_DEVICE, ON_HOST = 0, 1  # places of masters; so are those above, of a file
 
 
 @dataclass(frozen=True)
-class Facts:
+class TransportTraits:
     """How one transport carries moves, as far as the engine needs to know."""
 
     name: str
@@ -31,14 +31,18 @@ class Facts:
 # for a reduction, so one is enough; small buckets are faster there, since their gradients are still in the cache.
 # Messages travel while backward computes, and a second reduction keeps a slow link busy until backward launches the
 # next. The links of GPUs are fast and their memory is scarce, so one is enough.
-FACTS = {
-    "direct": Facts(
+TRAITS = {
+    "direct": TransportTraits(
         "direct", 1, 4 * MIB, moves_on_wait=True, is_collective=False, shares_memory=True
     ),
-    "gloo": Facts("gloo", 2, None, moves_on_wait=False, is_collective=False, shares_memory=False),
+    "gloo": TransportTraits(
+        "gloo", 2, None, moves_on_wait=False, is_collective=False, shares_memory=False
+    ),
     # Some peers share this rank's host, and messages go to the others.
-    "mixed": Facts("mixed", 2, None, moves_on_wait=False, is_collective=False, shares_memory=True),
-    "native": Facts(
+    "mixed": TransportTraits(
+        "mixed", 2, None, moves_on_wait=False, is_collective=False, shares_memory=True
+    ),
+    "native": TransportTraits(
         "native", 1, None, moves_on_wait=False, is_collective=True, shares_memory=False
     ),
 }

@@ -1,4 +1,4 @@
-"""A board is what a rank tells its neighbours in shared memory: only that rank writes it, and all may read it.
+"""A control block is what a rank tells its neighbours in shared memory: only that rank writes it, and all may read it.
 
     steps ended | for each rank and slot: tag staged, where, tag read | for each offer: step, entry | entries
 
@@ -7,8 +7,8 @@
     offers     these tensors at rest in my arena may be read during this step; an entry lists where they lie
     ended      I no longer read your offers of this many steps
 
-A board holds state and is no stream: a rank that looks late sees the latest words, and nothing can overflow. Its file
-is sparse: only written pages take memory.
+It holds state and is no stream: a rank that looks late sees the latest words, and nothing can overflow. Its file is
+sparse: only written pages take memory.
 
 [Note: order of memory] A rank writes a word after the data the word describes, and reads data after their word, even on
 processors that reorder memory accesses: no access moves across a lock that is taken and released twice.
@@ -42,8 +42,8 @@ def _place(word: int, rank: int, slot: int) -> int:
     return 1 + 3 * (MOST_SLOTS * rank + slot) + word
 
 
-class Board:
-    """A neighbour's board, which this rank reads."""
+class ControlBlock:
+    """A neighbour's control block, which this rank reads."""
 
     def __init__(self, file: int, world_size: int, *, access: int = mmap.ACCESS_READ):
         self._first_offer = 1 + 3 * MOST_SLOTS * world_size
@@ -75,11 +75,11 @@ class Board:
         return self._words[entry + 1 : entry + 1 + self._words[entry]]
 
 
-class OwnBoard(Board):
-    """This rank's board, which it writes."""
+class OwnControlBlock(ControlBlock):
+    """This rank's control block, which it writes."""
 
     def __init__(self, world_size: int):
-        self.file = os.memfd_create("zeroexp-board")
+        self.file = os.memfd_create("zeroexp-control")
         weakref.finalize(self, os.close, self.file)
         self._top = 1 + 3 * MOST_SLOTS * world_size + 2 * MOST_OFFERS  # where the next entry begins
         os.ftruncate(self.file, WORD_BYTES * (self._top + MOST_ENTRIES))
