@@ -216,7 +216,9 @@ with LocalCluster(Config().cluster, rank_main="tests.cluster.rank_mains:main") a
 """
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
+@pytest.mark.parametrize(
+    "number", [pytest.param(signal.SIGINT, marks=pytest.mark.slow), signal.SIGKILL]
+)
 def test_no_orphan_when_the_sweep_ends(tmp_path, number):
     job = make_job(tmp_path / "hang")
     sweep = subprocess.Popen(
