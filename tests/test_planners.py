@@ -74,11 +74,11 @@ def test_every_answer_is_a_row():
 
 @pytest.fixture(scope="module")
 def of_llama() -> list[Point]:
-    return list(islice(of_this_machine(), 15))
+    return list(islice(of_this_machine(), 10))
 
 
 def test_points_are_told_as_they_are_trained(of_llama):
-    assert len({point.name for point in of_llama}) == 15
+    assert len({point.name for point in of_llama}) == 10
     for point in of_llama:
         config = config_of(point)
         assert (config.strategy.name, config.precision.name) == (point.strategy, point.precision)

@@ -113,9 +113,10 @@ def test_when_time_is_over_it_stops_where_something_fits(monkeypatch, tmp_path):
 def test_on_gpus_a_line_that_leaves_it_open_means_what_people_run(monkeypatch, tmp_path):
     """bf16 with fp32 masters, the model's own 2,048 positions, eight samples for each rank, and an H100's memory."""
     monkeypatch.chdir(tmp_path)
-    plans = Plans(ComposedPoints(["model=tiny"]))
+    words = ("model=tiny", "model.hf_config.num_hidden_layers=1")
+    plans = Plans(ComposedPoints([*words]))
     for device, expected in (("cuda", ("bf16_master", 2048, 16)), ("cpu", ("fp32", 128, 16))):
-        plans.entries = [plan_point(composed("model=tiny", "world_size=2"), None, device)]
+        plans.entries = [plan_point(composed(*words, "world_size=2"), None, device)]
         (found,) = advise(plans, now=iter(range(0, 10**6, 3600)).__next__)
         planned = found.candidates[-1]
         assert (" reserved, " in as_text(found)) == (device == "cuda")
@@ -133,7 +134,10 @@ def test_a_named_gpu_sets_the_limit_and_the_speed():
 
 def test_advice_for_an_optimizer_that_steps_whole_matrices(planned):
     """The layout of the default cuts them, and is advised like another; what FSDP2 cuts is refused."""
-    line = "model=tiny world_size=2 optimizer=muon data.global_batch_size=2"
+    line = (
+        "model=tiny model.hf_config.num_hidden_layers=1 world_size=2 optimizer=muon data.global_batch_size=2 "
+        "data.seq_len=8"
+    )
     recomputes = "train.activation_checkpointing=true"
     code, text, _ = planned(f"--advise --json {line} strategy=ddp,zero2 {recomputes}")
     (entry,) = json.loads(text)

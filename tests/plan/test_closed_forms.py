@@ -189,9 +189,23 @@ def situations(draw):
     return stage, rank, world_size, options, accumulation, precision
 
 
-@settings(max_examples=80, deadline=None, derandomize=True)
-@given(situation=situations(), optimizer=st.sampled_from(list(OPTIMIZERS)))
+DRAWN = given(situation=situations(), optimizer=st.sampled_from(list(OPTIMIZERS)))
+
+
+@settings(max_examples=40, deadline=None, derandomize=True)
+@DRAWN
 def test_bytes_and_calls_of_a_step_and_bytes_held_at_every_named_moment(situation, optimizer):
+    check_situation(situation, optimizer)
+
+
+@pytest.mark.slow
+@settings(max_examples=200, deadline=None, derandomize=True)
+@DRAWN
+def test_they_are_those_of_many_more_situations(situation, optimizer):
+    check_situation(situation, optimizer)
+
+
+def check_situation(situation, optimizer):
     stage, rank, world_size, options, accumulation, precision = situation
     with fake_world(rank, world_size) as world:
         strategy = engine(world, stage, options, precision, optimizer)

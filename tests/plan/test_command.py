@@ -239,8 +239,7 @@ def test_fit_tells_what_it_skips(plans_of):
 
 
 def test_explain_names_what_makes_the_peak(plans_of):
-    line = "model=tiny data.seq_len=16 cluster.device=cuda world_size=4 strategy=zero3"
-    plans = plans_of(line)
+    plans = plans_of(f"{VECTORS} cluster.device=cuda strategy=zero3")
     (point,) = plans.planned
     out = explain(plans)
     rehearsed = with_rehearsal(point).outcome.rehearsed

@@ -76,13 +76,14 @@ def test_no_further_microbatch_holds_more(stage, implementation, words):
 # -- kernels and autograd --------------------------------------------------------------------------
 
 
-ONE_BLOCK = ("model.hf_config.num_hidden_layers=1", "data.global_batch_size=2", "strategy=zero3")
+ONE_LAYER = "model.hf_config.num_hidden_layers=1"
+ONE_BLOCK = (ONE_LAYER, "data.global_batch_size=2", "strategy=zero3")
 SCRATCH = {
     "a product, and a norm": (*ONE_BLOCK, "precision=bf16"),
     "a product": (*ONE_BLOCK, "precision=bf16", "optimizer.max_grad_norm=null"),
     # Autograd adds two gradients.
     "a tied embedding under autocast": (
-        *("strategy=ddp", "strategy.implementation=torch", "precision=autocast"),
+        *(ONE_LAYER, "strategy=ddp", "strategy.implementation=torch", "precision=autocast"),
     ),
 }
 
@@ -167,7 +168,7 @@ def test_a_tensor_that_is_used_twice_has_the_peak_of_real_tensors(use):
 )
 def test_a_cpu_rank_that_saves_holds_the_copy_of_its_state(ranks, tmp_path, stage, implementation):
     words = (f"strategy={stage}", f"strategy.implementation={implementation}")
-    config = config_of(*WIDE, *words, "checkpoint.every=2")
+    config = config_of(*VECTORS, *words, "checkpoint.every=2")
     measured, plan = most(ranks(among_peers, config, 2, tmp_path, world_size=2)), planned(config)
     assert 0 <= measured - plan.num_bytes <= RANDOM_STATES_BYTES < plan.by_kind["checkpoint copy"]
 
@@ -244,8 +245,13 @@ def test_fsdp2_has_the_planned_peak_at_a_reduction_beside_the_copy_of_gloo(ranks
 UNTIED = "model.hf_config.tie_word_embeddings=false"
 
 
-@pytest.mark.parametrize("unit", ["block", "layer"])
-@pytest.mark.parametrize(("theirs", "keep"), [("zero2", "all"), ("zero3", "last")])
+@pytest.mark.parametrize(
+    ("theirs", "keep", "unit"),
+    quick_or_slow(
+        [("zero2", "all", "block"), ("zero3", "last", "layer")],
+        [("zero2", "all", "layer"), ("zero3", "last", "block")],
+    ),
+)
 def test_ranks_on_which_masters_alone_rest_hold_no_more_than_those_of_fsdp2(theirs, keep, unit):
     """FSDP2 casts its fp32 shards as it gathers too, and keeps them gathered until backward where it is called ZeRO-2.
 
