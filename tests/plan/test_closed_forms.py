@@ -30,7 +30,7 @@ from zeroexp.plan.form_terms import OptimizerForm, PrecisionForm
 from zeroexp.plan.outcome import plan_point
 from zeroexp.process.world import World, fake_world
 from zeroexp.zero.grouping import stage_for_world
-from zeroexp.zero.options import DTYPES, MIB, Dtypes, Options, Outer
+from zeroexp.zero.options import DTYPES, MIB, Dtypes, Options, OuterOptimizer
 
 NUM_BLOCKS = 4
 WORDS = 11
@@ -179,7 +179,7 @@ def situations(draw):
         # A replica of one rank has no nodes, and sends no codes.
         is_alone = draw(st.booleans()) and not (masters_rest or secondary)
         alone = world_size if is_alone else options.replicas
-        outer = draw(st.sampled_from([Outer(1), Outer(1, lr=1.0, momentum=0.0)]))
+        outer = draw(st.sampled_from([OuterOptimizer(1), OuterOptimizer(1, lr=1.0, momentum=0.0)]))
         options = replace(options, outer=outer, replicas=alone)
     elif options.replicas > 1 and options.offload != "all" and not masters_rest:
         options = replace(options, optimizer_over=draw(st.sampled_from(["group", "all"])))

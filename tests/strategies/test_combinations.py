@@ -20,7 +20,7 @@ from tests.strategies.test_kinds import WITH_MUON
 from tests.strategies.test_outer import assert_close, outcome_of_replicas, plain_loop
 from tests.strategies.test_parity import FLOAT32_ROUNDING, train_rows
 from zeroexp.cut.stage import STAGES, why_no_secondary_copy, why_not_over_all
-from zeroexp.zero.options import Options, Outer
+from zeroexp.zero.options import Options, OuterOptimizer
 
 AXES: dict[str, Sequence[Any]] = {
     "stage": [name for name in STAGES if name != "ddp"],
@@ -29,7 +29,7 @@ AXES: dict[str, Sequence[Any]] = {
     "replicas": [1, 2, 4, 3],
     "optimizer_over": ["group", "all"],
     "secondary_partition": [None, 2],
-    "outer": [None, Outer(2), Outer(1, lr=1.0, momentum=0.0)],
+    "outer": [None, OuterOptimizer(2), OuterOptimizer(1, lr=1.0, momentum=0.0)],
     "offload": [None, "optimizer", "all"],
     "optimizer": ["adamw", "muon", "kinds"],
     "matrix_step": ["alltoall", "gather"],

@@ -35,7 +35,7 @@ from zeroexp.interface.canonical import merge
 from zeroexp.measure.memory import bytes_by_kind
 from zeroexp.process import world as worlds
 from zeroexp.process.world import World, fake_world
-from zeroexp.zero.options import Dtypes, Options, Outer
+from zeroexp.zero.options import Dtypes, Options, OuterOptimizer
 
 FLOAT8 = Options(gather_codec="float8", masters_rest=True)
 # layout, codec, precision, other options, ranks
@@ -124,7 +124,7 @@ def train_with_and_without(world: World, options: Options):
     ("more", "world_size"),
     [
         ({"layout": "tensor", "keep": "all"}, 3),
-        ({"replicas": 2, "outer": Outer(2)}, 4),
+        ({"replicas": 2, "outer": OuterOptimizer(2)}, 4),
         ({"reduce_codec": "int4", "error_feedback": True}, 2),
     ],
 )

@@ -31,7 +31,7 @@ from zeroexp.config.optimizer import optimizer_factory, parameter_groups
 from zeroexp.interface.canonical import merge
 from zeroexp.interface.strategy import CanonicalState
 from zeroexp.process.world import World, fake_world
-from zeroexp.zero.options import Options, Outer
+from zeroexp.zero.options import Options, OuterOptimizer
 
 CLOSE: Any = {"rtol": 2e-5, "atol": 2e-6}  # one sum more, and the outer update in another order
 
@@ -70,7 +70,7 @@ class PlainReplica:
         return total, float(norm)
 
 
-def plain_loop(recipe: Recipe, replicas: int, outer: Outer) -> Outcome:
+def plain_loop(recipe: Recipe, replicas: int, outer: OuterOptimizer) -> Outcome:
     """DiLoCo as its paper has it: K models, torch's SGD with Nesterov momentum on the mean of what they changed."""
     size = recipe.world_size // replicas
     models = [
@@ -140,7 +140,7 @@ def assert_close(ours: Outcome, plain: Outcome) -> None:
 )
 def test_equals_a_plain_loop_over_models(ranks, stage, layout, size, replicas, transport, every):
     """AdamW inside, with clipping in each replica; a replica of one rank is local SGD's."""
-    outer = Outer(every, lr=0.7, momentum=0.9)
+    outer = OuterOptimizer(every, lr=0.7, momentum=0.9)
     clips = 0.5 if every == 3 else None
     recipe = Recipe(world_size=size, steps=2 * every, max_grad_norm=clips)
     options = Options(layout, replicas=replicas, outer=outer, transport=transport)
@@ -149,7 +149,7 @@ def test_equals_a_plain_loop_over_models(ranks, stage, layout, size, replicas, t
 
 
 def test_muon_steps_whole_matrices_inside_of_a_replica(ranks):
-    recipe, outer = Recipe(world_size=4, steps=2, optimizer="muon"), Outer(2)
+    recipe, outer = Recipe(world_size=4, steps=2, optimizer="muon"), OuterOptimizer(2)
     options = Options(replicas=2, outer=outer)
     answers = ranks(train_on_ranks, recipe, Ours("zero3", options), world_size=4)
     assert_close(outcome_of_replicas(answers), plain_loop(recipe, 2, outer))
@@ -158,7 +158,7 @@ def test_muon_steps_whole_matrices_inside_of_a_replica(ranks):
 def test_codecs_round_inside_of_a_replica_and_replicas_are_equal_after_outer_steps(ranks):
     """Else a step raises: the weights of replicas are compared after the first two outer steps."""
     codecs = {"gather_codec": "int8", "reduce_codec": "int4"}
-    recipe, outer = Recipe(world_size=4, steps=4), Outer(2)
+    recipe, outer = Recipe(world_size=4, steps=4), OuterOptimizer(2)
     options = Options(replicas=2, outer=outer, **codecs)
     answers = ranks(train_on_ranks, recipe, Ours("zero3", options), world_size=4)
     ours, exact = outcome_of_replicas(answers), plain_loop(recipe, 2, outer)
@@ -172,7 +172,7 @@ def test_joined_in_each_step_by_the_plain_mean_sgd_is_synchronous_and_adamw_is_n
 ):
     """SGD (with momentum and decay) is linear in its gradients: the mean of K steps is the step of the mean."""
     recipe = Recipe(world_size=4, optimizer=optimizer)
-    options = Options(replicas=2, outer=Outer(1, lr=1.0, momentum=0.0))
+    options = Options(replicas=2, outer=OuterOptimizer(1, lr=1.0, momentum=0.0))
     answers = ranks(train_on_ranks, recipe, Ours("zero3", options), world_size=4)
     ours, one = outcome_of_replicas(answers), train_oracle(recipe)
     weights = [(ours.state[name]["weight"], e["weight"]) for name, e in one.state.items()]
@@ -187,7 +187,7 @@ def given_in_steps(stage: str, size: int, every: int, num_steps: int) -> list[Co
     """What the backend of rank 0 was given in each step: bytes by collective and number of ranks."""
     given: list[Counter[Any]] = []
     with fake_world(0, size) as world:
-        options = {"replicas": size // 2, "outer": Outer(every), "transport": "native"}
+        options = {"replicas": size // 2, "outer": OuterOptimizer(every), "transport": "native"}
         strategy = engine_of_nine_units(stage, "buffer", world, **options)
         for _ in range(num_steps):
             with Backend() as backend:
@@ -214,7 +214,7 @@ def test_between_replicas_bytes_are_sent_once_in_an_interval(stage):
 def train_without_an_outer_sum(world: World, every: int) -> list[str]:
     """What the engine says in each step where the changes of a block are not summed between replicas."""
     recipe = Recipe(world_size=4, steps=1)
-    outer = Outer(every)
+    outer = OuterOptimizer(every)
     strategy: Any = build_on_rank(world, recipe, Ours("zero3", Options(replicas=2, outer=outer)))
     summed, told = strategy.wire._sum_between, []
 
@@ -252,7 +252,7 @@ def go_on(
 def test_a_run_goes_on_bit_for_bit_from_an_outer_step(ranks, precision):
     """Moments are each replica's own, and the state holds all of them; weights before an interval are in none."""
     recipe = Recipe(world_size=4, precision=precision)
-    make = Ours("zero3", Options(replicas=2, outer=Outer(2)))
+    make = Ours("zero3", Options(replicas=2, outer=OuterOptimizer(2)))
     through = ranks(go_on, recipe, make, None, range(6), world_size=4)
     half = merge([pieces for pieces, _ in ranks(go_on, recipe, make, None, range(2), world_size=4)])
     assert {"outer.momentum", "outer.1.exp_avg", "outer.1.step"} <= half["norm.weight"].keys()
@@ -266,11 +266,11 @@ def test_a_state_of_replicas_loads_into_any_engine_and_back(ranks):
     """Others take weights and the first replica's moments; replicas that a state has none of begin with these."""
     recipe = Recipe(world_size=4)
     makes: list[Any] = [
-        Ours("zero2", Options(replicas=2, outer=Outer(1))),
+        Ours("zero2", Options(replicas=2, outer=OuterOptimizer(1))),
         Ours("zero3", Options("tensor")),
-        Ours("zero1", Options("parameter", replicas=4, outer=Outer(1))),
+        Ours("zero1", Options("parameter", replicas=4, outer=OuterOptimizer(1))),
         configured("zero1", "torch"),
-        Ours("zero3", Options(replicas=2, outer=Outer(1))),
+        Ours("zero3", Options(replicas=2, outer=OuterOptimizer(1))),
     ]
     saved: CanonicalState | None = None
     for make in makes:
@@ -285,7 +285,9 @@ def test_a_state_of_replicas_loads_into_any_engine_and_back(ranks):
 
 def ask_in_between(world: World) -> list[str]:
     recipe = Recipe(world_size=2)
-    strategy = build_on_rank(world, recipe, Ours("zero3", Options(replicas=2, outer=Outer(2))))
+    strategy = build_on_rank(
+        world, recipe, Ours("zero3", Options(replicas=2, outer=OuterOptimizer(2)))
+    )
     run_steps(strategy, world, recipe, range(1))
     with strategy.gathered():  # each rank sees its replica's
         pass

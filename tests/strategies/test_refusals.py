@@ -23,7 +23,7 @@ from zeroexp.config.optimizer import parameter_groups
 from zeroexp.cut.stage import STAGES
 from zeroexp.engines.sharded import Sharded
 from zeroexp.process.world import fake_world
-from zeroexp.zero.options import Dtypes, Options, Outer
+from zeroexp.zero.options import Dtypes, Options, OuterOptimizer
 
 NODES = "cluster=slurm cluster.slurm.ranks_per_node=4 world_size=8 data.global_batch_size=8"
 COPIES = "strategy.secondary_partition=4 data.micro_batch_size=1"
@@ -180,7 +180,7 @@ OPTIONS: list[tuple[str, int, dict[str, Any], str]] = [
     ("zero3", 4, {"replicas": 0}, "options.replicas=0: use a number of groups, 1 or more"),
     ("zero3", 4, {"optimizer_over": "all"}, "optimizer_over=all: one group is all ranks; set rep"),
     (
-        *("zero3", 4, {"optimizer_over": "all", "replicas": 2, "outer": Outer(2)}),
+        *("zero3", 4, {"optimizer_over": "all", "replicas": 2, "outer": OuterOptimizer(2)}),
         "optimizer_over=all: with `outer` each replica updates all of its weights; use one",
     ),
     (
@@ -188,11 +188,26 @@ OPTIONS: list[tuple[str, int, dict[str, Any], str]] = [
         "optimizer_over=all: pieces on the host are sent between no replicas; use",
     ),
     # outer steps
-    ("zero3", 2, {"outer": Outer(2)}, "there is one replica, set replicas"),
-    ("zero3", 2, {"replicas": 2, "outer": Outer(0)}, "use Outer(every=...) with 1 step or more"),
-    ("zero3", 2, {"replicas": 2, "outer": Outer(2, lr=0.0)}, "use an lr above 0"),
-    ("zero3", 2, {"replicas": 2, "outer": Outer(2, momentum=1.0)}, "use a momentum of 0 up to 1"),
-    ("zero3", 2, {"replicas": 2, "outer": Outer(2), "offload": "optimizer"}, "stays on the device"),
+    ("zero3", 2, {"outer": OuterOptimizer(2)}, "there is one replica, set replicas"),
+    (
+        "zero3",
+        2,
+        {"replicas": 2, "outer": OuterOptimizer(0)},
+        "use OuterOptimizer(every=...) with 1 step or more",
+    ),
+    ("zero3", 2, {"replicas": 2, "outer": OuterOptimizer(2, lr=0.0)}, "use an lr above 0"),
+    (
+        "zero3",
+        2,
+        {"replicas": 2, "outer": OuterOptimizer(2, momentum=1.0)},
+        "use a momentum of 0 up to 1",
+    ),
+    (
+        "zero3",
+        2,
+        {"replicas": 2, "outer": OuterOptimizer(2), "offload": "optimizer"},
+        "stays on the device",
+    ),
     # a secondary copy
     ("zero2", 8, {"secondary_partition": 2}, "are not gathered; use zero3"),
     ("zero3", 8, {"secondary_partition": 3}, "8 ranks form no equal nodes of it; use 2, 4"),

@@ -18,7 +18,7 @@ from tests.comm.asked import asking
 from zeroexp.cut.stage import STAGES
 from zeroexp.engines.sharded import Sharded
 from zeroexp.process.world import World, fake_world
-from zeroexp.zero.options import Dtypes, Options, Outer
+from zeroexp.zero.options import Dtypes, Options, OuterOptimizer
 
 # Each stage, and each layout under the one that cuts everything.
 CASES = [*((stage, "buffer") for stage in STAGES), ("zero3", "parameter"), ("zero3", "tensor")]
@@ -164,7 +164,7 @@ def test_what_several_ranks_refuse_trains_as_in_a_plain_loop():
 
 def launches_of_four_steps(world: World, every: int) -> list[int]:
     """How often each step asks the backend, of ranks that shard with nobody and meet every so many steps."""
-    options = {"replicas": world.size, "outer": Outer(every)}
+    options = {"replicas": world.size, "outer": OuterOptimizer(every)}
     strategy = engine(world, "zero3", "buffer", **options)
     take_step(strategy, 0)
     counts = []

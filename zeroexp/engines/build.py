@@ -17,7 +17,7 @@ from zeroexp.engines.torch_ddp import TorchDDP
 from zeroexp.interface.strategy import Strategy
 from zeroexp.models.module import BuiltModel
 from zeroexp.process.world import World
-from zeroexp.zero.options import DTYPES, Dtypes, Options, Outer
+from zeroexp.zero.options import DTYPES, Dtypes, Options, OuterOptimizer
 
 MEMBERS = (*Strategy.__annotations__, *(n for n in vars(Strategy) if not n.startswith("_")))
 
@@ -123,7 +123,9 @@ def options_of(strategy: StrategyConfig) -> Options:
     words["layout"], words["optimizer_over"] = strategy.implementation, strategy.optimizer.over
     words["outer"] = None
     if strategy.outer.every is not None:
-        words["outer"] = Outer(strategy.outer.every, strategy.outer.lr, strategy.outer.momentum)
+        words["outer"] = OuterOptimizer(
+            strategy.outer.every, strategy.outer.lr, strategy.outer.momentum
+        )
     words["masters_rest"] = strategy.masters_rest
     if strategy.codes:
         words["gather_codec"] = strategy.codes

@@ -61,7 +61,7 @@ def own_dtypes(module: nn.Module) -> Dtypes:
 
 
 @dataclass(frozen=True)
-class Outer:
+class OuterOptimizer:
     """Seldom synchronised replicas (outer.py): each takes `every` steps by itself, then an outer optimizer joins them.
 
     The outer optimizer is SGD with Nesterov momentum on what the replicas changed, with DiLoCo's defaults; lr=1 and
@@ -96,7 +96,8 @@ class Options:
     # Ranks over which replicas shard masters and what the optimizer keeps: `group`, each its own; `all` of them.
     optimizer_over: str = "group"
     over_of_kinds: tuple[tuple[str, str], ...] = ()  # that of parameters of a kind with its own
-    outer: Outer | None = None  # replicas differ between outer steps; None: each step sums over all
+    # Replicas differ between outer steps; None: each step sums over all.
+    outer: OuterOptimizer | None = None
     # How an optimizer of whole matrices steps cut ones: a word of MATRIX_STEPS (cut/matrix_step.py).
     matrix_step: str = "alltoall"
     # Reductions have a communicator of their own over the backend's collectives, so that no gather waits for one.

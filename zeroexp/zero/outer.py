@@ -35,7 +35,7 @@ from zeroexp.cut.bucket import Bucket
 from zeroexp.interface.canonical import OUTER, fill_from_canonical, is_moment
 from zeroexp.interface.held_pieces import HeldPiece
 from zeroexp.interface.strategy import CanonicalState
-from zeroexp.zero.options import Outer
+from zeroexp.zero.options import OuterOptimizer
 from zeroexp.zero.step_sums import StepSums
 from zeroexp.zero.unit import Unit
 
@@ -54,7 +54,11 @@ class OuterStep:
     """
 
     def __init__(
-        self, units: Sequence[Unit], wire: Collectives, outer: Outer | None, dtype: torch.dtype
+        self,
+        units: Sequence[Unit],
+        wire: Collectives,
+        outer: OuterOptimizer | None,
+        dtype: torch.dtype,
     ):
         """`dtype`: of the masters, and of what is kept beside them."""
         self._units, self._wire, self._settings = units, wire, outer

@@ -30,7 +30,7 @@ from zeroexp.interface.strategy import OptimizerFactory
 from zeroexp.interface.values import Values
 from zeroexp.process.world import World
 from zeroexp.zero.observer import Observer
-from zeroexp.zero.options import DTYPES, Dtypes, Options, Outer
+from zeroexp.zero.options import DTYPES, Dtypes, Options, OuterOptimizer
 from zeroexp.zero_safety.guard import is_guarded
 
 WORDS = {
@@ -317,8 +317,8 @@ def _of_outer(options: Options, *_: object) -> Problems:
     outer = options.outer
     if outer is None:
         return
-    if not isinstance(outer, Outer) or type(outer.every) is not int or outer.every < 1:
-        yield "outer", "use Outer(every=...) with 1 step or more"
+    if not isinstance(outer, OuterOptimizer) or type(outer.every) is not int or outer.every < 1:
+        yield "outer", "use OuterOptimizer(every=...) with 1 step or more"
     if not (_is_number(outer.lr) and outer.lr > 0 and _is_number(outer.momentum)):
         yield "outer", "use an lr above 0, as 0.7"
     if not 0 <= outer.momentum < 1:
