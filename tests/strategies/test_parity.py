@@ -113,7 +113,8 @@ def recipe_of(row: Row) -> Recipe:
     return Recipe(
         model=row["model"],
         world_size=row["world_size"],
-        steps=1 if one_step else 2,  # the second has all that a first one leaves
+        # The second has all that a first one leaves, and a third shows how moments were rounded.
+        steps=1 if one_step else 2 + bool(row["moments"]),
         accumulation=row["accumulation"],
         precision=row["precision"],
         optimizer=row["optimizer"].partition("_")[0],
