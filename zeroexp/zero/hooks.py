@@ -16,6 +16,10 @@ again. This is right however backward gets there, whatever form a module's outpu
 the first. What is recomputed under `torch.utils.checkpoint(use_reentrant=False)` does not pass through these hooks,
 since checkpointing's own hooks come first. It keeps views, which keep the unit's bytes until backward has used them
 (full_storage.py, [Note: one storage]).
+
+[Note: weak references] Autograd keeps its hooks as long as the parameter or the graph, where the cycle collector does
+not see them. An output that a module keeps in an attribute, or an exception in backward, would so keep the engine and
+all that it holds for good. So these hooks, and the places, hold weak references to the engine.
 """
 
 from __future__ import annotations
@@ -56,16 +60,13 @@ def attach(unit: Unit, module: nn.Module, schedule: Schedule, observer: Observer
         for tensor in tensors_in(output):
             observer.returned(unit, tensor)
             if tensor.requires_grad and not isinstance(tensor, nn.Parameter):
-                tensor.register_hook(partial(before_backward, ticks))
+                tensor.register_hook(partial(_before_backward, *weakly, ticks))
 
-    def before_backward(ticks: Ticks, _gradient: Tensor) -> None:
-        schedule.before_backward(unit, ticks)
-
+    weakly = weakref.ref(schedule), weakref.ref(unit)
     module.register_forward_pre_hook(_uncompiled(before_forward), prepend=True)
     module.register_forward_hook(_uncompiled(after_forward), always_call=True)
     for index, parameter in enumerate(unit.trainable_parameters):
-        report = partial(_gradient_ready, weakref.ref(schedule), weakref.ref(unit), index)
-        parameter.register_post_accumulate_grad_hook(report)
+        parameter.register_post_accumulate_grad_hook(partial(_gradient_ready, *weakly, index))
 
 
 def _uncompiled(hook: Callable[..., None]) -> Callable[..., None]:
@@ -73,14 +74,19 @@ def _uncompiled(hook: Callable[..., None]) -> Callable[..., None]:
     return torch.compiler.disable(hook)  # pyright: ignore[reportReturnType]
 
 
+def _before_backward(
+    schedule: weakref.ref[Schedule], unit: weakref.ref[Unit], ticks: Ticks, _gradient: Tensor
+) -> None:
+    """Report that backward reaches a module, see [Note: weak references]."""
+    engine, its = schedule(), unit()
+    if engine is not None and its is not None:
+        engine.before_backward(its, ticks)
+
+
 def _gradient_ready(
     schedule: weakref.ref[Schedule], unit: weakref.ref[Unit], index: int, _parameter: Tensor
 ) -> None:
-    """Report a gradient to the schedule.
-
-    Autograd keeps this hook as long as the parameter, where the cycle collector does not see it. So the hook holds only
-    weak references to the engine.
-    """
+    """Report a gradient to the schedule, see [Note: weak references]."""
     engine, its = schedule(), unit()
     if engine is not None and its is not None:
         engine.gradient_ready(its, index)
@@ -95,7 +101,7 @@ def tensors_in(output: Any) -> Iterator[Tensor]:
 class SavedView:
     """The place of a view in the storage of a unit's full parameters."""
 
-    unit: Unit
+    unit: weakref.ref[Unit]
     generation: int  # generation of the weights when they were saved
     # The parameter, where a parameter itself was saved; the fields after it describe any other view.
     parameter: nn.Parameter | None = None
@@ -116,33 +122,21 @@ class SavedViews:
 
     def watch(self) -> AbstractContextManager[None]:
         """Return a context in which autograd saves places of gathered parameters instead of their values."""
-        return saved_tensors_hooks(self._pack, self._unpack) if self._unit_at else nullcontext()
+        if not self._unit_at:
+            return nullcontext()
+        schedule = weakref.ref(self._schedule)
+        return saved_tensors_hooks(partial(_pack, weakref.ref(self)), partial(_unpack, schedule))
 
-    def _pack(self, tensor: Tensor) -> Any:
+    def place_of(self, tensor: Tensor) -> SavedView | Tensor:
+        """Return the place of full parameters; a tensor of other memory is saved as it is."""
         if tensor.layout is not torch.strided:
             return tensor
         if isinstance(tensor, nn.Parameter):
             unit = self._unit_of.get(tensor)
-            return tensor if unit is None else SavedView(unit, unit.generation, tensor)
-        return self._place_of(tensor)
+            return tensor if unit is None else SavedView(weakref.ref(unit), unit.generation, tensor)
+        return self._place_of_view(tensor)
 
-    def _unpack(self, kept: Any) -> Tensor:
-        if not isinstance(kept, SavedView):
-            return kept
-        unit = kept.unit
-        if unit.generation != kept.generation:
-            raise RuntimeError(
-                f"{unit}: backward needs weights that an optimizer step has changed since the forward; run backward "
-                "before strategy.step()"
-            )
-        self._schedule.make_ready_for_backward(unit)
-        if kept.parameter is not None:
-            return kept.parameter
-        assert unit.full is not None
-        return unit.full.view(kept.dtype, kept.size, kept.stride, kept.offset)
-
-    def _place_of(self, tensor: Tensor) -> SavedView | Tensor:
-        """Return the place of a view of full parameters; a tensor of other memory is saved as it is."""
+    def _place_of_view(self, tensor: Tensor) -> SavedView | Tensor:
         try:
             unit = self._unit_at.get(tensor.untyped_storage()._cdata)
         except (RuntimeError, NotImplementedError) as error:
@@ -159,4 +153,30 @@ class SavedViews:
             )
         offset = int(tensor.storage_offset())
         size, stride = tensor.size(), tensor.stride()
-        return SavedView(unit, unit.generation, None, tensor.dtype, size, stride, offset)
+        its = weakref.ref(unit)
+        return SavedView(its, unit.generation, None, tensor.dtype, size, stride, offset)
+
+
+def _pack(views: weakref.ref[SavedViews], tensor: Tensor) -> SavedView | Tensor:
+    own = views()
+    return tensor if own is None else own.place_of(tensor)
+
+
+def _unpack(schedule: weakref.ref[Schedule], kept: SavedView | Tensor) -> Tensor:
+    if not isinstance(kept, SavedView):
+        return kept
+    unit, engine = kept.unit(), schedule()
+    if unit is None or engine is None:
+        raise RuntimeError(
+            "backward needs weights of an engine that is no more: keep the strategy until then"
+        )
+    if unit.generation != kept.generation:
+        raise RuntimeError(
+            f"{unit}: backward needs weights that an optimizer step has changed since the forward; run backward "
+            "before strategy.step()"
+        )
+    engine.make_ready_for_backward(unit)
+    if kept.parameter is not None:
+        return kept.parameter
+    assert unit.full is not None
+    return unit.full.view(kept.dtype, kept.size, kept.stride, kept.offset)
