@@ -48,6 +48,7 @@ def attach(unit: Unit, module: nn.Module, schedule: Schedule, observer: Observer
     A copy of the module takes the hooks along, which then do nothing. The pre-hook comes first, since other pre-hooks
     compute with the weights (`weight_norm`). The compiler does not trace the two forward hooks.
     """
+    weakly = weakref.ref(schedule), weakref.ref(unit)  # [Note: weak references]
 
     def before_forward(called: nn.Module, _args: Any) -> None:
         if called is module:
@@ -62,7 +63,6 @@ def attach(unit: Unit, module: nn.Module, schedule: Schedule, observer: Observer
             if tensor.requires_grad and not isinstance(tensor, nn.Parameter):
                 tensor.register_hook(partial(_before_backward, *weakly, ticks))
 
-    weakly = weakref.ref(schedule), weakref.ref(unit)
     module.register_forward_pre_hook(_uncompiled(before_forward), prepend=True)
     module.register_forward_hook(_uncompiled(after_forward), always_call=True)
     for index, parameter in enumerate(unit.trainable_parameters):
