@@ -32,9 +32,7 @@ COLLECTIVE_SECONDS = 300  # a hanging collective raises after this
 CALL_SECONDS = 600  # the slowest test of all
 GRACE_SECONDS = 2  # how long peers may take to answer too, once one rank failed
 
-MANY_FILES = (
-    200  # more of them than before, open in a rank: engines of earlier calls are still around
-)
+MANY_FILES = 200  # opened in a rank since the last look: engines of earlier calls are still around
 
 # Said by torch about its own doings, with nothing for us to do about it.
 ALLOWED_WARNINGS: list[str] = []

@@ -25,7 +25,7 @@ Found = TypeVar("Found")
 
 
 def prepare_for_forks() -> None:
-    """Have ready in this process what its forks would lack, or make each."""
+    """Set up in this process what each of its forks would lack, or make again."""
     torch.set_num_threads(1)  # else forks would wait for threads that they lack
     torch.optim.SGD([torch.zeros(1)])  # has torch import its compiler here, and not in each fork
 

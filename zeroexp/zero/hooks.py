@@ -18,8 +18,8 @@ since checkpointing's own hooks come first. It keeps views, which keep the unit'
 (full_storage.py, [Note: one storage]).
 
 [Note: weak references] Autograd keeps its hooks as long as the parameter or the graph, where the cycle collector does
-not see them. An output that a module keeps in an attribute, or an exception in backward, would so keep the engine and
-all that it holds for good. So these hooks, and the places, hold weak references to the engine.
+not see them. A module that keeps its output in an attribute would so keep the engine, and all that it holds, for good.
+So these hooks, and the places, hold weak references to the engine.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -38,8 +38,10 @@ from torch.utils._pytree import tree_leaves
 
 from zeroexp.zero.held import Residence
 from zeroexp.zero.observer import Observer
-from zeroexp.zero.schedule import Schedule, Ticks
+from zeroexp.zero.schedule import Schedule
 from zeroexp.zero.unit import Unit
+
+What = TypeVar("What")
 
 
 def attach(unit: Unit, module: nn.Module, schedule: Schedule, observer: Observer) -> None:
@@ -61,12 +63,13 @@ def attach(unit: Unit, module: nn.Module, schedule: Schedule, observer: Observer
         for tensor in tensors_in(output):
             observer.returned(unit, tensor)
             if tensor.requires_grad and not isinstance(tensor, nn.Parameter):
-                tensor.register_hook(partial(_before_backward, *weakly, ticks))
+                tensor.register_hook(partial(_report, Schedule.before_backward, *weakly, ticks))
 
     module.register_forward_pre_hook(_uncompiled(before_forward), prepend=True)
     module.register_forward_hook(_uncompiled(after_forward), always_call=True)
     for index, parameter in enumerate(unit.trainable_parameters):
-        parameter.register_post_accumulate_grad_hook(partial(_gradient_ready, *weakly, index))
+        report = partial(_report, Schedule.gradient_ready, *weakly, index)
+        parameter.register_post_accumulate_grad_hook(report)
 
 
 def _uncompiled(hook: Callable[..., None]) -> Callable[..., None]:
@@ -74,22 +77,17 @@ def _uncompiled(hook: Callable[..., None]) -> Callable[..., None]:
     return torch.compiler.disable(hook)  # pyright: ignore[reportReturnType]
 
 
-def _before_backward(
-    schedule: weakref.ref[Schedule], unit: weakref.ref[Unit], ticks: Ticks, _gradient: Tensor
+def _report(
+    event: Callable[[Schedule, Unit, What], None],
+    schedule: weakref.ref[Schedule],
+    unit: weakref.ref[Unit],
+    what: What,
+    _tensor: Tensor,
 ) -> None:
-    """Report that backward reaches a module, see [Note: weak references]."""
+    """Report an event of backward to the schedule, see [Note: weak references]."""
     engine, its = schedule(), unit()
     if engine is not None and its is not None:
-        engine.before_backward(its, ticks)
-
-
-def _gradient_ready(
-    schedule: weakref.ref[Schedule], unit: weakref.ref[Unit], index: int, _parameter: Tensor
-) -> None:
-    """Report a gradient to the schedule, see [Note: weak references]."""
-    engine, its = schedule(), unit()
-    if engine is not None and its is not None:
-        engine.gradient_ready(its, index)
+        event(engine, its, what)
 
 
 def tensors_in(output: Any) -> Iterator[Tensor]:
@@ -168,7 +166,7 @@ def _unpack(schedule: weakref.ref[Schedule], kept: SavedView | Tensor) -> Tensor
     unit, engine = kept.unit(), schedule()
     if unit is None or engine is None:
         raise RuntimeError(
-            "backward needs weights of an engine that is no more: keep the strategy until then"
+            "backward needs weights of an engine that no longer exists: keep the strategy until then"
         )
     if unit.generation != kept.generation:
         raise RuntimeError(

@@ -171,7 +171,7 @@ def _registered(module: str, now: Mapping[str, Any]) -> Registered:
 def _changes(registered: Iterable[Registered]) -> Iterator[tuple[str, bool, Any]]:
     """Yield the name of what is no longer there, and of what came later; whether it did, and what is there now."""
     for now, before, ids, module in registered:
-        if now.keys() == before.keys() and [*map(id, now.values())] == ids:
+        if [*now] == [*before] and [*map(id, now.values())] == ids:
             continue
         for key in {**before, **now}:
             if now.get(key) is not before.get(key):
