@@ -20,7 +20,7 @@ from torch import Tensor
 from zeroexp.comm import direct
 from zeroexp.comm.base import GatherPart, ReducePart
 from zeroexp.comm.collectives import Collectives
-from zeroexp.comm.control_block import MOST_OFFERS, OwnControlBlock
+from zeroexp.comm.control_block import MOST_EXPOSURES, OwnControlBlock
 from zeroexp.comm.direct import GATHERS_APART, MOST_ENGINES, NUM_TAGS, Direct
 from zeroexp.comm.messages import Arrival
 from zeroexp.cut.chunk import Chunk, Member, ParameterSpec
@@ -73,11 +73,11 @@ def test_gathers_in_flight_have_tags_of_their_own() -> None:
     num_units, peer = 39, Tagged()
     with fake_world(0, 2) as world:
         transport = transport_to(peer, world)
-        offers = [transport.offer([a_part()], None) for _ in range(num_units)]
+        exposures = [transport.expose([a_part()], None) for _ in range(num_units)]
         rounds: list[list[int]] = []
         for _ in range(2 * GATHERS_APART):
-            for offer in offers:
-                transport.all_gather([a_part()], offer, "parameters")
+            for exposure in exposures:
+                transport.all_gather([a_part()], exposure, "parameters")
                 reduce(transport)
             rounds.append(peer.take())
     apart = {tag for tags in rounds[:GATHERS_APART] for tag in tags}
@@ -115,12 +115,12 @@ def test_tags_of_reductions_begin_again_in_the_range_of_their_engine(monkeypatch
 
 
 def test_engines_share_no_tag_until_their_ranges_begin_again() -> None:
-    """The largest tag fits a C int, with the most offers that a control block holds."""
+    """The largest tag fits a C int, with the most exposures that a control block holds."""
     peer = Tagged()
     with fake_world(0, 2) as world:
         for _ in range(MOST_ENGINES + 1):  # as many as a long session of a notebook makes
             transport = transport_to(peer, world)
-            transport.all_gather([a_part()], MOST_OFFERS - 1, "parameters")
+            transport.all_gather([a_part()], MOST_EXPOSURES - 1, "parameters")
     *before, again = peer.tags
     assert again == before[0]
     apart = sorted(before)
@@ -128,13 +128,13 @@ def test_engines_share_no_tag_until_their_ranges_begin_again() -> None:
     assert (apart[-1] // NUM_TAGS + 1) * NUM_TAGS - 1 == LARGEST_C_INT
 
 
-# -- offers in shared memory ------------------------------------------------------------------------
+# -- exposures in shared memory ------------------------------------------------------------------------
 
 
 def steps_with_few_numbers(world: World, transport: str) -> list[float]:
     """Each rank's piece counts the steps; what each of three gathers of a step found of the neighbour's."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(direct, "PASSING", MOST_OFFERS - 4)
+        patch.setattr(direct, "PASSING", MOST_EXPOSURES - 4)
         wire = Collectives(world, transport=transport)
         wire.connect()
         wire.reserve([64], 64)
@@ -161,11 +161,11 @@ def test_an_offer_tells_the_places_of_its_step_alone() -> None:
     """Renewed at the same places, at others, and at the first ones again."""
     control = OwnControlBlock(2)
     for step, places in enumerate([[64, 128], [64, 128], [192], [64, 128], [192]], 1):
-        control.post_offered(7, step, places)
-        control.post_offered(8, step, [step])
-        assert list(control.offer_offsets(7, step) or []) == places
-        assert control.offer_offsets(7, step - 1) is None
-        assert control.offer_offsets(7, step + 1) is None
+        control.post_exposed(7, step, places)
+        control.post_exposed(8, step, [step])
+        assert list(control.exposed_offsets(7, step) or []) == places
+        assert control.exposed_offsets(7, step - 1) is None
+        assert control.exposed_offsets(7, step + 1) is None
 
 
 # -- more moves than a rank remembers ---------------------------------------------------------------

@@ -122,7 +122,7 @@ def test_a_probe_of_another_process_is_not_taken_for_the_one_shown():
 
 
 def gather_unheard(world: World) -> list[str]:
-    """Rank 0 waits for an offer that rank 1 never makes, and once more when rank 1 has let go of its memory."""
+    """Rank 0 waits for an exposure that rank 1 never makes, and once more when rank 1 has let go of its memory."""
     wire = connected(replace(world, timeout_seconds=0.5))
     errors: list[str] = []
     if world.rank == 0:
@@ -186,7 +186,7 @@ def test_after_an_exception_nothing_is_left_behind(ranks):
 
 
 def forwards_before_the_first_step(world: World) -> tuple[int, int]:
-    """(offers on the control block after one forward, after many)"""
+    """(exposures on the control block after one forward, after many)"""
     strategy = small_engine(world, 0)
     control = strategy.wire._transport._arena.control
     counts = []

@@ -116,7 +116,7 @@ def test_a_slot_is_free_when_all_neighbours_have_read_it(ranks):
 
 
 def quiesce_alone(world: World) -> list[str]:
-    """Rank 0 is done, and rank 1 not yet: it holds an offer that it has not read."""
+    """Rank 0 is done, and rank 1 not yet: it holds an exposure that it has not read."""
     wire = Collectives(world, transport="direct")
     wire.connect()
     wire.reserve([64], 64)
@@ -147,5 +147,5 @@ def quiesce_alone(world: World) -> list[str]:
 
 
 def test_quiesce_waits_for_who_has_not_read(ranks):
-    """Whoever reads late finds what was offered, and only then is it overwritten."""
+    """Whoever reads late finds what was exposed, and only then is it overwritten."""
     assert ranks(quiesce_alone) == [["still waits", "quiet"], ["1.0"]]

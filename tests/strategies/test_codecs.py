@@ -60,9 +60,9 @@ class RoundingByHand(Direct):
         self._left_out: dict[tuple[str, int], Tensor] | None = {} if feedback else None
 
     def all_gather(
-        self, parts: Sequence[GatherPart], offer: int | None, what: str
+        self, parts: Sequence[GatherPart], exposure: int | None, what: str
     ) -> tuple[Pending, int]:
-        gathered, num_bytes = super().all_gather(parts, offer, what)
+        gathered, num_bytes = super().all_gather(parts, exposure, what)
 
         def round_sections() -> None:
             for part in parts:

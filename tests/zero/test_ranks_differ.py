@@ -1,6 +1,6 @@
 """Ranks that do not do the same in a step: right as one process is, or an error that names rank and unit.
 
-On one host a gather reads what was offered and needs no counterpart, so that all of it is right. By message, and in
+On one host a gather reads what was exposed and needs no counterpart, so that all of it is right. By message, and in
 the backend's collectives, every gather has one: where a rank does not come, the others end with an error.
 
 Ranks that run the same program, and differ in what their collector of garbage, their threads and their clocks do, give

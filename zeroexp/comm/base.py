@@ -169,14 +169,14 @@ class Transport:
         """Allocate parameters at rest where peers can read them best."""
         return torch.empty(numel, dtype=dtype, device=device)
 
-    def offer(self, parts: Sequence[GatherPart], renewed: int | None) -> int:
+    def expose(self, parts: Sequence[GatherPart], renewed: int | None) -> int:
         """Promise that this rank's pieces of these parts will not change before `quiesce`.
 
-        Returns the number by which `all_gather` knows the offer. A `renewed` offer keeps its number.
+        Returns the number by which `all_gather` knows the exposure. A `renewed` exposure keeps its number.
         """
         return 0
 
-    def all_gather(self, parts: Sequence[GatherPart], offer: int | None, what: str) -> Sent:
+    def all_gather(self, parts: Sequence[GatherPart], exposure: int | None, what: str) -> Sent:
         raise NotImplementedError
 
     def reduce_scatter(self, parts: Sequence[ReducePart], what: str) -> Sent:
@@ -205,7 +205,7 @@ class Transport:
         return Pending([TimedWork(self._moves.watched(work))])
 
     def quiesce(self) -> None:
-        """Return when every peer has read what was offered, so that it may be overwritten."""
+        """Return when every peer has read what was exposed, so that it may be overwritten."""
 
 
 def part_of(flat: Tensor, start: int, stop: int) -> Tensor:

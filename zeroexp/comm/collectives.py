@@ -237,25 +237,25 @@ class Collectives:
             self.bus.settle()
             self._transport.quiesce()
 
-    def offer(self, parts: Sequence[GatherPart], renewed: int | None = None) -> int:
-        """Offer this rank's pieces of these parts, see `Transport.offer`.
+    def expose(self, parts: Sequence[GatherPart], renewed: int | None = None) -> int:
+        """Expose this rank's pieces of these parts, see `Transport.expose`.
 
-        renewed: number of an earlier offer of the same parts. Ranks make their first offers in the same order.
+        renewed: number of an earlier exposure of the same parts. Ranks make their first exposures in the same order.
         """
-        return self._transport.offer(parts, renewed)
+        return self._transport.expose(parts, renewed)
 
     def all_gather(
         self,
         parts: Sequence[GatherPart],
         kind: str,
-        offer: int | None = None,
+        exposure: int | None = None,
         what: str = "parameters",
         *,
         exact: bool = False,
         codes: Tensor | None = None,
         secondary: SecondaryCopy | None = None,
     ) -> Pending:
-        """Start sharded -> replicated. Parts without an `offer` are offered now. `exact`: without a codec.
+        """Start sharded -> replicated. Parts without an `exposure` are exposed now. `exact`: without a codec.
 
         codes: of the pieces, see `codes_at_rest`. secondary: keeps what has arrived.
         """
@@ -267,7 +267,9 @@ class Collectives:
                 moved = [self._in_dtype_of_full(part) for part in parts]
             else:
                 moved = [encoded_part(codec, parts, codes)]
-            gathered, num_bytes = self._transport.all_gather(moved, offer, f"the {kind} of {what}")
+            gathered, num_bytes = self._transport.all_gather(
+                moved, exposure, f"the {kind} of {what}"
+            )
             move.moves_on_wait = self.traits.moves_on_wait
             fulls = [part.full for part in moved]
             arrived = self._unpacked(gathered, codec, fulls, parts, secondary)
@@ -307,7 +309,7 @@ class Collectives:
         with meter.issuing("secondary", what) as move:
             fulls = [part.full for part in parts] if codec is None else [empty_codes(codec, parts)]
             kept = secondary.parts(fulls)
-            gathered, num_bytes = self._node.transport.all_gather(kept, secondary.offer, name)
+            gathered, num_bytes = self._node.transport.all_gather(kept, secondary.exposure, name)
             arrived = self._unpacked(gathered, codec, fulls, parts)
             return self._count(
                 "all_gather", self._node.world, "secondary", (arrived, num_bytes), move

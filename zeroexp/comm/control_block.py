@@ -1,11 +1,11 @@
 """A control block is what a rank tells its neighbours in shared memory: only that rank writes it, and all may read it.
 
-    steps ended | for each rank and slot: tag staged, where, tag read | for each offer: step, entry | entries
+    steps ended | for each rank and slot: tag staged, where, tag read | for each exposure: step, entry | entries
 
     staged     the data for that rank under this tag begin here in a slot of my arena
     read       I have read your slot of this tag: it may be written again
-    offers     these tensors at rest in my arena may be read during this step; an entry lists where they lie
-    ended      I no longer read your offers of this many steps
+    exposures  these tensors at rest in my arena may be read during this step; an entry lists where they lie
+    ended      I no longer read your exposures of this many steps
 
 It holds state and is no stream: a rank that looks late sees the latest words, and nothing can overflow. Its file is
 sparse: only written pages take memory.
@@ -23,7 +23,7 @@ from collections.abc import Sequence
 from threading import Lock
 
 MOST_SLOTS = 8
-MOST_OFFERS = 1 << 17
+MOST_EXPOSURES = 1 << 17
 MOST_ENTRIES = 1 << 22  # words of all entries together
 WORD_BYTES = 8
 _STAGED, _WHERE, _READ = range(3)
@@ -46,7 +46,7 @@ class ControlBlock:
     """A neighbour's control block, which this rank reads."""
 
     def __init__(self, file: int, world_size: int, *, access: int = mmap.ACCESS_READ):
-        self._first_offer = 1 + 3 * MOST_SLOTS * world_size
+        self._first_exposure = 1 + 3 * MOST_SLOTS * world_size
         self._words = memoryview(mmap.mmap(file, 0, access=access)).cast("q")
 
     @property
@@ -65,9 +65,9 @@ class ControlBlock:
         """Return the tag of the last data that the neighbour read in this slot of `rank`."""
         return self._words[_place(_READ, rank, slot)]
 
-    def offer_offsets(self, offer: int, step: int) -> Sequence[int] | None:
-        """Return the offsets of this offer's tensors; None as long as the offer is not one of this step."""
-        start = self._first_offer + 2 * offer
+    def exposed_offsets(self, exposure: int, step: int) -> Sequence[int] | None:
+        """Return the offsets of this exposure's tensors; None as long as the exposure is not one of this step."""
+        start = self._first_exposure + 2 * exposure
         if self._words[start] != step:
             return None
         memory_fence()
@@ -81,10 +81,11 @@ class OwnControlBlock(ControlBlock):
     def __init__(self, world_size: int):
         self.file = os.memfd_create("zeroexp-control")
         weakref.finalize(self, os.close, self.file)
-        self._top = 1 + 3 * MOST_SLOTS * world_size + 2 * MOST_OFFERS  # where the next entry begins
+        # Where the next entry begins.
+        self._top = 1 + 3 * MOST_SLOTS * world_size + 2 * MOST_EXPOSURES
         os.ftruncate(self.file, WORD_BYTES * (self._top + MOST_ENTRIES))
         super().__init__(self.file, world_size, access=mmap.ACCESS_WRITE)
-        self._offsets_of: dict[int, list[int]] = {}  # offer -> the offsets in its entry
+        self._offsets_of: dict[int, list[int]] = {}  # exposure -> the offsets in its entry
 
     def post_ended_steps(self, num_steps: int) -> None:
         memory_fence()
@@ -99,13 +100,13 @@ class OwnControlBlock(ControlBlock):
         memory_fence()
         self._words[_place(_READ, rank, slot)] = tag
 
-    def post_offered(self, offer: int, step: int, offsets: list[int]) -> None:
-        start = self._first_offer + 2 * offer
-        if offer >= MOST_OFFERS:
-            raise ValueError(f"more than {MOST_OFFERS} units: set strategy.unit=block")
-        if self._offsets_of.get(offer) != offsets:
+    def post_exposed(self, exposure: int, step: int, offsets: list[int]) -> None:
+        start = self._first_exposure + 2 * exposure
+        if exposure >= MOST_EXPOSURES:
+            raise ValueError(f"more than {MOST_EXPOSURES} units: set strategy.unit=block")
+        if self._offsets_of.get(exposure) != offsets:
             self._words[start + 1] = self._write_entry(offsets)
-            self._offsets_of[offer] = offsets
+            self._offsets_of[exposure] = offsets
         memory_fence()
         self._words[start] = step
 

@@ -22,7 +22,7 @@ from zeroexp.comm.base import (
     Transport,
     spans_of,
 )
-from zeroexp.comm.control_block import MOST_OFFERS
+from zeroexp.comm.control_block import MOST_EXPOSURES
 from zeroexp.comm.messages import Channel, GlooChannel
 from zeroexp.comm.packing import begin_alike
 from zeroexp.comm.shared_memory import Arena, Probe, SharedChannel, neighbour_identity, probe
@@ -32,7 +32,7 @@ from zeroexp.process import world as worlds
 from zeroexp.process.watchdog.differs import Moves
 from zeroexp.process.world import World
 
-PASSING = MOST_OFFERS // 2  # the numbers above it name offers that serve one gather only
+PASSING = MOST_EXPOSURES // 2  # the numbers above it name exposures that serve one gather only
 # Each engine of a process has a range of tags, so that none takes another's messages. A tag is a C int.
 MOST_ENGINES = 1 << 7  # engines with ranges of their own; after that the ranges begin again
 NUM_TAGS = 1 << 24  # tags of one engine
@@ -53,9 +53,9 @@ class Direct(Transport):
         self._peers = [(world.rank + step) % world.size for step in range(1, world.size)]
         # [Note: two counts] Ranks issue reductions in one agreed order, so that an equal count means the same reduction
         # on every rank. Gathers have counts of their own: over shared memory a rank may gather what others do not.
-        self._num_offers = self._num_reductions = 0
-        self._num_gathers: dict[int, int] = {}  # offer -> gathers of it
-        self._num_passing = PASSING  # the last of this step's offers for one gather only
+        self._num_exposures = self._num_reductions = 0
+        self._num_gathers: dict[int, int] = {}  # exposure -> gathers of it
+        self._num_passing = PASSING  # the last of this step's exposures for one gather only
         self._first_tag = NUM_TAGS * (next(_engines) % MOST_ENGINES)
         # `reserve` replaces the channels to peers that share memory.
         self._channels: dict[int, Channel] = {
@@ -131,15 +131,15 @@ class Direct(Transport):
     def held_shared_bytes(self) -> int:
         return self._arena.num_bytes if self._arena is not None else 0
 
-    def offer(self, parts: Sequence[GatherPart], renewed: int | None) -> int:
-        offer = renewed
-        if offer is None:
-            offer = self._num_offers = self._num_offers + 1
-        self._offer(parts, offer)
-        return offer
+    def expose(self, parts: Sequence[GatherPart], renewed: int | None) -> int:
+        exposure = renewed
+        if exposure is None:
+            exposure = self._num_exposures = self._num_exposures + 1
+        self._expose(parts, exposure)
+        return exposure
 
     def all_gather(
-        self, parts: Sequence[GatherPart], offer: int | None, what: str
+        self, parts: Sequence[GatherPart], exposure: int | None, what: str
     ) -> tuple[Pending, int]:
         """Copy neighbours' pieces from their memory, and receive those of other hosts.
 
@@ -148,16 +148,16 @@ class Direct(Transport):
         remote = [p for p in self._peers if not isinstance(self._channels[p], SharedChannel)]
         if remote:  # else ranks may gather what others do not
             self._moves.record_collective(what)
-        if offer is None:
-            offer = self._num_passing = self._num_passing + 1
-            self._offer(parts, offer)
+        if exposure is None:
+            exposure = self._num_passing = self._num_passing + 1
+            self._expose(parts, exposure)
         mine = self._pieces(parts)
         for part, piece in zip(parts, mine, strict=True):
             own = part.full[part.chunk.real_section(self._rank)]
             if not begin_alike(own, piece):
                 own.copy_(piece)
         theirs = {p: [part.full[part.chunk.real_section(p)] for part in parts] for p in self._peers}
-        tag = self._gather_tag(offer)
+        tag = self._gather_tag(exposure)
         received = self._exchange(
             dict.fromkeys(remote, mine), {p: theirs[p] for p in remote}, tag, what
         )
@@ -166,7 +166,7 @@ class Direct(Transport):
             for peer in self._peers:
                 channel = self._channels[peer]
                 if isinstance(channel, SharedChannel):
-                    channel.copy_offered(offer, theirs[peer], what)
+                    channel.copy_exposed(exposure, theirs[peer], what)
 
         return Pending([received], copy), len(self._peers) * sum(piece.nbytes for piece in mine)
 
@@ -226,11 +226,11 @@ class Direct(Transport):
         self._moves.record_collective("the wait before weights change")
         self._num_passing = PASSING
         if self._arena is not None:
-            self._arena.end_offers()
+            self._arena.end_exposures()
 
-    def _offer(self, parts: Sequence[GatherPart], offer: int) -> None:
+    def _expose(self, parts: Sequence[GatherPart], exposure: int) -> None:
         if self._arena is not None:
-            self._arena.offer(offer, self._pieces(parts))
+            self._arena.expose(exposure, self._pieces(parts))
 
     def _pieces(self, parts: Sequence[GatherPart]) -> list[Tensor]:
         """Return this rank's section of each part, without padding."""
@@ -257,13 +257,13 @@ class Direct(Transport):
 
         return Pending(works, arrive)
 
-    def _gather_tag(self, offer: int) -> int:
-        """Return a tag that depends on the offer, see [Note: two counts].
+    def _gather_tag(self, exposure: int) -> int:
+        """Return a tag that depends on the exposure, see [Note: two counts].
 
-        Ranks that gather different offers therefore wait for each other, and never receive the wrong unit.
+        Ranks that gather different exposures therefore wait for each other, and never receive the wrong unit.
         """
-        self._num_gathers[offer] = time = self._num_gathers.get(offer, 0) + 1
-        return self._first_tag + 2 * (offer * GATHERS_APART + time % GATHERS_APART)
+        self._num_gathers[exposure] = time = self._num_gathers.get(exposure, 0) + 1
+        return self._first_tag + 2 * (exposure * GATHERS_APART + time % GATHERS_APART)
 
     def _reduction_tag(self) -> int:
         self._num_reductions += 1

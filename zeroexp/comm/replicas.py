@@ -36,7 +36,7 @@ class BetweenReplicas:
     def __init__(self, transport: Transport, number: int, num_replicas: int):
         self.transport = transport
         self._number, self._num_replicas = number, num_replicas
-        self._offer = transport.offer((), None)
+        self._exposure = transport.expose((), None)
         self._in_flight: deque[Pending] = deque()
 
     def sum(self, sums: Sequence[Tensor], what: str, shares: Sequence[Chunk] = ()) -> Sent:
@@ -56,7 +56,7 @@ class BetweenReplicas:
 
     def gather_shares(self, parts: Sequence[GatherPart], what: str) -> Sent:
         """Start to replace each share of these pieces by that of the rank which updates it."""
-        return self.transport.all_gather(parts, self._offer, what)
+        return self.transport.all_gather(parts, self._exposure, what)
 
     def keep(self, pending: Pending) -> None:
         """Let a sum travel on, and wait for the oldest where more are in flight than the transport may have."""

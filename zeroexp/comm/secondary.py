@@ -29,7 +29,7 @@ class SecondaryCopy:
     chunks: tuple[Chunk, ...]  # what travels of the unit, cut for the ranks of a node
     kept: list[Tensor]  # this rank's section of each
     place: int  # of this rank in its node
-    offer: int  # by which the transport of the node knows them
+    exposure: int  # by which the transport of the node knows them
     # Whether the weights are still those that were kept. All ranks gather a unit, and change its weights, in one order.
     is_current: bool = False
 
@@ -58,4 +58,4 @@ class Node:
         kept = [
             p.full.new_zeros(c.section_numel(place)) for c, p in zip(chunks, parts, strict=True)
         ]
-        return SecondaryCopy(chunks, kept, place, self.transport.offer((), None))
+        return SecondaryCopy(chunks, kept, place, self.transport.expose((), None))

@@ -3,13 +3,13 @@
 Every rank owns one arena, mapped by all its neighbours:
 
     | parameters at rest ...                          | slot 0 | slot 1 |
-      offered: neighbours copy straight out of them     gradients on their way, one reduction a slot
+      exposed: neighbours copy straight out of them     gradients on their way, one reduction a slot
 
 The sender writes into its control block where the data lie (control_block.py) and wakes the reader (wake_up.py). The
 reader of a slot says in its own control block that it has read it, and only then does the sender write the slot again.
-What is *offered* may be read any number of times without an answer; it is overwritten only when both sides have said
-that they are done with this step's offers. A rank that writes its control block never waits for readers, so any number
-of units may be offered.
+What is *exposed* may be read any number of times without an answer; it is overwritten only when both sides have said
+that they are done with this step's exposures. A rank that writes its control block never waits for readers, so any
+number of units may be exposed.
 
 Loopback TCP would copy everything twice through the kernel and wake a thread for each message, on cores that are
 busy computing. With two ranks on two cores TCP costs a fifth of the step, shared memory a twentieth.
@@ -121,7 +121,7 @@ class Arena:
         self.channels: list[SharedChannel] = []
         self.control = OwnControlBlock(self._num_ranks)
         self.wake_up = WakeUpPipes(moves, peers)
-        self.step = 1  # 1 + calls of `end_offers`, the same on every rank
+        self.step = 1  # 1 + calls of `end_exposures`, the same on every rank
         self._top = 0
         self._slots = [rest_bytes + i * slot_bytes for i in range(num_slots)]
         self._tags = [NO_TAG] * num_slots  # slot -> tag of the data in it
@@ -159,14 +159,14 @@ class Arena:
             return torch.empty(0, dtype=dtype)
         return torch.frombuffer(self._mapping, dtype=dtype, count=numel, offset=start)
 
-    def offer(self, offer: int, tensors: Sequence[Tensor]) -> None:
-        """Promise that these resting tensors will not change before `end_offers`; replaces the offer of this number."""
-        self.control.post_offered(offer, self.step, [self.offset_of(t) for t in tensors])
+    def expose(self, exposure: int, tensors: Sequence[Tensor]) -> None:
+        """Promise that these resting tensors will not change before `end_exposures`; replaces that of this number."""
+        self.control.post_exposed(exposure, self.step, [self.offset_of(t) for t in tensors])
         for channel in self.channels:
             channel.wake()
 
-    def end_offers(self) -> None:
-        """Return when no neighbour reads this rank's offers any more; this rank reads none of theirs from now on."""
+    def end_exposures(self) -> None:
+        """Return when no neighbour reads this rank's exposures any more; this rank reads none of theirs from now on."""
         self.control.post_ended_steps(self.step)
         self.step += 1
         for channel in self.channels:
@@ -177,7 +177,7 @@ class Arena:
     def offset_of(self, tensor: Tensor) -> int:
         """Return the offset in bytes of a resting tensor in the arena; 0 for an empty one."""
         offset = tensor.data_ptr() - self.memory.data_ptr() if tensor.numel() else 0
-        assert 0 <= offset < self.num_bytes, "only what lies in the arena can be offered"
+        assert 0 <= offset < self.num_bytes, "only what lies in the arena can be exposed"
         return offset
 
     def stage(self, tag: int, tensors: Sequence[Tensor], what: str) -> tuple[int, int]:
@@ -248,10 +248,10 @@ class SharedChannel:
 
         return Arrival(wait, release)
 
-    def copy_offered(self, offer: int, targets: Sequence[Tensor], what: str) -> None:
+    def copy_exposed(self, exposure: int, targets: Sequence[Tensor], what: str) -> None:
         step = self._arena.step
         offsets = self._wake_up.wait_for(
-            lambda: self._control.offer_offsets(offer, step), self.peer, what
+            lambda: self._control.exposed_offsets(exposure, step), self.peer, what
         )
         for target, view in zip(targets, self._views(offsets, targets), strict=True):
             target.copy_(view)
@@ -261,7 +261,7 @@ class SharedChannel:
         self._wake_up.wake(self.peer)
 
     def await_end(self) -> None:
-        """Wait until the peer no longer reads offers of steps that this rank has ended."""
+        """Wait until the peer no longer reads exposures of steps that this rank has ended."""
         ended = self._arena.step - 1
         what = "it to be done with this step's parameters"
         self._wake_up.wait_for(

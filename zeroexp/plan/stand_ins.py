@@ -105,7 +105,7 @@ class AbsentNeighbour(SharedChannel):
             terms = [torch.empty_like(tensor) for tensor in like]
         return Arrival(lambda: terms, lambda: None)
 
-    def copy_offered(self, offer: int, targets: Sequence[Tensor], what: str) -> None:
+    def copy_exposed(self, exposure: int, targets: Sequence[Tensor], what: str) -> None:
         pass
 
 

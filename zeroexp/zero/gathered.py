@@ -66,7 +66,7 @@ def gathered(
         for unit in units:
             _unpin(unit)
         schedule.announce_release()
-        if write:  # after an error too, since peers can gather no piece before it is offered again
+        if write:  # after an error too, since peers can gather no piece before it is exposed again
             for unit in units:
                 schedule.gathers.publish(unit)
             schedule.gathers.await_published()

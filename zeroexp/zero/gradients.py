@@ -50,7 +50,7 @@ class ChunkGradients:
         for parameter in self._parameters:
             parameter.grad_dtype = self._wide
         is_moved_on = each_microbatch and stage.gradients is Placement.SHARD and not self._is_alone
-        self.can_be_narrow = is_moved_on and dtypes.compute is not self._wide
+        self.has_two_dtypes = is_moved_on and dtypes.compute is not self._wide
         self._as_it_comes: list[nn.Parameter] = []  # [Note: dtype of accumulation]
         self._whole: dict[int, Tensor] = {}  # whole gradients by member
         self._sums: dict[int, Tensor] = {}  # sums by summed span; all-reduced sums by member
@@ -65,7 +65,7 @@ class ChunkGradients:
             left = [p.grad for p in self._parameters if p.grad is not None]
         return [*left, *self._whole.values(), *self._sums.values()]
 
-    def narrow(self, uses: Mapping[int, int]) -> None:
+    def use_compute_dtype(self, uses: Mapping[int, int]) -> None:
         """Let the next gradients of parameters that are used once, no sums, stay in the dtype in which they come."""
         with unguarded():
             for parameter in self._parameters:
@@ -75,7 +75,7 @@ class ChunkGradients:
                     parameter.grad_dtype = None
                     self._as_it_comes.append(parameter)
 
-    def widen(self) -> None:
+    def use_reduce_dtype(self) -> None:
         """Let autograd add up all gradients in the dtype of the reduction again."""
         with unguarded():
             for parameter in self._as_it_comes:
@@ -179,7 +179,7 @@ class ChunkGradients:
             place = self._chunk.members[member]
             return torch.zeros(place.stop - place.start, dtype=self._dtype, device=self._device)
         self.present[member] = True
-        stays = gradient.dtype is self._dtype or self.can_be_narrow
+        stays = gradient.dtype is self._dtype or self.has_two_dtypes
         if stays and gradient.layout is torch.strided:
             return gradient
         # A sparse embedding leaves a sparse gradient, whose rows are added up.

@@ -63,7 +63,7 @@ class Held:
     # Those whose gradients it sums in its group: `owned`, or more where the optimizer is sharded over all replicas.
     summed: tuple[Span, ...]
     fine: Chunk  # the chunk cut for every rank that updates it: `chunk`, but for such an optimizer
-    same_state: World  # the ranks with the same weights and optimizer state of it
+    shared_by: World  # the ranks with the same weights and optimizer state of it
     report: Callable[..., None]  # the observer's `shown`
     device: torch.device  # of full parameters
     dtype: torch.dtype  # of full parameters
@@ -204,7 +204,7 @@ def allocate(
         owned=owned,
         summed=summed,
         fine=fine,
-        same_state=updating.twins if kept is Placement.SHARD else wire.world,
+        shared_by=updating.twins if kept is Placement.SHARD else wire.world,
         report=report,
         device=wire.world.device,
         dtype=dtypes.compute,

@@ -101,7 +101,7 @@ class Schedule:
         self._overlap = options.overlap
         # Whether reductions start only at events, see [Note: one order].
         self._at_events_only = bool(self.gathers.sharded) and not wire.traits.gathers_alone
-        self._narrowing = [unit for unit in units if unit.narrows_gradients]
+        self._of_two_dtypes = [unit for unit in units if unit.has_two_dtypes]
         self._progress = {unit: Progress() for unit in units}
         self._open: dict[Unit, None] = {}  # used in this microbatch and not closed, or used again
         # Parameters that got no gradient in the previous microbatch.
@@ -111,7 +111,7 @@ class Schedule:
         self._microbatch = 0  # number of microbatches so far
         self._last = False  # whether this microbatch is the last of its step
         self._agreed = False  # whether the ranks have compared their first microbatch
-        self._closing = ClosingBackward()
+        self._closing = LossBackward()
         # Units gathered by another backward than the closing one, and autograd's task id of it.
         self._inner: dict[Unit, int] = {}
         # [Note: release of the root]
@@ -178,19 +178,19 @@ class Schedule:
         """Yield the loss whose backward, inside, closes units, see [Note: which backward]."""
         if not self.in_microbatch:
             raise _outside("backward", ": run forward and backward inside it")
-        self._narrow_gradients(loss)
+        self._use_compute_dtype(loss)
         with self._closing.of_loss(loss) as loss:
             yield loss
 
-    def _narrow_gradients(self, loss: Tensor) -> None:
-        """Narrow those of weights that this microbatch uses once, see gradients.py."""
-        uses = uses_of_leaves(loss) if self._narrowing else {}
-        for unit in self._narrowing:
-            unit.narrow_gradients(uses)
+    def _use_compute_dtype(self, loss: Tensor) -> None:
+        """Let gradients of weights that this microbatch uses once keep the dtype of compute, see gradients.py."""
+        uses = uses_of_leaves(loss) if self._of_two_dtypes else {}
+        for unit in self._of_two_dtypes:
+            unit.use_compute_dtype(uses)
 
-    def _widen_gradients(self) -> None:
-        for unit in self._narrowing:
-            unit.widen_gradients()
+    def _use_reduce_dtype(self) -> None:
+        for unit in self._of_two_dtypes:
+            unit.use_reduce_dtype()
 
     def before_backward(self, unit: Unit, ticks: Ticks) -> None:
         """Close the units used later and gather `unit`, since the gradient of its output is about to be used."""
@@ -265,7 +265,7 @@ class Schedule:
         if not self._agreed:
             self._agree()
         self.gathers.end_microbatch()
-        self._widen_gradients()
+        self._use_reduce_dtype()
         self.in_microbatch = False
         self._observer.end_microbatch(last=self._last)
 
@@ -273,7 +273,7 @@ class Schedule:
         """Free everything after an exception in the microbatch; launched reductions cannot be taken back."""
         self.in_microbatch = False
         self._observer.abandon_microbatch(reduced=self._abandon_reductions())
-        self._widen_gradients()
+        self._use_reduce_dtype()
         self.gathers.abandon_microbatch()
         self._progress = {unit: Progress() for unit in self._progress}
         self._inner.clear()
@@ -404,7 +404,7 @@ class Schedule:
             self.gathers.depth = 0
 
 
-class ClosingBackward:
+class LossBackward:
     """The backward of a microbatch that closes units, told from others, see [Note: which backward]."""
 
     def __init__(self) -> None:

@@ -17,7 +17,7 @@ def held_pieces(units: Sequence[Unit], outer: OuterStep) -> list[HeldPiece]:
     """Return what this rank holds of each parameter; masters must be published after they are filled."""
     pieces: list[HeldPiece] = []
     for held in (held for unit in units for held in unit.held):
-        share = held.same_state.rank, held.same_state.size
+        share = held.shared_by.rank, held.shared_by.size
         for span, weight in held.weights():
             piece = HeldPiece(
                 held.chunk.members[span.member].name,

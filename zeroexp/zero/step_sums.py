@@ -56,7 +56,7 @@ class StepSums:
         self._sums = terms.to(wire.world.device, non_blocking=True)
         # Of the ranks that update by the same gradients, all or the replicas, only the first contributes their squares.
         counted = [
-            each.gradient for each in handed if not wire.sums_each_step or each.same_state.rank == 0
+            each.gradient for each in handed if not wire.sums_each_step or each.shared_by.rank == 0
         ]
         if counted:
             # Norms in bfloat16 would keep three digits, and a sum in float32 not every element.

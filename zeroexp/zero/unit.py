@@ -34,7 +34,7 @@ class MasterUpdate(NamedTuple):
     parameter: nn.Parameter
     master: nn.Parameter  # the elements that this rank updates
     gradient: Tensor  # the sum over ranks, of the master's shape, and its dtype where no bus is between them
-    same_state: World  # the ranks that update it by the same gradient
+    shared_by: World  # the ranks that update it by the same gradient
 
 
 class Unit:
@@ -77,7 +77,7 @@ class Unit:
         self._sums_by = stage.hand_over if self.reduces_for_hand_over else stage.reduce
         self._gathers_published = stage.publish is Move.ALL_GATHER and bool(self.trainable)
         self._wire = wire
-        self._offer: int | None = None
+        self._exposure: int | None = None
         self._arriving: Pending | None = None
         self._parts = [GatherPart(h.chunk, h.full, h.piece) for h in held if h.full is not None]
         self._parts_published = [part for part in self._parts if part.chunk.kind != FROZEN]
@@ -130,7 +130,7 @@ class Unit:
         return f"unit {self.name or '(root)'}"
 
     def rest(self) -> None:
-        """Free full parameters that rest sharded, and offer the pieces to peers.
+        """Free full parameters that rest sharded, and expose the pieces to peers.
 
         All ranks call it in one order, when the pieces have their values.
         """
@@ -141,7 +141,7 @@ class Unit:
         self.full = FullStorage(self.held, self._wire.world.device)
         self._parts = self.full.parts
         self.secondary = self._wire.secondary_copy(self._parts)
-        self.offer()
+        self.expose()
 
     # -- gather: P -> replicate, before forward and before backward ------------------------------
 
@@ -158,7 +158,7 @@ class Unit:
         with meter.issuing("gather", what):
             self.full.take_up()
             self._arriving = self._wire.all_gather(
-                self._parts, "gather", self._offer, what, codes=self._codes, secondary=copy
+                self._parts, "gather", self._exposure, what, codes=self._codes, secondary=copy
             )
 
     def arrive(self) -> None:
@@ -213,19 +213,19 @@ class Unit:
         return Pending([summed], keep)
 
     @property
-    def narrows_gradients(self) -> bool:
-        """Whether gradients that are no sums stay narrow, see gradients.py, [Note: dtype of accumulation]."""
-        return any(gradients.can_be_narrow for gradients in self._gradients)
+    def has_two_dtypes(self) -> bool:
+        """Whether gradients that are no sums keep the dtype of compute: gradients.py, [Note: dtype of accumulation]."""
+        return any(gradients.has_two_dtypes for gradients in self._gradients)
 
-    def narrow_gradients(self, uses: Mapping[int, int]) -> None:
-        """Let the next gradients of parameters that are used once stay narrow. uses: of parameters, by `id`."""
+    def use_compute_dtype(self, uses: Mapping[int, int]) -> None:
+        """Let the next gradients of parameters that are used once keep the dtype of compute. uses: by `id`."""
         for gradients in self._gradients:
-            gradients.narrow(uses)
+            gradients.use_compute_dtype(uses)
 
-    def widen_gradients(self) -> None:
+    def use_reduce_dtype(self) -> None:
         """Let gradients be added up from now on."""
         for gradients in self._gradients:
-            gradients.widen()
+            gradients.use_reduce_dtype()
 
     # -- hand_over: G -> O, before the optimizer's step ------------------------------------------
 
@@ -242,7 +242,7 @@ class Unit:
                     gradient = gradient.to(master.dtype)
                 if gradient.shape != master.shape:
                     gradient = gradient.view(master.shape)
-                handed.append(MasterUpdate(parameter, master, gradient, held.same_state))
+                handed.append(MasterUpdate(parameter, master, gradient, held.shared_by))
         return handed
 
     # -- publish: O -> P, after the optimizer's step ---------------------------------------------
@@ -260,10 +260,10 @@ class Unit:
         for place, elements, masters in self._casts:
             with torch.no_grad(), unguarded():
                 self._wire.bus.to_device(elements, masters, place)
-        if self._parts_between:  # pieces are offered below
+        if self._parts_between:  # pieces are exposed below
             self._wire.gather_between(self._parts_between, str(self)).wait()
         if self.is_sharded:
-            self.offer()
+            self.expose()
         if self.secondary is not None:
             self.secondary.is_current = False
         if self._gathers_published:
@@ -289,9 +289,9 @@ class Unit:
         for held in self.held:
             held.show(there=self.residence is Residence.READY)
 
-    def offer(self) -> None:
+    def expose(self) -> None:
         """Allow peers to gather this rank's pieces until the next optimizer step. All ranks call it in one order."""
-        self._offer = self._wire.offer(self._parts, self._offer)
+        self._exposure = self._wire.expose(self._parts, self._exposure)
         self._codes = None  # those of the step before go first
         self._codes = self._wire.codes_at_rest(self._parts)
 
@@ -299,7 +299,7 @@ class Unit:
         """Gather the full parameters into other memory, one flat tensor a chunk; the unit stays as it is."""
         held = zip(self.held, fulls, strict=True)
         parts = [GatherPart(h.chunk, full, h.piece) for h, full in held]
-        self._wire.all_gather(parts, "gather", self._offer, str(self), exact=True).wait()
+        self._wire.all_gather(parts, "gather", self._exposure, str(self), exact=True).wait()
 
     def states(self) -> dict[str, list[Tensor]]:
         """Return the tensors that exist now, by kind of memory."""
