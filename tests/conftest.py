@@ -75,6 +75,16 @@ def mlflow(
         yield server, links
 
 
+@pytest.fixture(autouse=True)
+def environment() -> Iterator[None]:
+    """Every test finds the words of the one before it, though commands that run in this process set some."""
+    before = dict(os.environ)
+    yield
+    if os.environ != before:
+        os.environ.clear()
+        os.environ.update(before)
+
+
 # ---- how a run goes
 
 

@@ -19,7 +19,6 @@ from itertools import islice
 from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # read once, when torch is imported
-os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")  # as torchtitan's
 
 from benchmarks.planners.point import Answer, Point
 from benchmarks.planners.points import measured, of_gpus, of_publications, of_this_machine
@@ -37,6 +36,7 @@ GROUPS = {
 
 
 def main() -> int:
+    os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")  # as torchtitan's
     safe_output.keep_going()
     args = _arguments()
     points = [*of_gpus(), *of_publications(), *own_points(args.points, args.measured)]
