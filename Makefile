@@ -2,7 +2,7 @@
 #   make run          the main job: one model trained under every ZeRO implementation on two local ranks
 #   make test         what every change must pass (README: how long it takes)
 #   make proof        every stage in every layout beside PyTorch's engines: a verdict and one page; ten minutes on two cores
-#   make test-all     and the stress, larger-matrix, browser and Slurm tests
+#   make test-all     and the tests that take long, stress, larger matrices, browser and Slurm
 #   make test-deepspeed  what needs DeepSpeed, in .venv-deepspeed: all that .venv has, and DeepSpeed
 #   make mutants      240 small bugs put into the sources, by chance, and some by hand: the tests should find 95 of 100
 #   make wide         every matrix in full: strangers' training code, engines, checkpoints; hundreds of drawn models

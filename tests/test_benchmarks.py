@@ -300,6 +300,7 @@ def test_no_peer_gets_more_settings_than_are_allowed():
         assert set(names) <= set(ON_REQUEST)
 
 
+@pytest.mark.slow
 def test_muon_of_peers_and_ours_is_that_of_one_process():
     """FSDP2's step is rounded once more, and what differs by a bit differs in the third digit of bfloat16."""
     expected = muon_peers.one_process("million", 2)

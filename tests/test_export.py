@@ -143,6 +143,7 @@ def test_numbers_have_no_tokenizer(ranks, tmp_path):
     assert not list(folder.glob("tokenizer*"))
 
 
+@pytest.mark.slow
 def test_one_file_is_in_memory_at_a_time(ranks, tmp_path):
     ranks(save, config_of("model=tiny", "model.hf_config.num_hidden_layers=24"), tmp_path)
     assert count_cpu_allocations() is None

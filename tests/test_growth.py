@@ -26,6 +26,7 @@ def growth_with_layers(engine: str) -> dict[str, growth.Growth]:
     return {cost: growth_of(LAYERS, [each[cost] for each in costs]) for cost in costs[0]}
 
 
+@pytest.mark.slow
 def test_a_buffer_that_grows_with_layers_is_found(planting):
     assert count_cpu_allocations() is None
     theirs, mine = growth_with_layers("fsdp2"), growth_with_layers("zero3_buffer")

@@ -365,6 +365,7 @@ def train_and_go_on(world: World, configs: list[Config], runs: Path) -> list[Any
     return told
 
 
+@pytest.mark.slow
 def test_saved_buffers_are_loaded_trained_with_saved_and_exported(here, ranks):
     """The bias by which DeepSeek-V3, GLM-4.5 and Ernie choose experts, and running statistics."""
     configs = [from_folder_with_buffers(kind) for kind in BUFFERED]

@@ -151,6 +151,7 @@ def here(tmp_path, monkeypatch) -> Path:
     return saved("base", "LlamaForCausalLM", transformers.LlamaConfig(**GROUPED))
 
 
+@pytest.mark.slow
 def test_a_run_is_planned_and_its_adapters_are_exported(here, monkeypatch, capsys):
     """Through the command line; peft puts what was exported around the model that the run began with."""
     compose_once(monkeypatch)

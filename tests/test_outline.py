@@ -96,6 +96,7 @@ def test_what_is_refused_or_torn_is_never_kept(tmp_path, monkeypatch):
         assert read_of(outline_of(tiny, None)) == read_of(whole), torn[:20]
 
 
+@pytest.mark.slow
 def test_a_second_plan_imports_neither_transformers_nor_a_compiler(tmp_path, monkeypatch, capsys):
     """They take longer than all else of it. The first one, here, keeps the outline of the model."""
     monkeypatch.setenv("ZEROEXP_CACHE", str(tmp_path))

@@ -77,6 +77,7 @@ def of_llama() -> list[Point]:
     return list(islice(of_this_machine(), 10))
 
 
+@pytest.mark.slow
 def test_points_are_told_as_they_are_trained(of_llama):
     assert len({point.name for point in of_llama}) == 10
     for point in of_llama:
@@ -87,6 +88,7 @@ def test_points_are_told_as_they_are_trained(of_llama):
         assert point.largest_module == 2048 * 256
 
 
+@pytest.mark.slow
 def test_ours_says_states_and_a_peak_beyond_them(of_llama):
     states, peak = of_ours.answer(of_llama[9])
     assert states == pytest.approx(16 * 6_426_880 / 2, rel=1e-3)  # fp32, ZeRO-3, two ranks

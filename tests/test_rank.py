@@ -149,6 +149,7 @@ def test_what_a_rank_raises_is_in_failure_and_log(local, tmp_path):
     assert read_summary(job.folder) is None
 
 
+@pytest.mark.slow
 def test_the_server_has_imported_what_a_rank_needs(tmp_path):
     """Else every rank of every point would pay for it: seconds for transformers and torch's compiler."""
     job = make_job(

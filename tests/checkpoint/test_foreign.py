@@ -480,6 +480,7 @@ def test_a_full_disk_leaves_nothing_behind(alone, first, tmp_path):
 # -- memory -----------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_one_tensor_is_in_memory_at_a_time(tmp_path):
     """Beside what is written. The embedding with its two moments is most of the model: 3 x 1 MB of 3.4."""
     config = config_of(vocab_size=4096, hidden_size=64, intermediate_size=64)

@@ -216,6 +216,7 @@ def save_each(world: World, saved: list[Any]) -> None:
         save_as_megatron(world, *each, True)
 
 
+@pytest.mark.slow
 def test_one_tensor_of_megatron_is_in_memory_at_a_time(ranks, tmp_path):
     """Beside what is written: the largest one, and the parts of two ranks that torch holds of it."""
     num_ranks = 16

@@ -79,6 +79,7 @@ def run_again(local: LocalCluster, job: Job) -> list[str]:
     return [error for line in log.new_lines() if (error := json.loads(line)["error"])]
 
 
+@pytest.mark.slow
 def test_saving_is_in_no_step_but_in_the_record(undisturbed):
     saves = [json.loads(line) for line in (undisturbed.folder / LOG).read_text().splitlines()]
     blocked = {save["step"]: save["blocked_seconds"] for save in saves}
@@ -140,6 +141,7 @@ def test_a_run_goes_on_from_its_newest_whole_one_and_says_so_once(local, undistu
 # -- resumed by others ------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_another_engine_goes_on_from_its_checkpoint(local, undisturbed, tmp_path, monkeypatch):
     """The next samples are the same, so that losses differ by the order of summation alone."""
     compose_once(monkeypatch)
@@ -217,6 +219,7 @@ def kill_again_and_again(local: LocalCluster, reference: Job, job: Job, num_kill
     assert (summary.num_steps, summary.num_warmup_steps) == (num_steps - 1, 1)
 
 
+@pytest.mark.slow
 def test_killed_twice(local, undisturbed, tmp_path):
     """While it writes, and at once."""
     kill_again_and_again(local, undisturbed, job_at(tmp_path / "killed"), 2)

@@ -53,6 +53,7 @@ def test_points_of_this_machine_are_left_alone(capsys):
     assert plan_slurm_points(local) == local and capsys.readouterr().out == ""
 
 
+@pytest.mark.slow
 def test_a_rehearsal_adds_activations_and_node_hours(capsys):
     """Model states of 1.7 MiB would fit 4.1 MiB; with activations, and what torch reserves for them, they do not."""
     words = ("strategy=zero3", "cluster.device_memory_gib=0.004")

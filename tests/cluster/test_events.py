@@ -52,6 +52,7 @@ def test_a_loss_that_is_no_number_ends_the_run_and_is_told(tmp_path: Path) -> No
     assert last.step < 20 and f"at step {last.step + 1}; with events.nan=go_on" in reason
 
 
+@pytest.mark.slow
 def test_a_run_that_lacked_memory_is_tried_as_often_as_asked(folder: Path) -> None:
     done = zeroexp(folder, *HUNGRY, "events.retries=2", "events.tell='cat >> told'")
     assert done.returncode == 0, done.stderr
@@ -66,6 +67,7 @@ def test_a_run_that_lacked_memory_is_tried_as_often_as_asked(folder: Path) -> No
     assert len(told) == 2 and all("out_of_memory: rank 0 on " in line for line in told)
 
 
+@pytest.mark.slow
 def test_no_run_is_tried_more_often_or_unasked(folder: Path) -> None:
     done = zeroexp(folder, *HUNGRY)
     assert done.returncode == 1 and (folder / "tries").read_text() == "xx", done.stderr

@@ -197,6 +197,7 @@ def test_a_server_that_hangs_before_there_are_ranks_is_told_and_replaced(tmp_pat
         assert local.run(healthy).status == "done"
 
 
+@pytest.mark.slow
 def test_a_server_that_can_not_start_fails_its_job(tmp_path):
     """It dies before it reads what was asked, which the socket reports in another way than its end."""
     job = make_job(tmp_path / "say_who")

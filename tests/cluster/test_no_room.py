@@ -114,6 +114,7 @@ def test_a_store_beside_the_runs_that_takes_the_last_byte(disk: Path) -> None:
     assert "No space left on device" in done.stderr.splitlines()[-1]
 
 
+@pytest.mark.slow
 def test_a_sweep_and_its_report_end_for_no_output(tmp_path):
     """A full disk, a closed descriptor, a reader that leaves: work and exit codes stay the same."""
     done = run(tmp_path, "zeroexp", *SHORT, "world_size=1", redirected=">/dev/full 2>&-")
@@ -140,6 +141,7 @@ def test_a_limit_of_the_size_of_files(monkeypatch, capsys, tmp_path, small_files
     assert "File too large" in line and "choose" in line
 
 
+@pytest.mark.slow
 def test_a_cache_that_can_not_be_written(tmp_path):
     env = {**os.environ, "ZEROEXP_CACHE": "/dev/null/mine", "PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-m", "zeroexp", *LIGHT, "train.warmup_steps=0"]
@@ -161,6 +163,7 @@ os.memfd_create = refuse
 """
 
 
+@pytest.mark.slow
 def test_a_kernel_without_memfds(tmp_path):
     (tmp_path / "no_memfds.py").write_text(NO_MEMFDS)
     done = zeroexp_in(tmp_path, "plugins=no_memfds", *ONE)

@@ -75,6 +75,7 @@ def limited_to(num_bytes: int) -> Iterator[Path]:
         group.rmdir()
 
 
+@pytest.mark.slow
 def test_the_kernel_kills_without_a_word(tmp_path: Path) -> None:
     # A server of its own, since it stays in the group.
     own = LocalCluster(Config().cluster, rank_main=HUNGRY)

@@ -100,6 +100,7 @@ def test_the_batch_file_asks_for_what_the_point_takes(tmp_path: Path) -> None:
     assert "--kill-on-bad-exit=1" in text
 
 
+@pytest.mark.slow
 def test_the_example_of_a_site_is_what_the_page_says(tmp_path: Path) -> None:
     """Its first command: a dry run, on a machine that need not have Slurm."""
     command = ["-m", "zeroexp", "--config-dir", str(ROOT / "slurm" / "site.example")]

@@ -228,6 +228,7 @@ def test_a_run_folder_says_what_ran_where(matrix):
     assert sorted(log.name for log in (run.folder / "logs").iterdir()) == ["rank0.log", "rank1.log"]
 
 
+@pytest.mark.slow
 def test_repeats_run_in_rounds_and_give_verdicts_and_a_broken_claim_fails_the_study(
     tmp_path, busy_cores
 ):
@@ -381,6 +382,7 @@ def test_optuna_minimises_the_final_loss(tmp_path):
     assert done.stdout.count("zero3 ") == 2, "one table of all batches"
 
 
+@pytest.mark.slow
 @needs_optuna
 def test_trials_that_fail_are_told_as_points_that_fail(tmp_path):
     """The seed fails in the ranks alone; Optuna then has no best trial."""

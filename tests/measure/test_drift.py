@@ -160,6 +160,7 @@ def test_every_tenth_step_reads_what_rests_and_counts_objects() -> None:
     assert 10_000 <= after.num_objects - before.num_objects < 10_500
 
 
+@pytest.mark.slow
 def test_the_rank_that_keeps_ten_objects_of_each_step_is_named(local, tmp_path: Path) -> None:
     """And so the rank before it keeps nothing, of which the first to drift is named."""
     keeper = "tests.measure.watched_main:keeper"

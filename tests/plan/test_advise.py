@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 from dataclasses import asdict, replace
 
+import pytest
+
 from tests.composing import composed
 from zeroexp.plan.advice_text import advice_json, as_text
 from zeroexp.plan.advise import Advice, advise
@@ -77,6 +79,7 @@ def test_where_nothing_fits_it_says_so():
     assert "zero3 with micro-batch 1 holds 8.5 GiB. Use more ranks: --fit says how many." in told
 
 
+@pytest.mark.slow
 def test_every_candidate_is_what_a_plan_of_its_words_rehearses(plans_of):
     """As far as model states fit; the work is the line's, in each of them."""
     limit = "cluster.device_memory_gib=0.0012 cluster.device=cpu"
@@ -110,6 +113,7 @@ def test_when_time_is_over_it_stops_where_something_fits(monkeypatch, tmp_path):
     assert (best.outcome.strategy, best.micro, best.recomputes) == ("ddp", 2, False)
 
 
+@pytest.mark.slow
 def test_on_gpus_a_line_that_leaves_it_open_means_what_people_run(monkeypatch, tmp_path):
     """bf16 with fp32 masters, the model's own 2,048 positions, eight samples for each rank, and an H100's memory."""
     monkeypatch.chdir(tmp_path)
@@ -132,6 +136,7 @@ def test_a_named_gpu_sets_the_limit_and_the_speed():
     assert plan_point(config, None, "cuda").outcome.memory_gib == 8
 
 
+@pytest.mark.slow
 def test_advice_for_an_optimizer_that_steps_whole_matrices(planned):
     """The layout of the default cuts them, and is advised like another; what FSDP2 cuts is refused."""
     line = (

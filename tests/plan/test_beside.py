@@ -74,6 +74,7 @@ def test_a_run_of_seldom_synchronised_replicas_holds_and_sends_what_its_plan_say
     assert summary.sent_bytes_by_kind["replicas"] == num_bytes / 3
 
 
+@pytest.mark.slow
 def test_a_model_that_names_no_vocabulary_is_planned_with_the_words_of_its_data():
     """Else it would be planned with those of its class: 32,000 for LLaMA, where the shipped text has 2,048."""
     sizes = ("hidden_size=16", "intermediate_size=32", "num_hidden_layers=1")

@@ -67,6 +67,7 @@ def test_the_table_keeps_to_80_columns(plans_of):
     assert "with 64" in told, "the batch that is planned instead of 12"
 
 
+@pytest.mark.slow
 def test_a_study_is_planned_point_by_point(planned):
     code, out, _ = planned("study=compare --json")
     names = [entry["name"] for entry in json.loads(out)]
@@ -183,6 +184,7 @@ def test_a_point_is_tight_until_a_rehearsal_finds_its_peak(plans_of):
         assert replace(each.outcome, memory_gib=limit / GIB).verdict == verdict
 
 
+@pytest.mark.slow
 def test_what_is_reserved_stands_beside_what_is_allocated_on_gpus_alone(plans_of, monkeypatch):
     """Of a CPU there is no allocator that keeps memory; the settings are those of the environment."""
     for device, setting in (("cpu", None), ("cuda", "False"), ("cuda", "True")):
@@ -199,6 +201,7 @@ def test_what_is_reserved_stands_beside_what_is_allocated_on_gpus_alone(plans_of
         assert row.get("reserved_bytes") == (str(max(reserved)) if setting else None)
 
 
+@pytest.mark.slow
 def test_a_step_fits_tightly_where_the_allocator_must_make_room_in_it(plans_of):
     """Above what is allocated and below what it takes alone, it gives back segments that are free."""
     words = "data.seq_len=512 data.micro_batch_size=2 data.global_batch_size=4"

@@ -33,7 +33,8 @@ def test_units_are_gathered_for_forward_and_for_backward(words, gathers):
     assert form.traffic(0).calls_by_kind["gather"] == 2 * sum(gathers)
 
 
-@pytest.mark.parametrize("keep", ["last", pytest.param("all", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("keep", ["last", "all"])
 def test_modules_of_recomputed_blocks_are_gathered_a_third_time(keep):
     """Both blocks of `tiny` have nine modules with parameters, and a norm follows; `last` keeps the root, `all` all.
 

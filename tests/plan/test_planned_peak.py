@@ -173,6 +173,7 @@ def test_a_cpu_rank_that_saves_holds_the_copy_of_its_state(ranks, tmp_path, stag
     assert 0 <= measured - plan.num_bytes <= RANDOM_STATES_BYTES < plan.by_kind["checkpoint copy"]
 
 
+@pytest.mark.slow
 def test_a_run_that_saves_at_its_end_alone_holds_the_copy_beside_what_rests():
     config = config_of(*WIDE, "strategy=ddp", "checkpoint.every=10000")
     assert "checkpoint copy" not in planned(config).by_kind
@@ -186,6 +187,7 @@ def test_a_run_that_saves_at_its_end_alone_holds_the_copy_beside_what_rests():
 # -- matrices that are whole for a moment -----------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_matrices_that_ranks_bring_together(ranks):
     """One block of wide matrices and few words: the step holds most."""
     few = ("data.vocab_size=32", "model.hf_config.vocab_size=32", *ONE_BLOCK[:2])
@@ -227,6 +229,7 @@ def test_gradients_are_packed_after_their_weights_are_freed(unit, kinds, num_mat
 FSDP2 = "strategy.implementation=torch"
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("counted")
 def test_fsdp2_has_the_planned_peak_at_a_reduction_beside_the_copy_of_gloo(ranks):
     few_words = ("data.vocab_size=32", "model.hf_config.vocab_size=32")

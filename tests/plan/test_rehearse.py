@@ -94,6 +94,7 @@ OF_ENGINES = [
     (FAKE, point("zero3", "tensor", ALL_OFF, "precision=bf16_master")),
     (FAKE, point("zero1", "parameter", OFFLOAD, "precision=bf16_master")),
     (4, point("zero2", "tensor", OFFLOAD, PART)),
+    (1, point("zero2", "tensor", OFFLOAD, "precision=paper16")),
     (2, point("zero3", "tensor", ALL_OFF, PART, "precision=bf16_master")),
     (FAKE, point("zero1", "tensor", OFFLOAD, IN_FILES, "precision=paper16")),
     (4, point("zero2", "tensor", GROUPS)),
@@ -115,12 +116,9 @@ POINTS = [
     *((ranks_per_host, (*MLP, *words)) for ranks_per_host, words in OF_ENGINES),
     # Tied, and with activations that are not small.
     (FAKE, (*LLAMA, *point("zero3", "buffer", "precision=bf16_master", RECOMPUTES))),
-    (FAKE, (*LLAMA, *point("zero3", "torch"))),
     # Its rows are added once backward is over, when ZeRO-3 guards the weight.
     (FAKE, (*MIXTRAL, "strategy=zero3")),
-    (1, (*LLAMA, *point("zero2", "tensor", OFFLOAD, "precision=paper16"))),
     (FAKE, (*LLAMA, *point("zero3", "buffer", ALL_OFF, PART, IN_FILES))),
-    (1, (*by_module("tiny", "last", 1, 2), ONE_LAYER)),
     (2, (*by_module("tiny", "last", 6, 1), ONE_LAYER)),
     (2, by_module("gpt2_tiny", "none", 2, 1)),
     (2, (*by_module("tiny", "last", 1, 2), "strategy.unit=block", BELOW_ALL_GRADIENTS)),
@@ -181,6 +179,7 @@ WIDE = [
 MORE = [
     *((ranks_per_host, (*LLAMA, *words)) for ranks_per_host, words in OF_ENGINES),
     (1, (*LLAMA, *point("zero2", "tensor"))),
+    (FAKE, (*LLAMA, *point("zero3", "torch"))),
     # Replicas are compared in the first steps, which takes real ranks more than the small model's step.
     (4, (*LLAMA, *point("zero1", "buffer", GROUPS))),
     (4, (*LLAMA, *point("zero1", "tensor", "strategy.replicas=4", OUTER))),
@@ -190,6 +189,7 @@ MORE = [
         for stage, unit in itertools.product(("zero2", "zero3"), ("model", "module"))
     ),
     *((1, by_module(model, "last", 1, 2)) for model in ("tiny", "mixtral_tiny")),
+    (1, (*by_module("tiny", "last", 1, 2), ONE_LAYER)),
     *(
         (1, (*by_module("tiny", keep, 1, 2), BELOW_ALL_GRADIENTS))
         for keep in ("none", "last", "all")
@@ -245,6 +245,7 @@ def test_one_of_a_thousand_ranks_is_rehearsed_as_the_closed_forms_say():
     assert sys.excepthook is before
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("counted")
 def test_blocks_that_recompute_a_part_hold_more_than_those_that_recompute_all():
     kept = "train.recompute_except=[aten.mm,aten.addmm.default]"

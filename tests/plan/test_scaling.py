@@ -60,6 +60,7 @@ def test_a_row_is_what_the_plan_rehearses(monkeypatch, capsys):
     assert [line for _, line in prose(text) if len(line) > LINE] == []
 
 
+@pytest.mark.slow
 def test_a_slower_network_costs_what_its_links_take_longer():
     """zero3 gathers and reduces: with links of no width the step is all waiting, and the host launches meanwhile."""
     (planned,) = planned_points(TINY[1])

@@ -46,6 +46,7 @@ def rehearsed_at(world_size: int, stage: str) -> PlannedPoint:
     return with_rehearsal(plan_point(config, None, "cpu"))
 
 
+@pytest.mark.slow
 def test_the_fewest_ranks_are_those_half_of_which_do_not_fit():
     """And no number of ranks makes smaller what every rank holds whole."""
     half, point = (rehearsed_at(size, "zero3") for size in (2, 4))

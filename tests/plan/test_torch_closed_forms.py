@@ -55,7 +55,12 @@ def check_on_ranks(world: World, accumulation: int) -> None:
 
 @pytest.mark.parametrize(
     ("world_size", "accumulation"),
-    [pytest.param(1, 2, marks=pytest.mark.slow), (2, 1), (3, 2), (4, 2)],
+    [
+        pytest.param(1, 2, marks=pytest.mark.slow),
+        (2, 1),
+        pytest.param(3, 2, marks=pytest.mark.slow),
+        (4, 2),
+    ],
 )
 def test_real_ranks_hold_what_the_forms_say(ranks, world_size, accumulation):
     ranks(check_on_ranks, accumulation, world_size=world_size)

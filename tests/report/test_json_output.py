@@ -29,6 +29,7 @@ def call(monkeypatch, capsys):
     return of
 
 
+@pytest.mark.slow
 def test_watch_says_what_a_report_says(call, tmp_path: Path) -> None:
     for name in ("ddp", "zero3"):
         write_run(tmp_path / "sweep" / name, name)

@@ -24,13 +24,9 @@ SETTINGS = (Setting("zero1"), Setting("zero3"), Setting("zero3", unit="module"))
 MAY_NOT = r"compile|OptimizedModule"
 
 
-# Each compiles for seconds on every rank, so that this one stands for all before a change.
-QUICK = "blocks_compiled_in_place_by"
-
-
 def by_aot_eager(function: Callable[[Lab, str], None]) -> None:
-    mark = None if function.__name__ == QUICK else "slow"
-    variants(["aot_eager"], SETTINGS, may_refuse=MAY_NOT, tolerance=5e-6, mark=mark)(function)
+    """Each compiles for seconds on every rank; before a change tests/strategies/test_compiled_blocks.py is enough."""
+    variants(["aot_eager"], SETTINGS, may_refuse=MAY_NOT, tolerance=5e-6, mark="slow")(function)
 
 
 @by_aot_eager

@@ -138,7 +138,7 @@ def rows_of_kinds(ranks: int, groups: int) -> list[Row]:
             for stage in STAGES_IN_GROUPS
         ),
         pytest.param("zero2", 6, 2, marks=slow),
-        ("zero3", 6, 3),
+        pytest.param("zero3", 6, 3, marks=slow),
     ],
 )
 def test_kinds_over_ranks_of_their_own_equal_one_process(ranks, stage, size, groups):

@@ -66,6 +66,7 @@ def outputs() -> Iterator[Path]:
         yield folder
 
 
+@pytest.mark.slow
 def test_a_store_whose_maker_was_killed_is_made_by_the_next(outputs: Path) -> None:
     sent = Uploads(TrackingConfig(), outputs, "sweep")
     folder = write_run(outputs / "sweep" / "run", num_steps=4)
@@ -113,6 +114,7 @@ def end(process: subprocess.Popen[str]) -> tuple[str, str]:
     return out, err
 
 
+@pytest.mark.slow
 def test_a_store_that_is_held_delays_no_step_and_no_ctrl_c_and_an_open_one_hears_of_it(
     outputs: Path, tmp_path: Path
 ) -> None:

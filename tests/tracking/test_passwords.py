@@ -39,6 +39,7 @@ def test_in_a_word_it_is_refused_before_anything_is_written(tmp_path, word):
     assert refused.stderr.count("\n") == 1 and "MLFLOW_TRACKING_PASSWORD" in refused.stderr
 
 
+@pytest.mark.slow
 def test_in_a_file_too(tmp_path):
     (tmp_path / "conf" / "tracking").mkdir(parents=True)
     text = f"name: mine\nmlflow: true\nexperiment: x\nuri: postgresql://me:{SECRET}@host/db\n"
@@ -49,6 +50,7 @@ def test_in_a_file_too(tmp_path):
     assert "tracking.uri: holds a password" in refused.stderr and SECRET not in refused.stderr
 
 
+@pytest.mark.slow
 def test_of_the_environment_it_stays_there(tmp_path, monkeypatch):
     monkeypatch.setenv(STORE, f"http://me:{SECRET}@127.0.0.1:1")
     done = zeroexp(tmp_path, *LIGHT, "tracking=mlflow", "world_size=1")

@@ -38,6 +38,7 @@ ENGINES.add("halved", Engine(build=build, stages=("ddp",)))
 OFF = "optimizer.max_grad_norm=null strategy=ddp strategy.implementation=halved plugins=halved"
 
 
+@pytest.mark.slow
 def test_an_engine_is_equal_and_faults_are_named(tmp_path: Path):
     (tmp_path / "halved.py").write_text(HALVED, encoding="utf-8")
     rounded = "strategy=zero3 strategy.gather_codec=int8"

@@ -145,6 +145,7 @@ ends = lambda: replace(my_loop(), train=lambda model: os._exit(3))
 """
 
 
+@pytest.mark.slow
 def test_what_can_not_be_run_is_one_line(tmp_path: Path) -> None:
     file = tmp_path / "loop.py"
     file.write_text(CODE + BEHIND)
@@ -156,6 +157,7 @@ def test_what_can_not_be_run_is_one_line(tmp_path: Path) -> None:
         assert word == "refused" and said in shown and "\n" not in told
 
 
+@pytest.mark.slow
 def test_what_differs_is_told_though_other_numbers_of_ranks_can_not_be_run(tmp_path: Path) -> None:
     text, *_ = MISTAKES["not divided"]
     text = text.replace(
