@@ -19,9 +19,7 @@ from functools import partial
 from math import prod
 from typing import Any
 
-import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._pytree import tree_iter
 from torch.utils.flop_counter import flop_registry
 
@@ -30,7 +28,6 @@ from zeroexp.measure.verb_seconds import TimedMove, meter
 from zeroexp.plan.speed import Speed
 from zeroexp.plan.storages import LocalOperations
 
-DEVICE = torch.ops.prim.device.default
 ATTENTION = "_scaled_dot_product"
 GROUPED_PRODUCT = "_grouped_mm"  # of experts: each row with the weight of one
 # Parts of names of operations that compute more than they read: exponentials, and sums over rows.
@@ -96,8 +93,6 @@ class Timeline(LocalOperations):
         super().__exit__(*error)
 
     def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if func is DEVICE and isinstance(args[0], FakeTensor):  # thousands of times in a backward
-            return args[0].fake_device
         result = func(*args, **kwargs)
         # What only fakes answer here is a question, and no operation.
         if self._speed and func.namespace != "prim":
