@@ -38,7 +38,7 @@ PARTS: dict[str, Sequence[tuple[Any, str]]] = {
     "norm": [(StepSums, "__init__")],
     "lay out": [(Arena, "stage")],
     "sum": [(direct, "sum_into")],
-    "copy": [(SharedChannel, "copy_offered")],
+    "copy": [(SharedChannel, "copy_exposed")],
     "wait": [(WakeUpPipes, "wait_for")],
 }
 OTHER = "other"
