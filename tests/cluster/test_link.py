@@ -61,11 +61,14 @@ CROSSED = {
     ),
     "2 groups of 2": (2, "strategy=zero3 strategy.keep=none strategy.replicas=2", 2 * 2 / 4),
 }
+QUICK = ("ZeRO++",)  # which has all that the others have, but for groups
 
 
 @needs_link
-@pytest.mark.slow
-@pytest.mark.parametrize("case", CROSSED)
+@pytest.mark.parametrize(
+    "case",
+    [case if case in QUICK else pytest.param(case, marks=pytest.mark.slow) for case in CROSSED],
+)
 def test_bytes_over_a_link_are_those_of_the_plan_and_of_arithmetic(local, tmp_path, case):
     """Read from the interface, less the headers of its packets. Handshakes, the loss and the norm are in it."""
     nodes, words, in_parameters = CROSSED[case]

@@ -56,7 +56,7 @@ Saved = Callable[[str, int], CanonicalState]
 # From how many ranks each optimizer goes on in `make test`: on another number, or in another cut. The others keep state
 # as one of these does: two moments, one, rounded, or in codes.
 ONE_SOURCE = dict(zip(RECIPES, (2, 4, 1) * 3, strict=True))
-QUICK = ("adamw", "muon", "adamw in int8")
+QUICK = ("adamw", "muon", "adamw in int8", "adagrad", "adafactor")
 slow = pytest.mark.slow
 MESHES = {"replicas": 2, "secondary_partition": 2}
 
