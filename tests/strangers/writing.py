@@ -89,9 +89,9 @@ def written_inside_by(lab: Lab, way: str) -> None:
 @variants([EVERY, *WRITES], quick=[EVERY], oracle=False)
 def written_without_saying_so_by(lab: Lab, way: str) -> None:
     """Without `write=True` the exit of the context raises; it would be undone, or done on one rank alone."""
-    t = lab.wrap(Net())
-    lab.train(t, steps=[0])
     for each in each_of(WRITES, way):
+        t = lab.wrap(Net())  # another, since a write that was refused is refused from then on
+        lab.train(t, steps=[0])
         with lab.raises(WRITE), t.gathered(), torch.no_grad():
             WRITES[each](t.model.layers[1].up.weight)
 
