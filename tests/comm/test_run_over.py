@@ -22,7 +22,7 @@ from zeroexp.comm.base import GatherPart, ReducePart
 from zeroexp.comm.collectives import Collectives
 from zeroexp.comm.control_block import MOST_EXPOSURES, OwnControlBlock
 from zeroexp.comm.direct import GATHERS_APART, MOST_ENGINES, NUM_TAGS, Direct
-from zeroexp.comm.messages import Arrival
+from zeroexp.comm.messages import ReceivedTensors
 from zeroexp.cut.chunk import Chunk, Member, ParameterSpec
 from zeroexp.cut.layout import lay_out
 from zeroexp.process.watchdog import differs
@@ -45,8 +45,10 @@ class Tagged:
         self.tags.append(tag)
         return []
 
-    def receive(self, tag: int, like: Sequence[Tensor], what: str, *, into: bool) -> Arrival:
-        return Arrival(lambda: [torch.zeros_like(tensor) for tensor in like], lambda: None)
+    def receive(
+        self, tag: int, like: Sequence[Tensor], what: str, *, into: bool
+    ) -> ReceivedTensors:
+        return ReceivedTensors(lambda: [torch.zeros_like(tensor) for tensor in like], lambda: None)
 
     def take(self) -> list[int]:
         taken, self.tags = self.tags, []

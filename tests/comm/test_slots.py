@@ -15,7 +15,7 @@ from torch import Tensor
 from zeroexp.comm.base import GatherPart, ReducePart
 from zeroexp.comm.collectives import Collectives
 from zeroexp.comm.direct import Direct
-from zeroexp.comm.messages import Arrival
+from zeroexp.comm.messages import ReceivedTensors
 from zeroexp.comm.shared_memory import Arena, SharedChannel
 from zeroexp.cut.chunk import Chunk, Member, ParameterSpec
 from zeroexp.cut.layout import lay_out
@@ -39,7 +39,9 @@ class Slot:
         self.events.append("send")
         return []
 
-    def receive(self, tag: int, like: Sequence[Tensor], what: str, *, into: bool) -> Arrival:
+    def receive(
+        self, tag: int, like: Sequence[Tensor], what: str, *, into: bool
+    ) -> ReceivedTensors:
         slot = [torch.full_like(tensor, self.value) for tensor in like]
 
         def wait() -> list[Tensor]:
@@ -51,7 +53,7 @@ class Slot:
             for tensor in slot:
                 tensor.fill_(float("nan"))
 
-        return Arrival(wait, release)
+        return ReceivedTensors(wait, release)
 
 
 def test_a_slot_is_given_back_after_its_sum_was_taken():
@@ -82,7 +84,7 @@ def write_three_reductions(world: World) -> list[float]:
     """Rank 0 writes to both others, two slots in all. Rank 1 reads at once, rank 2 keeps the first; what they read."""
     slot_bytes = 2 * 64  # 16 bytes for each of two peers, aligned
     channels = neighbours_of(world, slot_bytes, num_slots=2)
-    arrivals: dict[int, Arrival] = {}
+    arrivals: dict[int, ReceivedTensors] = {}
     views: dict[int, Tensor] = {}
     if world.rank == 0:
         for tag in (1, 2):

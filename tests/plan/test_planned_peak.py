@@ -24,7 +24,7 @@ from tests.plan.real_steps import (
 )
 from zeroexp.config.keys import Config
 from zeroexp.measure.memory import AllocationMeter
-from zeroexp.plan.hidden_memory import GradientSums, product_scratch_bytes
+from zeroexp.plan.hidden_memory import AutogradSums, product_scratch_bytes
 from zeroexp.plan.outcome import RankPeak, plan_point
 from zeroexp.plan.peak import rehearse_point
 from zeroexp.plan.rehearse import rehearse
@@ -151,7 +151,7 @@ def test_a_tensor_that_is_used_twice_has_the_peak_of_real_tensors(use):
     measured = (meter.peak_bytes() or 0) - before
     mode = FakeTensorMode()
     storages = Storages(mode, torch.device("cpu"))
-    with mode, storages, GradientSums():
+    with mode, storages, AutogradSums():
         backward_of(use)
     rehearsed = storages.peaks()["build"].num_bytes
     held.clear()

@@ -30,7 +30,7 @@ from zeroexp.interface.canonical import canonical_whole, merge
 from zeroexp.interface.strategy import CanonicalState
 from zeroexp.models.module import BuiltModel
 from zeroexp.process.world import World, fake_world
-from zeroexp.zero.held import Residence
+from zeroexp.zero.held import GatherState
 from zeroexp.zero.options import Options
 
 BLOCKS = ["blocks.0", "blocks.1", "blocks.2"]
@@ -154,9 +154,9 @@ def test_what_was_gathered_ahead_in_vain_is_freed_with_its_microbatch():
         for model.order in [(0, 1, 2), (0, 1, 2), (0, 2)]:
             with strategy.microbatch(last=True):
                 loss = strategy.model(microbatch_of(0, 0, 0)[0]).square().sum()
-                ahead = [u.name for u in strategy.units if u.residence is not Residence.FREED]
+                ahead = [u.name for u in strategy.units if u.gather_state is not GatherState.FREED]
                 strategy.backward(loss)
-            assert {unit.residence for unit in strategy.units} == {Residence.FREED}
+            assert {unit.gather_state for unit in strategy.units} == {GatherState.FREED}
             strategy.step()
             strategy.zero_grad()
     assert "blocks.1" in ahead

@@ -38,7 +38,7 @@ from zeroexp.cut.stage import STAGES
 from zeroexp.engines.sharded import Sharded
 from zeroexp.models.module import BuiltModel
 from zeroexp.process.world import World, fake_world
-from zeroexp.zero.held import Residence
+from zeroexp.zero.held import GatherState
 from zeroexp.zero.options import Options
 from zeroexp.zero.unit import Unit
 
@@ -300,7 +300,9 @@ def test_accumulated_gradients_are_reduced_as_often_as_asked(stage, reduce_each,
 
 def gathered(strategy: Sharded) -> set[str]:
     """Units that have parameters, or memory for them."""
-    return {u.name for u in strategy.units if u.residence is not Residence.FREED or full_bytes(u)}
+    return {
+        u.name for u in strategy.units if u.gather_state is not GatherState.FREED or full_bytes(u)
+    }
 
 
 def full_bytes(unit: Unit) -> int:

@@ -16,7 +16,7 @@ from zeroexp.cut.stage import STAGES
 from zeroexp.process.world import World, fake_world
 from zeroexp.zero.assemble import make_units
 from zeroexp.zero.grouping import group_parameters
-from zeroexp.zero.held import Residence
+from zeroexp.zero.held import GatherState
 from zeroexp.zero.options import Dtypes, Options
 from zeroexp.zero.unit import Unit
 from zeroexp.zero_safety.refusals import Refusals
@@ -123,4 +123,4 @@ def test_illegal_transitions_raise(world):
     unit.arrive()
     unit.free()
     unit.free()  # nothing more
-    assert unit.residence is Residence.FREED
+    assert unit.gather_state is GatherState.FREED

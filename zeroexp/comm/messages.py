@@ -22,7 +22,7 @@ PACK_BELOW_BYTES = 32 << 10  # shorter tensors are packed together: gloo costs ~
 
 
 @dataclass
-class Arrival:
+class ReceivedTensors:
     """Tensors on their way from one peer. They may be read after `wait` and until `release`."""
 
     wait: Callable[[], list[Tensor]]
@@ -36,7 +36,9 @@ class Channel(Protocol):
         """Send the tensors, and return works to wait for before they may change. Errors name them by `what`."""
         ...
 
-    def receive(self, tag: int, like: Sequence[Tensor], what: str, *, into: bool) -> Arrival:
+    def receive(
+        self, tag: int, like: Sequence[Tensor], what: str, *, into: bool
+    ) -> ReceivedTensors:
         """Receive tensors as large as those in `like`; with `into` they are written to the memory of `like`."""
         ...
 
@@ -54,7 +56,9 @@ class GlooChannel:
         group = self._moves.world.process_group
         return [self._watched(group.send([b], self._peer, tag), b, what) for b in buffers]
 
-    def receive(self, tag: int, like: Sequence[Tensor], what: str, *, into: bool) -> Arrival:
+    def receive(
+        self, tag: int, like: Sequence[Tensor], what: str, *, into: bool
+    ) -> ReceivedTensors:
         targets = list(like) if into else [torch.empty_like(tensor) for tensor in like]
         works: list[Any] = []
         packed: list[tuple[Tensor, list[Tensor]]] = []
@@ -75,7 +79,7 @@ class GlooChannel:
                     target.copy_(part)
             return targets
 
-        return Arrival(wait, release=lambda: None)
+        return ReceivedTensors(wait, release=lambda: None)
 
     def _watched(self, work: Any, buffer: Tensor, what: str) -> TimedWork:
         watched = self._moves.watched(work, f"rank {self._peer}: {what}")

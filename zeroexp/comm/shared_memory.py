@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 
 from zeroexp.comm.control_block import ControlBlock, OwnControlBlock
-from zeroexp.comm.messages import Arrival
+from zeroexp.comm.messages import ReceivedTensors
 from zeroexp.comm.sizes import aligned, arena_bytes
 from zeroexp.comm.wake_up import WakeUpPipes
 from zeroexp.process.watchdog.differs import Moves
@@ -228,7 +228,9 @@ class SharedChannel:
         self._wake_up.wake(self.peer)
         return []
 
-    def receive(self, tag: int, like: Sequence[Tensor], what: str, *, into: bool) -> Arrival:
+    def receive(
+        self, tag: int, like: Sequence[Tensor], what: str, *, into: bool
+    ) -> ReceivedTensors:
         def staged() -> tuple[int, int] | None:
             return self._control.find_staged(self._rank, tag)
 
@@ -246,7 +248,7 @@ class SharedChannel:
             self._arena.control.post_read(self.peer, place[0], tag)
             self._wake_up.wake(self.peer)
 
-        return Arrival(wait, release)
+        return ReceivedTensors(wait, release)
 
     def copy_exposed(self, exposure: int, targets: Sequence[Tensor], what: str) -> None:
         step = self._arena.step

@@ -92,7 +92,7 @@ class HostMemory(LocalOperations):
         return args[0].nbytes if name == "aten::mse_loss" else 0
 
 
-class GradientSums(LocalOperations):
+class AutogradSums(LocalOperations):
     """Adds in place where autograd would. Enter it last: a mode inside of it would hold the operands as well."""
 
     def __init__(self) -> None:
@@ -100,7 +100,7 @@ class GradientSums(LocalOperations):
         # So many references lead to a gradient that autograd alone holds, while it is added to.
         self._of_autograd_alone: tuple[int, ...] | None = None
 
-    def __enter__(self) -> GradientSums:
+    def __enter__(self) -> AutogradSums:
         super().__enter__()
         with torch.enable_grad():
             weight = torch.zeros(1, requires_grad=True)

@@ -46,7 +46,7 @@ from zeroexp.measure.record import KINDS, OUTER, StepRecord, Traffic
 from zeroexp.models.checkpointing import checkpoint_as_configured
 from zeroexp.models.module import allow_fake_tensors, build_model, materialize
 from zeroexp.plan.caching_allocator import Change
-from zeroexp.plan.hidden_memory import GradientSums, HostMemory
+from zeroexp.plan.hidden_memory import AutogradSums, HostMemory
 from zeroexp.plan.speed import Speed
 from zeroexp.plan.stand_ins import NoData, absent_neighbours, buckets_in_python
 from zeroexp.plan.storages import Peak, Storages
@@ -122,7 +122,7 @@ def rehearse(
         HostMemory(storages) if ranks_per_host else nullcontext(),
         absent_neighbours(storages, ranks_per_host),
         timeline,
-        GradientSums(),
+        AutogradSums(),
     ):
         materialize(model.module, device)
         checkpoint_as_configured(model.module, model.blocks, config.train)

@@ -32,7 +32,7 @@ from torch.optim import Optimizer
 
 from zeroexp.comm.collectives import TRANSPORTS
 from zeroexp.comm.direct import Direct
-from zeroexp.comm.messages import Arrival
+from zeroexp.comm.messages import ReceivedTensors
 from zeroexp.comm.shared_memory import SharedChannel
 from zeroexp.comm.sizes import arena_bytes, num_slots
 from zeroexp.comm.traits import TRAITS, TransportTraits
@@ -98,12 +98,14 @@ class AbsentNeighbour(SharedChannel):
     def send(self, tag: int, tensors: Sequence[Tensor], what: str) -> list[Any]:
         return []
 
-    def receive(self, tag: int, like: Sequence[Tensor], what: str, *, into: bool) -> Arrival:
+    def receive(
+        self, tag: int, like: Sequence[Tensor], what: str, *, into: bool
+    ) -> ReceivedTensors:
         if into:
-            return Arrival(lambda: list(like), lambda: None)
+            return ReceivedTensors(lambda: list(like), lambda: None)
         with self._storages.not_counting():
             terms = [torch.empty_like(tensor) for tensor in like]
-        return Arrival(lambda: terms, lambda: None)
+        return ReceivedTensors(lambda: terms, lambda: None)
 
     def copy_exposed(self, exposure: int, targets: Sequence[Tensor], what: str) -> None:
         pass

@@ -42,7 +42,7 @@ from zeroexp.zero.outer import MOMENTUM, OuterStep, prefix_of
 from zeroexp.zero.schedule import Schedule
 from zeroexp.zero.state_dict import held_pieces
 from zeroexp.zero.step_sums import StepSums
-from zeroexp.zero.unit import MasterUpdate, Unit
+from zeroexp.zero.unit import OptimizerInput, Unit
 
 
 class Engine:
@@ -260,7 +260,7 @@ class Engine:
             return scale
         return None if float(scale) == 1.0 else scale
 
-    def _update(self, handed: Sequence[MasterUpdate], scale: Tensor | None) -> None:
+    def _update(self, handed: Sequence[OptimizerInput], scale: Tensor | None) -> None:
         """Run one step of the optimizer on all masters that have a gradient, one place after the other."""
         self._outer.before_update()
         bus, groups = self.wire.bus, self.optimizer.param_groups

@@ -18,7 +18,7 @@ from collections.abc import Sequence
 import torch
 from torch._C._functorch import TransformType, get_interpreter_stack
 
-from zeroexp.zero.held import Residence
+from zeroexp.zero.held import GatherState
 from zeroexp.zero.unit import Unit
 
 NO_TASK = -1  # autograd's task id where no backward runs
@@ -148,7 +148,7 @@ class Gathers:
                 unit.free()
 
     def _gather(self, unit: Unit) -> None:
-        if unit.residence is Residence.FREED:  # else it was gathered ahead
+        if unit.gather_state is GatherState.FREED:  # else it was gathered ahead
             _refuse_in_transform(unit)
             unit.gather()
             if not self._overlap:

@@ -32,7 +32,7 @@ from zeroexp.zero.options import Dtypes
 unguarded = torch._C.DisableTorchFunctionSubclass
 
 
-class Residence(Enum):
+class GatherState(Enum):
     """What memory the parameters of a unit occupy."""
 
     FREED = "freed"  # only this rank's piece exists
@@ -42,9 +42,9 @@ class Residence(Enum):
 
 # What a unit may become. GATHERING follows READY where masters are published into parameters that rest replicated.
 MAY_BECOME = {
-    Residence.FREED: (Residence.GATHERING,),
-    Residence.GATHERING: (Residence.READY,),
-    Residence.READY: (Residence.FREED, Residence.GATHERING),
+    GatherState.FREED: (GatherState.GATHERING,),
+    GatherState.GATHERING: (GatherState.READY,),
+    GatherState.READY: (GatherState.FREED, GatherState.GATHERING),
 }
 
 

@@ -36,7 +36,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_leaves
 
-from zeroexp.zero.held import Residence
+from zeroexp.zero.held import GatherState
 from zeroexp.zero.observer import Observer
 from zeroexp.zero.schedule import Schedule
 from zeroexp.zero.unit import Unit
@@ -144,7 +144,7 @@ class SavedViews:
             ) from error
         if unit is None:
             return tensor
-        if unit.residence is Residence.FREED:
+        if unit.gather_state is GatherState.FREED:
             raise RuntimeError(
                 f"a view of freed parameters is used, of shape {list(tensor.shape)}: the module that holds them has "
                 "ended; clone what is to be used later, or use it inside `with strategy.gathered():`"

@@ -50,7 +50,7 @@ from zeroexp.comm.collectives import Collectives
 from zeroexp.cut.bucket import Bucket
 from zeroexp.zero.gathers import Gathers, current_task
 from zeroexp.zero.gradients import uses_of_leaves
-from zeroexp.zero.held import Residence
+from zeroexp.zero.held import GatherState
 from zeroexp.zero.observer import Observer
 from zeroexp.zero.options import Options
 from zeroexp.zero.unit import Unit
@@ -323,7 +323,7 @@ class Schedule:
 
     def announce_release(self) -> None:
         """Tell the observer that a use of the root gathers it again, where it is released."""
-        if self._root_released and self._root.residence is Residence.FREED:
+        if self._root_released and self._root.gather_state is GatherState.FREED:
             self._observer.released(self._root, partial(self.make_ready_for_backward, self._root))
 
     def _free_after_inner_backward(self) -> None:
@@ -338,7 +338,7 @@ class Schedule:
 
     def _is_idle(self, unit: Unit) -> bool:
         """Tell whether the unit is gathered for use and none of its forwards runs."""
-        in_use = unit in self.gathers.in_use and unit.residence is Residence.READY
+        in_use = unit in self.gathers.in_use and unit.gather_state is GatherState.READY
         return in_use and not self._progress[unit].open_forwards
 
     # -- how reductions start ---------------------------------------------------------------------

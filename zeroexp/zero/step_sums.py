@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from zeroexp.comm.collectives import Collectives, checksum_terms, checksums_were_equal
 from zeroexp.cut.stage import Move, Stage
-from zeroexp.zero.unit import MasterUpdate
+from zeroexp.zero.unit import OptimizerInput
 
 
 class StepSums:
@@ -33,7 +33,7 @@ class StepSums:
     def __init__(
         self,
         parameters: Sequence[nn.Parameter],
-        handed: Sequence[MasterUpdate],
+        handed: Sequence[OptimizerInput],
         stage: Stage,
         wire: Collectives,
         has_gradient: Sequence[bool],
@@ -72,7 +72,7 @@ class StepSums:
         self._summed.wait()
         return self._sums[0].sqrt().float()
 
-    def with_gradient(self) -> list[MasterUpdate]:
+    def with_gradient(self) -> list[OptimizerInput]:
         """Return what was handed over of the parameters for which any rank has a gradient."""
         if self._all_here:
             return [*self._handed]

@@ -24,11 +24,11 @@ from zeroexp.measure.verb_seconds import meter, timed_as_verb
 from zeroexp.process.world import World
 from zeroexp.zero.full_storage import FullStorage
 from zeroexp.zero.gradients import ChunkGradients
-from zeroexp.zero.held import MAY_BECOME, Held, Residence, unguarded
+from zeroexp.zero.held import MAY_BECOME, GatherState, Held, unguarded
 from zeroexp.zero.options import Dtypes
 
 
-class MasterUpdate(NamedTuple):
+class OptimizerInput(NamedTuple):
     """What the optimizer is given for one span that this rank updates."""
 
     parameter: nn.Parameter
@@ -58,7 +58,7 @@ class Unit:
         self.name = name
         self.is_root = not name
         self.held = held
-        self.residence = Residence.READY
+        self.gather_state = GatherState.READY
         self.is_pinned = False  # whether parameters lie whole in memory of their own (gathered.py)
         self.is_sharded = stage.gather is Move.ALL_GATHER and bool(held)
         self.full: FullStorage | None = None  # of the full parameters, where they rest sharded
@@ -136,7 +136,7 @@ class Unit:
         """
         if not self.is_sharded:
             return
-        self._become(Residence.FREED)
+        self._become(GatherState.FREED)
         self.show()
         self.full = FullStorage(self.held, self._wire.world.device)
         self._parts = self.full.parts
@@ -148,7 +148,7 @@ class Unit:
     def gather(self) -> None:
         """Start P -> replicate; `arrive` ends it. With a secondary copy of these weights no other node is asked."""
         assert self.full is not None
-        self._become(Residence.GATHERING)
+        self._become(GatherState.GATHERING)
         copy, what = self.secondary, str(self)
         if copy is not None and copy.is_current:
             with meter.issuing("secondary", what):
@@ -166,7 +166,7 @@ class Unit:
         if self._arriving is not None:
             self.wait()
             self._arriving = None
-            self._become(Residence.READY)
+            self._become(GatherState.READY)
             if self.is_sharded:
                 self.show()
 
@@ -180,8 +180,8 @@ class Unit:
     def free(self) -> None:
         """Carry out replicate -> P."""
         self.arrive()
-        if self.residence is Residence.READY:
-            self._become(Residence.FREED)
+        if self.gather_state is GatherState.READY:
+            self._become(GatherState.FREED)
             self.show()
         assert self.full is not None
         self.full.drop()
@@ -229,12 +229,12 @@ class Unit:
 
     # -- hand_over: G -> O, before the optimizer's step ------------------------------------------
 
-    def hand_over(self) -> list[MasterUpdate]:
+    def hand_over(self) -> list[OptimizerInput]:
         """Carry out G -> O: return each master weight with its gradient, in its dtype if on its device.
 
         Nothing is sent here: where G -> O is a reduce-scatter (zero1), `reduce` ran it beside the last backward.
         """
-        handed: list[MasterUpdate] = []
+        handed: list[OptimizerInput] = []
         chunks = zip(self.trainable, self._updated, self._gradients, strict=True)
         for held, updated, gradients in chunks:
             for (parameter, master), gradient in zip(updated, gradients.owned(), strict=True):
@@ -242,7 +242,7 @@ class Unit:
                     gradient = gradient.to(master.dtype)
                 if gradient.shape != master.shape:
                     gradient = gradient.view(master.shape)
-                handed.append(MasterUpdate(parameter, master, gradient, held.shared_by))
+                handed.append(OptimizerInput(parameter, master, gradient, held.shared_by))
         return handed
 
     # -- publish: O -> P, after the optimizer's step ---------------------------------------------
@@ -267,7 +267,7 @@ class Unit:
         if self.secondary is not None:
             self.secondary.is_current = False
         if self._gathers_published:
-            self._become(Residence.GATHERING)
+            self._become(GatherState.GATHERING)
             self._arriving = self._wire.all_gather(self._parts_published, "publish", what=str(self))
 
     def zero_grad(self) -> None:
@@ -287,7 +287,7 @@ class Unit:
     def show(self) -> None:
         """Point the parameters at the memory that holds their values, or at no memory where none does."""
         for held in self.held:
-            held.show(there=self.residence is Residence.READY)
+            held.show(there=self.gather_state is GatherState.READY)
 
     def expose(self) -> None:
         """Allow peers to gather this rank's pieces until the next optimizer step. All ranks call it in one order."""
@@ -339,9 +339,9 @@ class Unit:
                 found[member].append(index)
         return found
 
-    def _become(self, residence: Residence) -> None:
-        if residence not in MAY_BECOME[self.residence]:
+    def _become(self, gather_state: GatherState) -> None:
+        if gather_state not in MAY_BECOME[self.gather_state]:
             raise RuntimeError(
-                f"{self} is {self.residence.value} and can not become {residence.value}"
+                f"{self} is {self.gather_state.value} and can not become {gather_state.value}"
             )
-        self.residence = residence
+        self.gather_state = gather_state

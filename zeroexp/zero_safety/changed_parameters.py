@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from zeroexp.zero.engine import Engine
 from zeroexp.zero.gathered import written_while_reading
-from zeroexp.zero.held import Residence, unguarded
+from zeroexp.zero.held import GatherState, unguarded
 from zeroexp.zero.observer import Observer
 from zeroexp.zero.unit import Unit
 
@@ -151,7 +151,7 @@ class ChangedParameters(Observer):
                     f"parameter {self._names[parameter]} was frozen when the engine was built and requires a "
                     "gradient now: build the engine again, or thaw it before and freeze it after building"
                 )
-        freed = (u for u in self._units if u.residence is Residence.FREED and not u.is_pinned)
+        freed = (u for u in self._units if u.gather_state is GatherState.FREED and not u.is_pinned)
         for parameter in (p for unit in freed for p in _shown_otherwise(unit)):
             raise _changed(self._names[parameter], "was given other values")
         for parameter, address in self._addresses:

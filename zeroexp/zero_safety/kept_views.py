@@ -17,7 +17,7 @@ from torch._C._functorch import get_unwrapped, is_functorch_wrapped_tensor
 
 from zeroexp.zero.engine import Engine
 from zeroexp.zero.full_storage import FullStorage
-from zeroexp.zero.held import Residence
+from zeroexp.zero.held import GatherState
 from zeroexp.zero.observer import Observer
 from zeroexp.zero.unit import Unit
 
@@ -71,7 +71,7 @@ def _kept_shape(storage: FullStorage) -> list[int] | None:
 
 
 def _freed_storage(unit: Unit) -> FullStorage | None:
-    return unit.full if unit.residence is Residence.FREED else None
+    return unit.full if unit.gather_state is GatherState.FREED else None
 
 
 def _is_view_of_freed(tensor: Tensor, unit: Unit) -> bool:
