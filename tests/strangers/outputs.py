@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.strangers.lab import (
+    BY_STAGE,
     EVERY,
     EVERY_WAY,
     WIDTH,
@@ -233,6 +234,20 @@ def frozen_block_of_kind(lab: Lab, kind: str) -> None:
     model = Net(BLOCKS[kind])
     model.layers.requires_grad_(False)
     lab.train(lab.wrap(model))
+
+
+class WrittenAfterUse(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        y = torch.tanh(self.up(x))
+        z = self.down(y)
+        y.detach().mul_(0.5)
+        return z
+
+
+@scenario(BY_STAGE, refused="modified by an inplace operation")
+def an_activation_that_is_written_after_backward_counts_on_it(lab: Lab) -> None:
+    """Its gradient would be another one, without a word."""
+    lab.train(lab.wrap(Net(WrittenAfterUse)))
 
 
 @scenario()

@@ -53,6 +53,19 @@ def test_a_kept_graph_keeps_no_engine(stage):
         assert alive() is None
 
 
+@pytest.mark.parametrize("stage", ["zero2", "zero3"])
+def test_a_graph_without_backward_ends_with_its_last_reference(stage):
+    """A loss that is skipped, an output that no loss uses: autograd saves what some functions return."""
+    with fake_world(0, 2) as world:
+        strategy = engine_of(world, stage)
+        for _ in range(2):  # the first microbatch finds the order of units
+            with strategy.microbatch(last=True):
+                output = strategy.model(torch.randn(2, 4)).sigmoid()
+            alive = weakref.ref(output)
+            del output
+            assert alive() is None
+
+
 def test_a_graph_whose_engine_has_ended_says_so():
     with fake_world(0, 2) as world:
         loss = forward(engine_of(world, "zero3"))

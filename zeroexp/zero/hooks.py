@@ -17,6 +17,11 @@ the first. What is recomputed under `torch.utils.checkpoint(use_reentrant=False)
 since checkpointing's own hooks come first. It keeps views, which keep the unit's bytes until backward has used them
 (full_storage.py, [Note: one storage]).
 
+[Note: saved tensors] Anything else is saved detached: a node of the graph that kept its own output, which leads to the
+node, would be a cycle that no collector sees, and a graph through which no backward runs (an unused output, a loss that
+is skipped) would stay for good. Where there are such hooks autograd leaves it to them to notice that a tensor was
+written since it was saved.
+
 [Note: weak references] Autograd keeps its hooks as long as the parameter or the graph, where the cycle collector does
 not see them. A module that keeps its output in an attribute would so keep the engine, and all that it holds, for good.
 So these hooks, and the places, hold weak references to the engine.
@@ -29,7 +34,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -109,6 +114,13 @@ class SavedView:
     offset: int = 0  # in elements
 
 
+class SavedTensor(NamedTuple):
+    """Another tensor that autograd saved, see [Note: saved tensors]."""
+
+    tensor: Tensor
+    version: int  # how often it had been written
+
+
 class SavedViews:
     """What autograd saves of the parameters of one engine, see [Note: saved places]."""
 
@@ -125,16 +137,16 @@ class SavedViews:
         schedule = weakref.ref(self._schedule)
         return saved_tensors_hooks(partial(_pack, weakref.ref(self)), partial(_unpack, schedule))
 
-    def place_of(self, tensor: Tensor) -> SavedView | Tensor:
-        """Return the place of full parameters; a tensor of other memory is saved as it is."""
+    def place_of(self, tensor: Tensor) -> SavedView | None:
+        """Return the place of full parameters; None for a tensor of other memory."""
         if tensor.layout is not torch.strided:
-            return tensor
+            return None
         if isinstance(tensor, nn.Parameter):
             unit = self._unit_of.get(tensor)
-            return tensor if unit is None else SavedView(weakref.ref(unit), unit.generation, tensor)
+            return None if unit is None else SavedView(weakref.ref(unit), unit.generation, tensor)
         return self._place_of_view(tensor)
 
-    def _place_of_view(self, tensor: Tensor) -> SavedView | Tensor:
+    def _place_of_view(self, tensor: Tensor) -> SavedView | None:
         try:
             unit = self._unit_at.get(tensor.untyped_storage()._cdata)
         except (RuntimeError, NotImplementedError) as error:
@@ -143,7 +155,7 @@ class SavedViews:
                 "weights rest sharded: run it inside `with strategy.gathered():` outside of a microbatch, or use zero2"
             ) from error
         if unit is None:
-            return tensor
+            return None
         if unit.gather_state is GatherState.FREED:
             raise RuntimeError(
                 f"a view of freed parameters is used, of shape {list(tensor.shape)}: the module that holds them has "
@@ -155,14 +167,20 @@ class SavedViews:
         return SavedView(its, unit.generation, None, tensor.dtype, size, stride, offset)
 
 
-def _pack(views: weakref.ref[SavedViews], tensor: Tensor) -> SavedView | Tensor:
+def _pack(views: weakref.ref[SavedViews], tensor: Tensor) -> SavedView | SavedTensor:
     own = views()
-    return tensor if own is None else own.place_of(tensor)
+    place = own.place_of(tensor) if own is not None else None
+    return place or SavedTensor(tensor.detach(), tensor._version)
 
 
-def _unpack(schedule: weakref.ref[Schedule], kept: SavedView | Tensor) -> Tensor:
-    if not isinstance(kept, SavedView):
-        return kept
+def _unpack(schedule: weakref.ref[Schedule], kept: SavedView | SavedTensor) -> Tensor:
+    if isinstance(kept, SavedTensor):
+        if kept.tensor._version != kept.version:
+            raise RuntimeError(
+                "one of the variables needed for gradient computation has been modified by an inplace operation: a "
+                f"tensor of shape {list(kept.tensor.shape)}; write into a clone"
+            )
+        return kept.tensor
     unit, engine = kept.unit(), schedule()
     if unit is None or engine is None:
         raise RuntimeError(
