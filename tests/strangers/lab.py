@@ -155,8 +155,8 @@ class Plain:
         self.optimizer.step()
         return norm.float()
 
-    def zero_grad(self) -> None:
-        self.model.zero_grad()
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        self.model.zero_grad(set_to_none)
 
     def drain(self) -> None: ...
 

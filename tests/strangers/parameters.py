@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.strangers.lab import (
+    BY_STAGE,
     EVERY,
     EVERY_WAY,
     WIDTH,
@@ -207,6 +208,14 @@ def parameters_that_overlap(lab: Lab) -> None:
     model = Net()
     model.layers[1].up.weight = nn.Parameter(model.layers[0].up.weight.detach())
     lab.train(lab.wrap(model, optimizer=lambda g: torch.optim.SGD(g, lr=0.05)))
+
+
+@scenario(BY_STAGE, refused="parameter .*weight and buffer codes lie in the same memory")
+def a_buffer_that_is_a_weight(lab: Lab) -> None:
+    """Codes that shall follow the embedding: they would keep its first values."""
+    model = Net()
+    model.register_buffer("codes", model.layers[1].up.weight.data[1:])
+    lab.train(lab.wrap(model))
 
 
 # -- buffers ------------------------------------------------------------------------------------------

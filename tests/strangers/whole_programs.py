@@ -85,6 +85,28 @@ def another_number_of_microbatches_each_step(lab: Lab) -> None:
             t.optimizer.zero_grad()
 
 
+@scenario(BY_STAGE)
+def gradients_that_are_zeroed_and_not_dropped(lab: Lab) -> None:
+    """A block that is left out later on has a gradient of zeros: its moments move it, and it decays."""
+
+    class Skipping(Net):
+        skips = False
+
+        def body(self, x: Tensor) -> Tensor:
+            return (
+                super().body(x) if not self.skips else self.layers[2](self.layers[0](self.inp(x)))
+            )
+
+    t = lab.wrap(Skipping(), optimizer=adamw)
+    for step in range(5):
+        t.model.skips = step in (1, 2, 4)
+        for batch in lab.batches(step):
+            with t.microbatch(last=batch.last):
+                t.backward(plain_loss(t.model, batch))
+        t.step()
+        (t, t.model, t.optimizer)[step % 3].zero_grad(set_to_none=step == 3)
+
+
 # -- replicas ---------------------------------------------------------------------------------------------
 
 

@@ -159,15 +159,18 @@ QUICK = [(1, "buffer"), (2, "tensor"), (3, "parameter")]
 
 
 class CountsLater(CountingAverage):
-    """Has a number in its groups that its first step makes, and decays by it."""
+    """Has a number in its groups that its first step makes, and one of its own; it decays by both."""
+
+    num_steps = 0
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:
         super().step()
+        self.num_steps = self.num_steps + 1
         for group in self.param_groups:
             group["steps"] = group.get("steps", 0) + 1
             for parameter in (p for p in group["params"] if p.grad is not None):
-                parameter.mul_(1 - 0.01 / group["steps"])
+                parameter.mul_(1 - 0.01 / group["steps"] / self.num_steps)
 
 
 def in_three_groups(world: World, options: Options) -> tuple[Any, Any, list[Any]]:
@@ -188,6 +191,7 @@ def in_three_groups(world: World, options: Options) -> tuple[Any, Any, list[Any]
     outcome = run_steps(engine, world, Recipe(world_size=world.size, accumulation=3), range(3))
     held = bytes_by_kind(engine.model_states())
     counted = [(group["k"], group["steps"]) for group in engine.optimizer.param_groups]
+    counted.append(engine.optimizer.num_steps)
     return outcome, pieces_of(engine), [counted, held]
 
 
@@ -211,7 +215,7 @@ def test_whatever_part_rests_there_the_same_is_trained(ranks, layout, world_size
         outcome, found = trained(offload=offload, **where)
         assert_same(outcome, expected)
         for counted, held in found:
-            assert counted == [(3, 3)] * 3
+            assert counted == [*[(3, 3)] * 3, 3]
             assert (held["optimizer"] == 0) == (fraction == 1)
             assert ("files" in held) == (folder is not None)
 

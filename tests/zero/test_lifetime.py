@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from zeroexp.cut.stage import STAGES
 from zeroexp.engines.sharded import Sharded
 from zeroexp.process.world import World, fake_world
+from zeroexp.zero.held import GatherState
 from zeroexp.zero.options import Options
 
 
@@ -72,3 +73,34 @@ def test_a_graph_whose_engine_has_ended_says_so():
         gc.collect()
         with pytest.raises(RuntimeError, match="no longer exists: keep the strategy"):
             loss.backward()
+
+
+def test_a_state_waits_for_no_gather_ahead(monkeypatch):
+    """One rank may save at its end, when peers that would take part in the next gather have left."""
+    with fake_world(0, 2) as world:
+        strategy = engine_of(world, "zero3")
+        for _ in range(2):  # the first step finds the order of units
+            with strategy.microbatch(last=True):
+                strategy.backward(strategy.model(torch.randn(2, 4)).sum())
+            strategy.step()
+            strategy.zero_grad()
+        ahead = [unit for unit in strategy.units if unit.gather_state is GatherState.GATHERING]
+        for unit in ahead:
+            monkeypatch.setattr(unit, "wait", lambda: pytest.fail("it waits for the next step"))
+        assert ahead and strategy.state_dict()
+
+
+def test_the_norm_of_float64_gradients_has_their_digits():
+    with fake_world(0, 1) as world:
+        model = nn.Linear(3, 1, bias=False).double()
+        strategy = Sharded(
+            model,
+            blocks=[],
+            stage=STAGES["zero2"],
+            param_groups=[{"params": [model.weight]}],
+            optimizer_factory=torch.optim.SGD,
+            world=world,
+        )
+        with strategy.microbatch(last=True):
+            strategy.backward(model(torch.tensor([[0.1, 0.2, 0.3]], dtype=torch.float64)).sum())
+        assert strategy.step().item() == pytest.approx(0.14**0.5, rel=1e-12, abs=0)

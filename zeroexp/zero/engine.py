@@ -103,6 +103,8 @@ class Engine:
             if unit in self._schedule.watched:
                 attach(unit, group.module, self._schedule, self._observer)
         self._trainable = [p for unit in self.units for p in unit.trainable_parameters]
+        # Of each, whether its gradient was zeroed and not dropped: it counts as one in the next step.
+        self._zeroed = [False] * len(self._trainable)
         masters = _masters_in_groups(self.units, param_groups)
         with self.wire.bus.at(self.wire.bus.places[0]):
             self.optimizer = make_optimizer(optimizer_factory, masters)
@@ -156,8 +158,7 @@ class Engine:
         self.wire.quiesce()
         self._loss_scale.divide(each.gradient for each in handed)
         self.wire.bus.to_host([(each.master, each.gradient) for each in handed])
-        presence = [present for unit in self.units for present in unit.gradient_presence()]
-        sums = StepSums(self._trainable, handed, self._stage, self.wire, presence)
+        sums = StepSums(self._trainable, handed, self._stage, self.wire, self._have_gradients())
         self._expect_same_gathers(sums)
         # Without clipping the sum of the norm may arrive during the update.
         scale = self._scale(sums)
@@ -180,7 +181,12 @@ class Engine:
         return self._outer.norm(sums)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clear all gradients; `model.zero_grad()` and `optimizer.zero_grad()` call this too."""
+        """Clear all gradients; `model.zero_grad()` and `optimizer.zero_grad()` call this too.
+
+        set_to_none: False: a parameter that has had a gradient has one of zeros then, by which its moments still move
+        it in a step in which no backward reaches it.
+        """
+        self._zeroed = [not set_to_none and had for had in self._have_gradients()]
         for unit in self.units:
             unit.zero_grad()
         self._observer.zero_grad()
@@ -207,7 +213,7 @@ class Engine:
         return self.wire.bus.counted_apart(states, on_host)
 
     def state_dict(self) -> CanonicalState:
-        self.drain()
+        self._schedule.wait_for_weights()
         self._outer.require_joined("state_dict()")
         state = self._saved_state.of(
             held_pieces(self.units, self._outer),
@@ -235,6 +241,11 @@ class Engine:
             self._schedule.gathers.publish(unit, ahead=False)
         self._schedule.gathers.await_published()
         self._observer.weights_changed()
+
+    def _have_gradients(self) -> list[bool]:
+        """Tell for each trainable parameter whether it has a gradient on this rank."""
+        came = (present for unit in self.units for present in unit.gradient_presence())
+        return [present or zeroed for present, zeroed in zip(came, self._zeroed, strict=True)]
 
     def _expect_same_gathers(self, sums: StepSums) -> None:
         """Raise RuntimeError if ranks gathered differently: in this step, or where reading stops, in the one before."""
@@ -266,9 +277,14 @@ class Engine:
         bus, groups = self.wire.bus, self.optimizer.param_groups
         # Copied before an update of the device begins, for whose end they would wait.
         scales = {p: scale if scale is None else scale.to(bus.device_of(p)) for p in bus.places}
-        options = [dict(group) for group in groups]
+        options, numbers = [dict(group) for group in groups], _numbers_of(self.optimizer)
         for place, own_scale in scales.items():
-            if place != bus.places[0]:  # an optimizer that counts in its groups counts one step
+            if (
+                place != bus.places[0]
+            ):  # an optimizer that counts its steps, in groups or itself, counts one
+                for name in _numbers_of(self.optimizer):
+                    delattr(self.optimizer, name)
+                vars(self.optimizer).update(numbers)
                 for group, own in zip(groups, options, strict=True):
                     group.clear()
                     group.update(own)
@@ -291,6 +307,13 @@ class Engine:
             with unguarded():
                 for master in masters:
                     master.grad = None
+
+
+def _numbers_of(optimizer: torch.optim.Optimizer) -> dict[str, float]:
+    """Return the optimizer's attributes that are numbers."""
+    return {
+        name: value for name, value in vars(optimizer).items() if isinstance(value, int | float)
+    }
 
 
 def _masters_in_groups(

@@ -286,6 +286,11 @@ class Schedule:
         self._finish_reductions()
         self.gathers.wait()
 
+    def wait_for_weights(self) -> None:
+        """Wait for what changes weights and moments, not for gathers ahead, whose peers may have ended meanwhile."""
+        self._finish_reductions()
+        self.gathers.await_published()
+
     def wait_and_free_ahead(self) -> None:
         """Wait for all that is in flight and free what was gathered ahead; what is kept for backward stays.
 

@@ -68,9 +68,10 @@ class StepSums:
         self._on_host: Tensor | None = None
 
     def norm(self) -> Tensor:
-        """Return the norm of all gradients, 0-dim float32."""
+        """Return the norm of all gradients, 0-dim float32; float64 where parameters are."""
         self._summed.wait()
-        return self._sums[0].sqrt().float()
+        dtype = next((each.dtype for each in self._parameters), torch.float32)
+        return self._sums[0].sqrt().to(torch.promote_types(dtype, torch.float32))
 
     def with_gradient(self) -> list[OptimizerInput]:
         """Return what was handed over of the parameters for which any rank has a gradient."""

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import pairwise
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
@@ -209,22 +208,36 @@ def _refuse_blocks(module: nn.Module, blocks: Sequence[str]) -> None:
 
 
 def _refuse_overlaps(module: nn.Module) -> None:
-    """Raise ValueError for parameters that share memory, which would become two weights."""
-    ends: list[tuple[int, int, int, str]] = []
-    for name, parameter in module.named_parameters():
-        if parameter.numel() and parameter.device.type != "meta":
-            storage = parameter.untyped_storage()._cdata
-            start = int(parameter.storage_offset()) * parameter.itemsize
-            reach = sum(
-                (n - 1) * s for n, s in zip(parameter.shape, parameter.stride(), strict=True)
-            )
-            ends.append((storage, start, start + (1 + reach) * parameter.itemsize, name))
-    ends.sort()
-    for (storage, _, stop, name), (other, start, _, next_name) in pairwise(ends):
-        if storage == other and start < stop:
-            raise ValueError(
-                f"parameters {name} and {next_name} lie in the same memory: make them one parameter, or clone one"
-            )
+    """Raise ValueError for a parameter that shares memory with another, or with a buffer: they would part.
+
+    Parameters are moved to memory of their own.
+    """
+    parameters = [("parameter", name, each) for name, each in module.named_parameters()]
+    buffers = [("buffer", name, each) for name, each in module.named_buffers()]
+    ends = sorted(
+        (*_extent(each), kind == "buffer", f"{kind} {name}")
+        for kind, name, each in (*parameters, *buffers)
+        if each.numel() and each.device.type != "meta" and each.layout is torch.strided
+    )
+    reached: dict[bool, tuple[int, int, str]] = {}  # is a buffer -> the one that reaches furthest
+    for storage, start, stop, is_buffer, what in ends:
+        for others in (False, True):
+            before = reached.get(others)
+            if (is_buffer and others) or before is None or before[0] != storage:
+                continue
+            if start < before[1]:
+                raise ValueError(
+                    f"{before[2]} and {what} lie in the same memory: make them one parameter, or clone one"
+                )
+        if is_buffer not in reached or reached[is_buffer][:2] < (storage, stop):
+            reached[is_buffer] = storage, stop, what
+
+
+def _extent(tensor: Tensor) -> tuple[int, int, int]:
+    """Return the storage of a tensor, and where in it the tensor's bytes begin and end."""
+    start = int(tensor.storage_offset()) * tensor.itemsize
+    reach = sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
+    return tensor.untyped_storage()._cdata, start, start + (1 + reach) * tensor.itemsize
 
 
 def _refuse_options(options: Options, stage: Stage, world_size: int) -> None:

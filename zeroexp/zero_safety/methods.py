@@ -68,7 +68,7 @@ class _ZeroGrad:
         self._module, self._zero_grad = module, zero_grad
 
     def __call__(self, set_to_none: bool = True) -> None:
-        self._zero_grad()
+        self._zero_grad(set_to_none)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., None]:
         return partial(nn.Module.zero_grad, memo[id(self._module)])
