@@ -153,7 +153,8 @@ class Plain:
             norm = torch.nn.utils.get_total_norm(grads)
             torch.nn.utils.clip_grads_with_norm_(self.model.parameters(), bound, norm)
         self.optimizer.step()
-        return norm.float()
+        first = next(self.model.parameters()).dtype
+        return norm.to(torch.promote_types(first, torch.float32))
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         self.model.zero_grad(set_to_none)
