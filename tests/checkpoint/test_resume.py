@@ -197,6 +197,10 @@ def test_no_checkpoint_in_there(tmp_path):
         ("data.global_batch_size=24", "data.global_batch_size is 24 in it, 12 here"),
         ("train.seed=3", "train.seed is 3 in it, 0 here"),
         ("optimizer=sgd", "optimizer.name is sgd in it, adamw here"),
+        (
+            "+optimizer.kinds.matrices={name: sgd, lr: 0.01}",
+            "optimizer.kinds.matrices.name is sgd in it, None here",
+        ),
         # The checkpoint alone has this key.
         ("+model.hf_config.window=16", "model.hf_config.window is 16 in it, None here"),
     ],
@@ -215,6 +219,7 @@ def test_what_does_not_fit_is_named(tmp_path, word, difference):
 def test_what_a_new_run_may_choose(tmp_path):
     words = ["strategy=ddp", "strategy.implementation=torch", "world_size=3", "precision=bf16"]
     words += ["optimizer.lr=1", "optimizer.schedule=cosine", "data.micro_batch_size=2"]
+    words += ["+optimizer.kinds.matrices={name: adamw, lr: 0.5}"]
     path = write(tmp_path / "run", 20, config_for(tmp_path, *words))
     assert resolve_resume(config_for(tmp_path, f"resume={tmp_path / 'run'}")) == str(path)
 

@@ -75,6 +75,18 @@ def test_a_long_run_in_a_pipe_shows_a_step_every_few_seconds_with_time_left() ->
     assert shown[-1].endswith("54 s left")  # step 46 of 100, a second each
 
 
+def test_a_run_that_goes_on_counts_the_steps_that_it_has_seen() -> None:
+    pipe, clock = io.StringIO(), Clock()
+    progress = Progress(1, pipe, clock)
+    progress.start(1, "run", num_steps=100)
+    for step in range(50, 56):
+        clock.now += 1.0
+        progress.step(1, record(step))
+    first, last = [line for line in pipe.getvalue().splitlines() if "step" in line]
+    assert "step 51/100" in first and "left" not in first
+    assert "step 56/100" in last and last.endswith("44 s left")
+
+
 def test_what_drifts_is_named_every_three_hundred_steps_while_the_run_goes_on() -> None:
     pipe = io.StringIO()
     progress = Progress(1, pipe, Clock())

@@ -68,6 +68,12 @@ def check_vocabulary(config: Config) -> Iterator[Refusal]:
 def check_source(config: Config) -> Iterator[Refusal]:
     if DATA[config.data.kind].is_table and config.data.path is None:
         yield "data.path", "names nothing to read", "name a file, a folder or an id on the hub"
+    elif config.data.path == "":
+        yield (
+            "data.path",
+            "is empty",
+            "name a file or a folder, or leave it out for the shipped text",
+        )
 
 
 def check_validation(config: Config) -> Iterator[Refusal]:

@@ -34,6 +34,7 @@ ANEW = "use resume=null to begin anew"
 MOST_LOOKS = 20  # attempts to read runs that save and remove checkpoints faster than we read them
 # These keys decide what weights, moments and the next samples mean.
 DECISIVE = ("model", "data", "train.seed", "optimizer.name")
+KIND = "optimizer.kinds."  # and, of each kind of parameters, an optimizer of its own
 # Among them, these are exceptions: names, the source of the first weights, and how a batch is divided.
 INDIFFERENT = (
     *("model.name", "model.weights", "model.path", "model.init", "model.blocks"),
@@ -206,9 +207,12 @@ def _require_fit(config: Config, manifest: Manifest) -> None:
 
 
 def _decisive_settings(config: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    for key, value in _flat(config):
+    settings = dict(_flat(config))
+    usual = (None, settings.get("optimizer.name"))
+    for key, value in settings.items():
         named = any(key == word or key.startswith(f"{word}.") for word in DECISIVE)
-        if named and key not in INDIFFERENT:
+        of_kind = key.startswith(KIND) and key.endswith(".name") and value not in usual
+        if of_kind or (named and key not in INDIFFERENT):
             yield key, value
 
 

@@ -29,7 +29,9 @@ class _Point:
     num_steps: int
     started: float
     record: StepRecord | None = None
-    first_step_done: float = 0.0
+    first_seen: tuple[float, int] | None = (
+        None  # when a step was seen first, and how many were done
+    )
     line_shown: float = float("-inf")
     recent: list[StepRecord] = field(default_factory=list[StepRecord])  # that were not judged yet
 
@@ -38,10 +40,13 @@ class _Point:
         return self.record.step + 1 if self.record else 0
 
     def eta(self, now: float) -> float | None:
-        """Return the seconds to the last step, from the mean of the steps after the first; None before two."""
-        if not 2 <= self.num_done < self.num_steps:
+        """Return the seconds to the last step, from the mean of the steps after the first seen; None before two."""
+        if self.first_seen is None or self.num_done >= self.num_steps:
             return None
-        pace = (now - self.first_step_done) / (self.num_done - 1)
+        since, num_before = self.first_seen
+        if self.num_done == num_before:
+            return None
+        pace = (now - since) / (self.num_done - num_before)
         return pace * (self.num_steps - self.num_done)
 
 
@@ -75,7 +80,7 @@ class Progress:
             for what, how in rising(point.recent).items():
                 self.note(f"[{number}/{self._num_points}] {point.name}: {what} {how}")
             point.recent.clear()
-        point.first_step_done = point.first_step_done or now
+        point.first_seen = point.first_seen or (now, point.num_done)
         if self._live:
             self._draw(now)
         elif (

@@ -224,7 +224,7 @@ def store_uri(uri: str | None, outputs: Path) -> str:
     if not uri.startswith((*SERVERS, *DATABASES)):
         raise ConfigError(
             f"{key}={without_password(uri)} is no store that MLflow writes to; use "
-            "sqlite:///path/to/mlflow.db, the http(s) address of a server, or leave it empty"
+            "sqlite:///path/to/mlflow.db, the http(s) address of a server, or leave it out"
         )
     return uri.rstrip("/")
 
