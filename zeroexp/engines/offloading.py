@@ -23,6 +23,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from zeroexp.comm.bus import copy_over
 from zeroexp.measure.memory import on_host
 from zeroexp.zero.held import unguarded
+from zeroexp.zero.hooks import SavedTensor
 
 
 def offload_blocks(module: nn.Module, blocks: Sequence[str]) -> None:
@@ -56,8 +57,9 @@ def _saving_on_host(
 
     def pack(tensor: Tensor) -> tuple[torch.device | None, Any]:
         kept = pack_around(tensor)
+        is_place = kept is not tensor and not isinstance(kept, SavedTensor)
         is_dense = tensor.layout is torch.strided
-        if kept is not tensor or not is_dense or _storage_of(tensor) in weights:
+        if is_place or not is_dense or _storage_of(tensor) in weights:
             return None, kept
         storage, offset = _storage_of(tensor), tensor.storage_offset()
         key = storage, offset, tensor.shape, tensor.stride(), tensor.dtype, tensor._version
