@@ -29,9 +29,8 @@ class _Point:
     num_steps: int
     started: float
     record: StepRecord | None = None
-    first_seen: tuple[float, int] | None = (
-        None  # when a step was seen first, and how many were done
-    )
+    # When a step was seen first, and how many were done then.
+    first_seen: tuple[float, int] | None = None
     line_shown: float = float("-inf")
     recent: list[StepRecord] = field(default_factory=list[StepRecord])  # that were not judged yet
 

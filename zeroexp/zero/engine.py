@@ -6,7 +6,7 @@ layout. The step below is the whole algorithm; the other files of this folder de
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Sequence, Set
 from contextlib import contextmanager
 from typing import Any
 
@@ -52,6 +52,8 @@ class Engine:
     """
 
     observed_by: type[Observer] = Observer  # engines/sharded.py names the one that refuses mistakes
+    # Trainable parameters, by number, whose gradients were zeroed and not dropped: they have one in the next step.
+    _zeroed: Set[int] = frozenset()
     _unread: StepSums | None = None  # of the step before, see step_sums.py, [Note: without a stop]
 
     def __init__(
@@ -103,8 +105,6 @@ class Engine:
             if unit in self._schedule.watched:
                 attach(unit, group.module, self._schedule, self._observer)
         self._trainable = [p for unit in self.units for p in unit.trainable_parameters]
-        # Of each, whether its gradient was zeroed and not dropped: it counts as one in the next step.
-        self._zeroed = [False] * len(self._trainable)
         masters = _masters_in_groups(self.units, param_groups)
         with self.wire.bus.at(self.wire.bus.places[0]):
             self.optimizer = make_optimizer(optimizer_factory, masters)
@@ -186,7 +186,8 @@ class Engine:
         set_to_none: False: a parameter that has had a gradient has one of zeros then, by which its moments still move
         it in a step in which no backward reaches it.
         """
-        self._zeroed = [not set_to_none and had for had in self._have_gradients()]
+        had = (number for number, has in enumerate(self._have_gradients()) if has)
+        self._zeroed = frozenset(() if set_to_none else had)
         for unit in self.units:
             unit.zero_grad()
         self._observer.zero_grad()
@@ -245,7 +246,7 @@ class Engine:
     def _have_gradients(self) -> list[bool]:
         """Tell for each trainable parameter whether it has a gradient on this rank."""
         came = (present for unit in self.units for present in unit.gradient_presence())
-        return [present or zeroed for present, zeroed in zip(came, self._zeroed, strict=True)]
+        return [present or number in self._zeroed for number, present in enumerate(came)]
 
     def _expect_same_gathers(self, sums: StepSums) -> None:
         """Raise RuntimeError if ranks gathered differently: in this step, or where reading stops, in the one before."""
@@ -279,9 +280,7 @@ class Engine:
         scales = {p: scale if scale is None else scale.to(bus.device_of(p)) for p in bus.places}
         options, numbers = [dict(group) for group in groups], _numbers_of(self.optimizer)
         for place, own_scale in scales.items():
-            if (
-                place != bus.places[0]
-            ):  # an optimizer that counts its steps, in groups or itself, counts one
+            if place != bus.places[0]:  # steps that are counted, in groups or beside them, are one
                 for name in _numbers_of(self.optimizer):
                     delattr(self.optimizer, name)
                 vars(self.optimizer).update(numbers)

@@ -68,10 +68,10 @@ class StepSums:
         self._on_host: Tensor | None = None
 
     def norm(self) -> Tensor:
-        """Return the norm of all gradients, 0-dim float32; float64 where parameters are."""
+        """Return the norm of all gradients, 0-dim float32; float64 where the first parameter is."""
         self._summed.wait()
-        dtype = next((each.dtype for each in self._parameters), torch.float32)
-        return self._sums[0].sqrt().to(torch.promote_types(dtype, torch.float32))
+        is_double = any(each.dtype is torch.float64 for each in self._parameters[:1])
+        return self._sums[0].sqrt().to(torch.float64 if is_double else torch.float32)
 
     def with_gradient(self) -> list[OptimizerInput]:
         """Return what was handed over of the parameters for which any rank has a gradient."""
