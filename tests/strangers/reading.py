@@ -76,6 +76,17 @@ def read_by(lab: Lab, road: str) -> None:
     lab.train(t, steps=[1])
 
 
+@scenario(refused={"zero3": "read as a NumPy array"})
+def read_as_numpy_in_forward(lab: Lab) -> None:
+    """PyTorch never frees memory that NumPy has seen."""
+    t = lab.wrap(Net())
+    block = t.model.layers[1]
+    block.up.register_forward_hook(
+        lambda up, _args, _out: lab.note(up.weight.detach().numpy().sum())
+    )
+    lab.train(t)
+
+
 @scenario()
 def a_model_that_is_printed(lab: Lab) -> None:
     """Freed weights are printed as freed: a debugger must not stop, and must not show what is not there."""

@@ -106,6 +106,25 @@ def written_outside_by(lab: Lab, way: str) -> None:
     lab.train(t, steps=[1, 2])
 
 
+@variants(
+    ["assigned", "data", "set"],
+    refused={"zero3": r"moved or given|written in place"},
+    may_refuse="moved or given",
+)
+def a_frozen_weight_written_in_forward_by(lab: Lab, way: str) -> None:
+    """A momentum encoder inside of the model. Under ZeRO-3 what is written would be lost when the block is freed."""
+    model = Net()
+    model.layers[1].requires_grad_(False)
+    t = lab.wrap(model)
+
+    def write(block: nn.Module, _args: object) -> None:
+        with torch.no_grad():
+            WRITES[way](block.up.weight)
+
+    t.model.layers[1].register_forward_pre_hook(write)
+    lab.train(t, steps=[0, 1])
+
+
 @scenario([Setting("zero1"), Setting("zero2")], refused="written in place between two steps")
 def written_while_peers_may_read(lab: Lab) -> None:
     """Weights are whole at rest, and a peer may not have taken its copy yet."""

@@ -118,7 +118,7 @@ def make_units(
     for group, chunks, of_unit in zip(groups, layout, of_units, strict=True):
         held: list[Held] = []
         for chunk in chunks:
-            held.append(allocate(chunk, group.parameters, stage, of_unit, wire, observer.shown))
+            held.append(allocate(chunk, group.parameters, stage, of_unit, wire, observer.showing))
             _move_into(held[-1], deferred=values is not None)
             observer.held(held[-1])
         each = options.reduce_each == "microbatch"
@@ -158,8 +158,7 @@ def _move_into(held: Held, *, deferred: bool) -> None:
             held.write_parameter(member, _ranges_of(parameter))
     if held.full is not None:
         held.place_in(held.full)
-        for parameter, view in zip(held.parameters, held.views, strict=True):
-            parameter.data = view
+        held.point_at(held.views)
 
 
 def _reserve(

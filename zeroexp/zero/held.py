@@ -64,7 +64,7 @@ class Held:
     summed: tuple[Span, ...]
     fine: Chunk  # the chunk cut for every rank that updates it: `chunk`, but for such an optimizer
     shared_by: World  # the ranks with the same weights and optimizer state of it
-    report: Callable[..., None]  # the observer's `shown`
+    report: Callable[..., None]  # the observer's `showing`
     device: torch.device  # of full parameters
     dtype: torch.dtype  # of full parameters
     masters: list[nn.Parameter] = field(default_factory=list)  # one for each owned span
@@ -73,6 +73,7 @@ class Held:
     elements: list[Tensor] = field(default_factory=list[Tensor])
     full: Tensor | None = None  # flat and padded; None until the unit rests
     views: list[Tensor] = field(default_factory=list)  # views of full, one for each parameter
+    shown: list[Tensor] = field(default_factory=list)  # what each parameter points at
     # A copy of full in memory of its own, while `whole` shows it (gathered.py).
     pinned: Tensor | None = None
     # What parameters show while freed: one nan in their shape, so that C++ code, which no guard sees, makes nan of it.
@@ -118,13 +119,18 @@ class Held:
     def show(self, *, there: bool) -> None:
         """Point the parameters at their values, or at `nan_views` where the values are not there."""
         there = there or self.pinned is not None
+        self.report(self, there=there)
         views = self.nan_views
         if there:
             views = self.views if self.pinned is None else self.views_of(self.pinned)
+        self.point_at(views)
+
+    def point_at(self, views: list[Tensor]) -> None:
+        """Point each parameter at its view."""
         with unguarded():
             for parameter, view in zip(self.parameters, views, strict=True):
                 parameter.data = view
-        self.report(self, there=there)
+        self.shown = views
 
     def own_elements(self) -> Iterator[tuple[Span, Tensor]]:
         """Yield each owned span with the memory of its elements, flat, in the dtype of the piece."""

@@ -48,8 +48,8 @@ class Observer:
     def begin_microbatch(self) -> None:
         """A microbatch is about to begin."""
 
-    def shown(self, held: Held, *, there: bool) -> None:
-        """The parameters of a chunk show their values, or one nan in their shape where these are not `there`."""
+    def showing(self, held: Held, *, there: bool) -> None:
+        """The parameters of a chunk are about to show their values, or, where these are not `there`, nan."""
 
     def released(self, unit: Unit, gather_again: Callable[[], None]) -> None:
         """The root was freed before its last gradients: whoever uses a parameter of it must `gather_again` first."""

@@ -6,21 +6,23 @@ that nobody trains. The check at the beginning of a microbatch costs some tens o
 
 [Note: past the counter] A write through `parameter.data` or NumPy leaves the version as it is. Of weights that rest
 whole the bits are summed after the first two steps and every hundredth, and compared until the next step: what a
-program does after each step (a WGAN's clipping) is seen, at the cost of reading the weights in few steps.
+program does after each step (a WGAN's clipping) is seen, at the cost of reading the weights in few steps. Of gathered
+ones they are summed in these steps when they arrive and before they are freed: what a forward writes would be lost.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import numpy
 import torch
 from torch import Tensor, nn
 
 from zeroexp.zero.engine import Engine
 from zeroexp.zero.gathered import written_while_reading
-from zeroexp.zero.held import GatherState, unguarded
+from zeroexp.zero.held import Held, unguarded
 from zeroexp.zero.observer import Observer
 from zeroexp.zero.unit import Unit
 
@@ -32,6 +34,10 @@ Registered = tuple[Mapping[str, Any], Mapping[str, Any], list[int], str]
 
 class ChangedParameters(Observer):
     """What modules and parameters were when the engine was built, and what the weights are since its last change."""
+
+    _placed: Sequence[
+        Unit
+    ] = ()  # units whose parameters have an address; those of a fake world may have none
 
     def built(self, engine: Engine) -> None:
         self._units, world = engine.units, engine.wire.world
@@ -54,16 +60,29 @@ class ChangedParameters(Observer):
         self._all = [] if may_write else written
         self._summed = [] if may_write else [p for u in whole for p in u.trainable_parameters]
         self._num_steps = 0
-        self._may_write = False  # inside of `gathered(write=True)`
+        self._is_gathered = self._may_write = (
+            False  # inside of `gathered()`, of `gathered(write=True)`
+        )
         self._frozen = [p for held in chunks if not held.is_trainable for p in held.parameters]
-        # Tensors of a fake world may have no address.
-        self._addresses = [
-            (parameter, view.data_ptr())
-            for unit in whole
-            for held in unit.held
-            for parameter, view in zip(held.parameters, held.views, strict=True)
-        ]
+        self._placed = () if world.is_fake else self._units
+        self._bits_shown: dict[int, list[int]] = {}  # of the parameters of a chunk, by its id
         self.weights_changed()
+
+    def showing(self, held: Held, *, there: bool) -> None:
+        """Raise RuntimeError if values were written that end with what parameters show now.
+
+        What a module's forward writes into gathered parameters through `.data` is lost, see [Note: past the counter].
+        """
+        if not self._placed or self._is_gathered:
+            return
+        with unguarded():
+            self._refuse_moved(held)
+        if not there:
+            before = self._bits_shown.pop(id(held), None)
+            if before is not None:
+                self._refuse_other_bits(held, before)
+        elif is_compared(self._num_steps + 1):
+            self._bits_shown[id(held)] = [_sum_of_bits(view) for view in held.views]
 
     def begin_microbatch(self) -> None:
         """Raise RuntimeError if something was changed; it names the parameter or module and the remedy."""
@@ -80,22 +99,19 @@ class ChangedParameters(Observer):
         pairs = zip(self._versions, self._read_versions(), strict=True)
         for parameter, (before, now) in zip(self._all, pairs, strict=True):
             if before != now:
-                raise RuntimeError(
-                    f"parameter {self._names[parameter]} was written in place inside a microbatch, by its module's "
-                    "forward perhaps (max_norm of an embedding is one such): write weights between steps, inside "
-                    "`with strategy.gathered(write=True):`"
-                )
+                raise self._written(parameter)
 
     @contextmanager
     def gathered(self, *, write: bool, in_microbatch: bool) -> Iterator[None]:
-        outer, self._may_write = self._may_write, write or self._may_write
+        outer = self._is_gathered, self._may_write
+        self._is_gathered, self._may_write = True, write or self._may_write
         try:
             yield
         finally:
-            self._may_write = outer
+            self._is_gathered, self._may_write = outer
         if in_microbatch:
             return  # its end refuses what was written
-        if not (write or outer) and self._were_written():
+        if not (write or self._may_write) and self._were_written():
             raise written_while_reading()
         self.weights_changed()
 
@@ -151,12 +167,27 @@ class ChangedParameters(Observer):
                     f"parameter {self._names[parameter]} was frozen when the engine was built and requires a "
                     "gradient now: build the engine again, or thaw it before and freeze it after building"
                 )
-        freed = (u for u in self._units if u.gather_state is GatherState.FREED and not u.is_pinned)
-        for parameter in (p for unit in freed for p in _shown_otherwise(unit)):
-            raise _changed(self._names[parameter], "was given other values")
-        for parameter, address in self._addresses:
-            if parameter.data_ptr() != address:
-                raise _changed(self._names[parameter], "was moved or converted")
+        for held in (held for unit in self._placed if not unit.is_pinned for held in unit.held):
+            self._refuse_moved(held)
+
+    def _refuse_other_bits(self, held: Held, before: list[int]) -> None:
+        """Raise RuntimeError if the values that parameters show are not those that they showed before."""
+        for parameter, bits, view in zip(held.parameters, before, held.views, strict=True):
+            if _sum_of_bits(view) != bits:
+                raise self._written(parameter)
+
+    def _written(self, parameter: nn.Parameter) -> RuntimeError:
+        return RuntimeError(
+            f"parameter {self._names[parameter]} was written in place inside a microbatch, by its module's forward "
+            "perhaps (max_norm of an embedding is one such): write weights between steps, inside "
+            "`with strategy.gathered(write=True):`"
+        )
+
+    def _refuse_moved(self, held: Held) -> None:
+        """Raise RuntimeError if somebody gave a parameter other memory."""
+        for parameter, view in zip(held.parameters, held.shown, strict=True):
+            if parameter.data_ptr() != view.data_ptr():
+                raise _changed(self._names[parameter], "was moved or given other values")
 
 
 def is_compared(num_steps: int) -> bool:
@@ -178,20 +209,11 @@ def _changes(registered: Iterable[Registered]) -> Iterator[tuple[str, bool, Any]
                 yield f"{module}.{key}".lstrip("."), key not in before, now.get(key)
 
 
-def _shown_otherwise(unit: Unit) -> Iterator[nn.Parameter]:
-    """Yield the parameters of a freed unit that somebody has given other memory."""
-    for held in unit.held:
-        for parameter, nothing in zip(held.parameters, held.nan_views, strict=True):
-            if parameter.untyped_storage()._cdata != nothing.untyped_storage()._cdata:
-                yield parameter
-
-
 def _sum_of_bits(tensor: Tensor) -> int:
     bits = tensor.reshape(-1).view(AS_INTEGERS[tensor.itemsize])
     if bits.device.type == "cpu":
-        return int(
-            bits.numpy().sum(dtype="int64")
-        )  # torch would copy all of it into the wider dtype
+        # torch would copy all of it into the wider dtype, and forbid that memory shown as `.numpy()` is resized.
+        return int(numpy.from_dlpack(bits).sum(dtype="int64"))
     return int(bits.sum(dtype=torch.int64))
 
 

@@ -126,7 +126,7 @@ class Guards(Observer):
             its = Guard(member.name, parameter.shape, type(parameter), nothing, state)
             parameter.zeroexp_guard = its  # pyright: ignore[reportAttributeAccessIssue]
 
-    def shown(self, held: Held, *, there: bool) -> None:
+    def showing(self, held: Held, *, there: bool) -> None:
         state = self._states[id(held)]
         state.freed, state.arrive = not there, None
         state.set_classes()

@@ -17,7 +17,7 @@ from torch._C._functorch import get_unwrapped, is_functorch_wrapped_tensor
 
 from zeroexp.zero.engine import Engine
 from zeroexp.zero.full_storage import FullStorage
-from zeroexp.zero.held import GatherState
+from zeroexp.zero.held import GatherState, Held
 from zeroexp.zero.observer import Observer
 from zeroexp.zero.unit import Unit
 
@@ -28,6 +28,15 @@ class KeptViews(Observer):
     def built(self, engine: Engine) -> None:
         self._units = [unit for unit in engine.units if unit.is_sharded]
         self._of_graphs: set[Unit] = set()  # units of which checkpointing alone keeps views
+
+    def showing(self, held: Held, *, there: bool) -> None:
+        """Raise RuntimeError if memory that is to be freed was handed to NumPy, even for a moment: it stays then."""
+        if there or held.full is None or held.full.untyped_storage().resizable():
+            return
+        raise RuntimeError(
+            f"parameter {held.chunk.members[0].name}, or another of its unit, was read as a NumPy array, after which "
+            "PyTorch can not free its memory: read a clone, or read it inside `with strategy.gathered():`"
+        )
 
     def returned(self, unit: Unit, tensor: Tensor) -> None:
         if _is_view_of_freed(tensor, unit):
