@@ -15,7 +15,7 @@ KNOWN_TODAY: dict[str, tuple[tuple[str, ...], str]] = {
     "read_by_vmap": (("zero3",), "torch.vmap takes the parameter as it lies in memory"),
     "a_view_kept_from_the_context": (("zero3",), SHOWS_OLD_VALUES),
     "a_hook_after_accumulation_that_scales_registered_after": (EVERYWHERE, NO_GRADIENT),
-    "an_optimizer_inside_backward_registered_after": (EVERYWHERE, NO_GRADIENT),
+    "an_optimizer_inside_backward_registered_after": (REPLICATED, NO_GRADIENT),
     "an_error_on_one_rank_and_then_on_forward": (EVERYWHERE, OTHER_RANKS_WAIT),
     "an_error_on_one_rank_and_then_on_backward": (EVERYWHERE, OTHER_RANKS_WAIT),
 }

@@ -186,6 +186,16 @@ def a_schedule(lab: Lab, kind: str) -> None:
         lab.note([round(group["lr"], 6) for group in t.optimizer.param_groups])
 
 
+@scenario(refused=r"ranks differ: lr of parameter group 0 is 0\.05 on rank 0 and 0\.005")
+def a_schedule_by_a_rank_s_own_loss(lab: Lab) -> None:
+    t = lab.wrap(Net())
+    scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(t.optimizer, patience=0)
+    lab.train(t, steps=[0])
+    for own_loss in (1.0, 0.5 + lab.ranks[0]):
+        scheduler.step(own_loss)
+    lab.train(t, steps=[1])
+
+
 @scenario()
 def hooks_of_the_optimizer(lab: Lab) -> None:
     """Pre and post hooks fire once for each step."""

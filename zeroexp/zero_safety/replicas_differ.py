@@ -1,13 +1,19 @@
-"""Replicas hold the same weights: where a sum between them is missing they drift apart, and a step says so.
+"""Replicas hold the same weights, and ranks step with the same options; where they do not, a step says so.
 
-Nothing else would: each replica trains on its own samples, and its loss falls. The weights are compared bit for bit
-after the first two steps and every hundredth (changed_parameters.py), by a sum over their bits; of seldom synchronised
-replicas (zero/outer.py) those steps count that end with an outer one. Ranks start alike (zero/assemble.py).
+Nothing else would: each replica trains on its own samples, and its loss falls. Both are compared after the first two
+steps and every hundredth (changed_parameters.py). Weights drift apart where a sum between replicas is missing: they are
+compared bit for bit, by a sum over their bits; of seldom synchronised replicas (zero/outer.py) those steps count that
+end with an outer one. Learning rates differ where a scheduler looks at a rank's own loss. Ranks start alike
+(zero/assemble.py).
 """
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Sequence
+
+import torch
+from torch.utils._pytree import tree_leaves
 
 from zeroexp.comm.collectives import Collectives
 from zeroexp.process import world as worlds
@@ -19,19 +25,44 @@ from zeroexp.zero_safety.changed_parameters import is_compared
 
 
 class Replicas(Observer):
-    """Replicas that are equal after each step, or after each outer one."""
+    """Replicas that are equal after each step, or after each outer one, and what the optimizers of all ranks do."""
 
+    _num_steps = 0
     _num_equal = 0  # steps that have left all replicas the same weights
 
     def built(self, engine: Engine) -> None:
-        self._units, self._wire = engine.units, engine.wire
+        self._units, self._wire, self._optimizer = engine.units, engine.wire, engine.optimizer
         self._are_compared = engine.wire.holders.size > 1 and not engine.wire.world.is_fake
 
     def weights_changed(self, *, stepped: bool = False, are_equal: bool = True) -> None:
+        self._num_steps += stepped
+        if stepped and is_compared(self._num_steps):
+            _refuse_other_options(self._optimizer, self._wire)
         if stepped and are_equal:
             self._num_equal += 1
             if self._are_compared and is_compared(self._num_equal):
                 _refuse_different(self._units, self._wire)
+
+
+def _refuse_other_options(optimizer: torch.optim.Optimizer, wire: Collectives) -> None:
+    """Raise RuntimeError on all ranks if parameter groups have other options on one of them."""
+    # Reading a tensor on a GPU would stop the host, and objects print other addresses on every rank.
+    options = {
+        f"{name} of parameter group {index}": repr(group[name])
+        for index, group in enumerate(optimizer.param_groups)
+        for name in optimizer.defaults
+        if all(isinstance(each, int | float | str) for each in tree_leaves(group.get(name)))
+    }
+    if wire.same_everywhere(zlib.crc32(repr(options).encode()), "a comparison of learning rates"):
+        return
+    first, *others = worlds.gather_objects(options)
+    for rank, theirs in enumerate(others, start=1):
+        for key, here in first.items():
+            if (there := theirs.get(key)) != here:
+                raise RuntimeError(
+                    f"ranks differ: {key} is {here} on rank 0 and {there} on rank {rank}: let a scheduler see the "
+                    "loss of all ranks, not a rank's own"
+                )
 
 
 def _refuse_different(units: Sequence[Unit], wire: Collectives) -> None:
