@@ -179,20 +179,23 @@ def _run(
             )
             trees.put(tree)
 
+        def attempt(file: str, source: str, lines: list[str]) -> tuple[str, str]:
+            tree = trees.get()
+            try:
+                return _try(tree, file, source, lines)
+            finally:
+                trees.put(tree)
+
         def passes(line: str) -> None:
             """Tests that fail without any change would find everything."""
-            tree = trees.get()
             file = "zeroexp/__init__.py"
-            result, test = _try(tree, file, (TREE / file).read_text(), [line])
-            trees.put(tree)
+            result, test = attempt(file, (TREE / file).read_text(), [line])
             if result != SURVIVED:
                 raise SystemExit(f"{line}: {test} {result} without any change")
 
         def one(mutant: Mutant) -> None:
-            tree = trees.get()
             began = time.monotonic()
-            result, test = _try(tree, mutant.file, mutant.source, _tests(mutant, targets))
-            trees.put(tree)
+            result, test = attempt(mutant.file, mutant.source, _tests(mutant, targets))
             seconds = time.monotonic() - began
             known[ids[mutant.source]] = result
             row = {"id": ids[mutant.source], "result": result, "test": test, "mutant": mutant.key}

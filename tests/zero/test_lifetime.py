@@ -90,9 +90,13 @@ def test_a_state_waits_for_no_gather_ahead(monkeypatch):
         assert ahead and strategy.state_dict()
 
 
-def test_the_norm_of_float64_gradients_has_their_digits():
+@pytest.mark.parametrize(
+    ("dtype", "numel", "error"), [(torch.float64, 3, 1e-12), (torch.float32, 1 << 23, 1e-4)]
+)
+def test_the_norm_of_gradients_has_their_digits(dtype, numel, error):
+    """A sum of squares in float32 over many elements would be too small where CPUs add them one by one."""
     with fake_world(0, 1) as world:
-        model = nn.Linear(3, 1, bias=False).double()
+        model = nn.Linear(numel, 1, bias=False, dtype=dtype)
         strategy = Sharded(
             model,
             blocks=[],
@@ -102,5 +106,6 @@ def test_the_norm_of_float64_gradients_has_their_digits():
             world=world,
         )
         with strategy.microbatch(last=True):
-            strategy.backward(model(torch.tensor([[0.1, 0.2, 0.3]], dtype=torch.float64)).sum())
-        assert strategy.step().item() == pytest.approx(0.14**0.5, rel=1e-12, abs=0)
+            strategy.backward(model(torch.full((1, numel), 0.1, dtype=dtype)).sum())
+        exact = (numel * float(torch.tensor(0.1, dtype=dtype)) ** 2) ** 0.5
+        assert strategy.step().item() == pytest.approx(exact, rel=error, abs=0)

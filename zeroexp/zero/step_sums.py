@@ -26,6 +26,8 @@ from zeroexp.comm.collectives import Collectives, checksum_terms, checksums_were
 from zeroexp.cut.stage import Move, Stage
 from zeroexp.zero.unit import OptimizerInput
 
+ELEMENTS_OF_A_NORM = 1 << 17
+
 
 class StepSums:
     """The sum of one step: it starts at once, and the methods that need its result wait for it."""
@@ -61,7 +63,7 @@ class StepSums:
         if counted:
             # Norms in bfloat16 would keep three digits, and a sum in float32 not every element.
             dtype = torch.promote_types(counted[0].dtype, torch.float32)
-            norms = torch._foreach_norm(counted, dtype=dtype)
+            norms = torch._foreach_norm(_slices(counted), dtype=dtype)
             self._sums[0] = torch.stack(list(norms)).double().square().sum()
         self._summed = wire.sum_scalar_later(self._sums, "norm", wire.stepping)
         self._counts: list[float] = []
@@ -113,3 +115,14 @@ class StepSums:
         if self._is_on_gpu:
             self._copied.synchronize()
         return list(self._on_host.numpy())
+
+
+def _slices(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Cut large tensors on a CPU, where torch adds one square after the other: of 8 M in float32 0.7 % may be lost."""
+    return [
+        piece
+        for each in tensors
+        for piece in (
+            each.view(-1).split(ELEMENTS_OF_A_NORM) if each.device.type == "cpu" else (each,)
+        )
+    ]
