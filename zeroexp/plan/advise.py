@@ -15,7 +15,6 @@ each rank.
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
@@ -57,8 +56,6 @@ class Advice:
 
     def rehearse(self, at: int, *, quick: bool) -> PlannedPoint:
         """Rehearse the candidate at this place."""
-        words = self.candidates[at].outcome.name
-        print(f"{words}: rehearsing{'' if quick else ' in full'}", file=sys.stderr, flush=True)
         self.candidates[at] = with_rehearsal(self.candidates[at], quick=quick)
         return self.candidates[at]
 

@@ -17,6 +17,7 @@ What rehearses is imported when the first point is rehearsed: fake tensors and t
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -46,6 +47,7 @@ def with_rehearsal(planned: PlannedPoint, *, quick: bool = False) -> PlannedPoin
     quick: of the rank alone that holds most model states.
     """
     outcome = planned.outcome
+    print(f"{outcome.name}: rehearsing{'' if quick else ' in full'}", file=sys.stderr, flush=True)
     ranks = [outcome.fullest_rank] if quick else ()
     try:
         rehearsed = rehearse_point(planned, ranks=ranks)
