@@ -34,6 +34,7 @@ from zeroexp.tracking.follow_file import Tail
 
 MODEL = {"width": 256, "depth": 4}  # a step takes a few milliseconds, writing its state some dozens
 STEPS = 12  # and one of warm-up
+GPT2 = {"n_embd": 16, "n_layer": 1, "n_head": 2, "n_positions": 8}
 
 
 def job_at(folder: Path, steps: int = STEPS, **changes: Any) -> Job:
@@ -136,6 +137,25 @@ def test_a_run_goes_on_from_its_newest_whole_one_and_says_so_once(local, undistu
     assert numbers(copied) == numbers(undisturbed)
     saves = (copied.folder / LOG).read_text().splitlines()
     assert sum(json.loads(line)["error"] is not None for line in saves) == 5
+
+
+def test_a_run_does_not_go_on_with_another_text(local, tmp_path):
+    """It would train again on samples that it has seen, and leave out others."""
+    text = tmp_path / "text.txt"
+    text.write_text("a text of so many words " * 40)
+    job = make_job(
+        tmp_path / "run",
+        **{"data__kind": "text", "data__path": str(text), "data__task": "causal"},
+        **{"model__task": "causal", "model__family": "gpt2", "model__hf_config": GPT2},
+        checkpoint__every=3,
+    )
+    assert local.run(job).status == "done"
+    with text.open("a") as file:
+        file.write("and some more")
+    job.enter("failed", "its launcher died before it could write that it was done")
+    outcome = local.run(job)
+    assert outcome.status == "failed"
+    assert f"data.path={text} held another text" in outcome.cause["message"]
 
 
 # -- resumed by others ------------------------------------------------------------------------------

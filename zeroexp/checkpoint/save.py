@@ -50,11 +50,21 @@ class Saver:
     """Saves one run. Its thread is a daemon, so a rank that fails does not wait for it."""
 
     def __init__(
-        self, run: Path, strategy: Strategy, config: Config, world: World, *, attempt: int = 0
+        self,
+        run: Path,
+        strategy: Strategy,
+        config: Config,
+        world: World,
+        *,
+        attempt: int = 0,
+        tokens: str = "",
     ) -> None:
-        """Raises CheckpointError, on all ranks, if the folder cannot be written or `attempt` is outdated."""
+        """Raises CheckpointError, on all ranks, if the folder cannot be written or `attempt` is outdated.
+
+        tokens: see Manifest.
+        """
         self._run, self._strategy, self._config, self._world = run, strategy, config, world
-        self._attempt = attempt
+        self._attempt, self._tokens = attempt, tokens
         self._staging = Staging(world.device)
         self._group: dist.ProcessGroup | None = None  # created at the first save
         self._writing: Future[SaveRecord] | None = None
@@ -171,7 +181,9 @@ class Saver:
                 return problem, 0
         try:
             stored = join_pieces(written for _, written in answers)
-            manifest = manifest_of(self._config, saved.step, self._world.size, *stored)
+            manifest = manifest_of(
+                self._config, saved.step, self._world.size, *stored, tokens=self._tokens
+            )
             if missing := folders.find_missing_file(folder, manifest):
                 remedy = "set outputs to a folder that all nodes share"
                 raise CheckpointError(f"{missing}, although its rank wrote it; {remedy}")

@@ -68,7 +68,12 @@ def join_pieces(of_ranks: Iterable[Written]) -> tuple[Stored, Stored]:
 
 
 def manifest_of(
-    config: Config, step: int, world_size: int, state: Stored, rng: Stored | None = None
+    config: Config,
+    step: int,
+    world_size: int,
+    state: Stored,
+    rng: Stored | None = None,
+    tokens: str = "",
 ) -> Manifest:
     """Describe a checkpoint that these versions of Python, torch and zeroexp write now."""
     versions = {"zeroexp": __version__, "torch": torch.__version__}
@@ -81,4 +86,5 @@ def manifest_of(
         world_size=world_size,
         state=state,
         rng=rng or {},
+        tokens=tokens,
     )

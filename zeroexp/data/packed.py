@@ -78,6 +78,8 @@ class _Folder:
         self.classes: list[Any] | None = about["classes"]
         self.names: list[Any] | None = about["names"]
         self.tokens = np.load(folder / "tokens.npy", mmap_mode="r")
+        digests = json.loads((folder / DIGESTS).read_text(encoding="utf-8"))
+        self.content: str = digests["tokens.npy"]
 
     def __len__(self) -> int:
         return len(self.tokens)
