@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.mutation.run import mutants_of
+
 ROOT = Path(__file__).parent.parent
 TABLES = ("by_hand", "order")
 BUGS = [
@@ -26,6 +28,14 @@ def test_a_bug_by_hand_has_one_place_and_is_python(bug: dict[str, str]) -> None:
 
 def test_files_that_get_bugs_are_there() -> None:
     assert [name for name in TARGETS if not (ROOT / name).is_file()] == []
+
+
+def test_what_is_harmless_could_be_put_in() -> None:
+    keys = tomllib.loads((ROOT / "tests/mutation/harmless.toml").read_text())["harmless"]
+    files = {key.partition("::")[0] for key in keys}
+    assert (
+        keys.keys() - {mutant.key for file in files for mutant in mutants_of(ROOT, file)} == set()
+    )
 
 
 def test_every_file_of_the_heart_gets_bugs() -> None:

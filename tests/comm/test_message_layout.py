@@ -17,7 +17,7 @@ from zeroexp.comm.packing import (
     unpack_sections,
     views_of,
 )
-from zeroexp.cut.chunk import Chunk, ParameterSpec
+from zeroexp.cut.chunk import Chunk, Member, ParameterSpec
 from zeroexp.cut.layout import lay_out
 
 SIZES = [7, 130, 1, 64, 4096 * 40 + 3]
@@ -51,6 +51,13 @@ def message_by_hand(
             at += chunk.section_numel(rank)
         parts.append(part)
     return torch.cat(parts)
+
+
+def test_a_message_with_an_empty_column_is_no_table():
+    """Replicas that share an optimizer may leave none of a chunk to a group."""
+    full, empty = (Chunk((Member("p", 0, 2 * width),), (0, width, 2 * width)) for width in (4, 0))
+    assert MessageLayout((full, full), 4).is_table
+    assert not MessageLayout((full, empty), 4).is_table
 
 
 @crossed(

@@ -6,7 +6,7 @@ from itertools import product
 
 import pytest
 
-from zeroexp.cut.stage import STAGES, Move, Placement, Stage, move_between
+from zeroexp.cut.stage import STAGES, Move, Placement, Stage, is_stage, move_between
 
 NOTHING, GATHER, SCATTER = Move.NOTHING, Move.ALL_GATHER, Move.REDUCE_SCATTER
 ALL_REDUCE, SLICE = Move.ALL_REDUCE, Move.SLICE
@@ -41,6 +41,13 @@ def test_words_of_the_config_make_the_known_stages_and_no_others():
         else:
             with pytest.raises(ValueError, match=rf"placements={','.join(row)}.*zero2 = replicate"):
                 Stage.of(*row)
+
+
+def test_a_stage_of_a_plugin_owns_all_of_the_optimizer_or_a_section_of_it():
+    whole, shard = Placement.REPLICATE, Placement.SHARD
+    carried_out = {row for row in product(Placement, repeat=3) if is_stage(Stage(*row))}
+    sharded = set(product((whole, shard), Placement, (shard,)))
+    assert carried_out == {(whole, whole, whole), *sharded}
 
 
 def test_an_unknown_word_is_refused():

@@ -19,7 +19,8 @@ def explain(plans: Plans) -> str:
         raise ConfigError(
             f"--explain: one point, not {len(plans.entries)}; give each word one value"
         )
-    planned = plans.planned[0] if plans.rehearses else with_rehearsal(plans.planned[0])
+    (planned,) = plans.planned
+    planned = planned if plans.rehearses else with_rehearsal(planned)
     outcome = planned.outcome
     head = f"{outcome.name}, model {outcome.model}, {outcome.place} ranks. Planned, not measured."
     parts = [wrapped(head), _state_lines(outcome), _rehearsed_lines(outcome)]
