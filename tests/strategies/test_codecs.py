@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
+from math import isfinite
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from tests.comm.test_collectives import chunks_of, gradients_of
 from tests.oracle import (
@@ -32,7 +33,7 @@ from zeroexp.interface.canonical import merge
 from zeroexp.process import world as worlds
 from zeroexp.process.watchdog.differs import Moves
 from zeroexp.process.world import World
-from zeroexp.zero.options import Options
+from zeroexp.zero.options import Dtypes, Options
 
 NUM_REDUCTIONS = 100
 # stage, layout, codecs of gathers and of reductions, error feedback, precision, groups of ranks, ranks
@@ -271,3 +272,44 @@ def fed_back_after_a_load(world: World) -> list[float]:
 def test_a_load_forgets_what_was_left_out(ranks):
     for of_old, of_new in ranks(fed_back_after_a_load):
         assert of_old == of_new
+
+
+def norms_after_a_discarded_step(world: World, stage: str, way: str) -> dict[bool, list[float]]:
+    """Norms with error feedback and without, of steps one of which is thrown away."""
+    norms: dict[bool, list[float]] = {}
+    scales = way == "overflow"
+    for feedback in (False, True):
+        torch.manual_seed(0)
+        model = nn.Linear(16, 16)
+        strategy = Sharded(
+            model,
+            blocks=[],
+            stage=STAGES[stage],
+            param_groups=[{"params": list(model.parameters())}],
+            optimizer_factory=partial(torch.optim.SGD, lr=0.01),
+            dtypes=Dtypes(torch.float16, torch.float32, torch.float32) if scales else None,
+            scales_loss=scales,
+            world=world,
+            options=Options(reduce_codec="int8", error_feedback=feedback),
+        )
+        inputs = torch.ones(2, 16, dtype=torch.float16 if scales else torch.float32)
+        norms[feedback] = []
+        for step in range(8):
+            with strategy.microbatch(last=True):
+                factor = 1e6 if step == 4 else 1.0
+                loss = strategy.model(inputs).float().square().sum() / world.size
+                strategy.backward(loss * factor)
+            if step == 4 and way == "zero_grad":
+                strategy.zero_grad()
+                continue
+            norms[feedback].append(strategy.step().item())
+            strategy.zero_grad()
+    return norms
+
+
+@pytest.mark.parametrize(("stage", "way"), [("zero2", "overflow"), ("zero3", "zero_grad")])
+def test_nothing_is_fed_back_of_gradients_that_were_thrown_away(ranks, stage, way):
+    """By the loss scale, whose step is left out, or by the program."""
+    for norms in ranks(norms_after_a_discarded_step, stage, way):
+        assert sum(map(isfinite, norms[True])) > 4
+        assert norms[True] == pytest.approx(norms[False], rel=0.01, nan_ok=True)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import gc
 import os
 from dataclasses import asdict, replace
+from functools import partial
 from itertools import pairwise, product
 from tempfile import gettempdir
 from types import SimpleNamespace
@@ -18,6 +19,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import nn
 
 from tests.composing import composed
 from tests.crossed import crossed
@@ -45,7 +47,7 @@ from zeroexp.interface.canonical import merge
 from zeroexp.measure.memory import AllocationMeter, bytes_by_kind, count_cpu_allocations
 from zeroexp.process import world as worlds
 from zeroexp.process.world import World, fake_world
-from zeroexp.zero.options import Options
+from zeroexp.zero.options import Dtypes, Options
 
 ON_HOST, ALL_ON_HOST = Options(offload="optimizer"), Options(offload="all")
 PART = replace(ON_HOST, offload_fraction=0.4)
@@ -274,3 +276,27 @@ def test_files_that_the_disk_can_not_take_are_refused_before_a_rank_starts(tmp_p
         )
         line = f"strategy.offload_folder={tmp_path}: {line}"
         assert point.refusal == (line if is_refused else None)
+
+
+def norm_with_masters_in_float64(world: World, share: float) -> float:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(5, 7), nn.Linear(7, 3))
+    strategy = Sharded(
+        model,
+        blocks=["0", "1"],
+        stage=STAGES["zero3"],
+        param_groups=[{"params": list(model.parameters())}],
+        optimizer_factory=partial(torch.optim.SGD, lr=0.1),
+        dtypes=Dtypes(torch.float32, torch.float32, torch.float64),
+        world=world,
+        options=Options(offload="optimizer", offload_fraction=share),
+    )
+    with strategy.microbatch(last=True):
+        strategy.backward(strategy.model(torch.ones(2, 5)).square().sum())
+    return strategy.step().item()
+
+
+def test_gradients_of_two_dtypes_have_one_norm(ranks):
+    """Those for the host keep the dtype of reduction, the others have that of their master."""
+    parts, whole = (ranks(norm_with_masters_in_float64, share) for share in (0.5, 1.0))
+    assert parts == pytest.approx(whole)

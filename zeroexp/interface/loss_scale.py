@@ -23,6 +23,8 @@ FIRST_SCALE, GROWS_AFTER = 2.0**16, 2000
 class LossScale:
     """The scale of one engine, the same on all ranks; where it is not used each method does what no scale needs."""
 
+    has_changed = False  # by the last step
+
     def __init__(self, optimizer: Optimizer, *, is_used: bool, is_fake: bool = False):
         """is_fake: norms have no values to read, and all count as finite."""
         self._optimizer, self._is_used, self._is_fake = optimizer, is_used, is_fake
@@ -43,6 +45,7 @@ class LossScale:
             return True
         scale, count = self._now()
         is_finite = self._is_fake or bool(norm().isfinite())
+        self.has_changed = not is_finite or count + 1 == GROWS_AFTER
         if not is_finite:
             self._set(scale / 2, 0)
         elif count + 1 == GROWS_AFTER:

@@ -54,6 +54,8 @@ class Engine:
     observed_by: type[Observer] = Observer  # engines/sharded.py names the one that refuses mistakes
     # Trainable parameters, by number, whose gradients were zeroed and not dropped: they have one in the next step.
     _zeroed: Set[int] = frozenset()
+    # Whether a microbatch ended since the last step: `zero_grad` then throws its gradients away.
+    _may_discard = False
     _unread: StepSums | None = None  # of the step before, see step_sums.py, [Note: without a stop]
 
     def __init__(
@@ -127,6 +129,8 @@ class Engine:
         except BaseException:
             self._schedule.abandon_microbatch()
             raise
+        finally:
+            self._may_discard = True
 
     def backward(self, loss: Tensor) -> None:
         """Run backward, whose hooks (hooks.py) let the schedule reduce what has its gradients.
@@ -164,6 +168,10 @@ class Engine:
         scale = self._scale(sums)
         if self._loss_scale.allows(lambda: self._outer.norm(sums)):
             self._update(sums.with_gradient(), scale)
+        self._may_discard = False
+        # What codecs left out is in units of the scale before, and may be inf.
+        if self._loss_scale.has_changed:
+            self._forget_residuals()
         are_equal = self._outer.after_update()
         # With `drain` nothing is gathered ahead: it would be in flight when the step ends.
         for unit in self.units:
@@ -186,6 +194,9 @@ class Engine:
         set_to_none: False: a parameter that has had a gradient has one of zeros then, by which its moments still move
         it in a step in which no backward reaches it.
         """
+        if self._may_discard:
+            self._forget_residuals()
+        self._may_discard = False
         had = (number for number, has in enumerate(self._have_gradients()) if has)
         self._zeroed = frozenset(() if set_to_none else had)
         for unit in self.units:
@@ -237,11 +248,16 @@ class Engine:
             keeping=lambda tensor: self.wire.bus.keeping([tensor], self.optimizer.state),
         )
         self._outer.load(state, targets)
+        self._forget_residuals()
         for unit in self.units:
-            unit.forget_residuals()
             self._schedule.gathers.publish(unit, ahead=False)
         self._schedule.gathers.await_published()
         self._observer.weights_changed()
+
+    def _forget_residuals(self) -> None:
+        """Forget what codecs left out of gradients that were never used, or of other weights' ones."""
+        for unit in self.units:
+            unit.forget_residuals()
 
     def _have_gradients(self) -> list[bool]:
         """Tell for each trainable parameter whether it has a gradient on this rank."""

@@ -18,6 +18,7 @@ that use blocks of one size in different orders would compute with the weights o
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import reduce
 
 import torch
 from torch import Tensor, nn
@@ -62,7 +63,8 @@ class StepSums:
         ]
         if counted:
             # Norms in bfloat16 would keep three digits, and a sum in float32 not every element.
-            dtype = torch.promote_types(counted[0].dtype, torch.float32)
+            dtypes = {each.dtype for each in counted}  # of several where a part is on the host
+            dtype = reduce(torch.promote_types, dtypes, torch.float32)
             norms = torch._foreach_norm(_slices(counted), dtype=dtype)
             self._sums[0] = torch.stack(list(norms)).double().square().sum()
         self._summed = wire.sum_scalar_later(self._sums, "norm", wire.stepping)
@@ -119,10 +121,8 @@ class StepSums:
 
 def _slices(tensors: Sequence[Tensor]) -> list[Tensor]:
     """Cut large tensors on a CPU, where torch adds one square after the other: of 8 M in float32 0.7 % may be lost."""
-    return [
-        piece
-        for each in tensors
-        for piece in (
-            each.view(-1).split(ELEMENTS_OF_A_NORM) if each.device.type == "cpu" else (each,)
-        )
-    ]
+    sliced: list[Tensor] = []
+    for each in tensors:
+        is_large = each.device.type == "cpu" and each.numel() > ELEMENTS_OF_A_NORM
+        sliced += each.view(-1).split(ELEMENTS_OF_A_NORM) if is_large else [each]
+    return sliced
