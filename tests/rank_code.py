@@ -39,7 +39,7 @@ def main(folder: Path, *, device: str) -> None:
     getattr(module, name)(folder, device=device)
 
 
-def rehearse(folder: Path, *, device: str) -> None:
+def add_rehearsal(folder: Path, *, device: str) -> None:
     """In a fork of the server, when the ranks have ended: longer than any test waits."""
     time.sleep(1000)
 

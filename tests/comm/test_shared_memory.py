@@ -115,7 +115,7 @@ def test_ranks_of_a_host_that_refuses_one_of_them_all_send_messages_and_one_says
 
 
 def test_a_probe_of_another_process_is_not_taken_for_the_one_shown():
-    with shared_memory.probe() as shown, shared_memory.probe() as other:
+    with shared_memory.shown_probe() as shown, shared_memory.shown_probe() as other:
         assert (shown.problem(), other.problem()) == ("", "")
         assert shown._replace(path=other.path).problem() == f"{other.path} is another file"
     assert shown.problem() == "No such file or directory"

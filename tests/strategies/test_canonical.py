@@ -12,7 +12,7 @@ from zeroexp.interface.canonical import (
     WEIGHT,
     SavedMoment,
     SavedMoments,
-    canonical_whole,
+    canonical_of_one_rank,
     empty_moment,
     fill_from_canonical,
     moments_of,
@@ -83,7 +83,7 @@ def test_shares_of_what_everyone_holds_are_it_once(world_size):
 
 
 def test_a_whole_tensor_is_one_piece():
-    (piece,) = canonical_whole(VALUES.view(3, 4)).pieces
+    (piece,) = canonical_of_one_rank(VALUES.view(3, 4)).pieces
     assert (piece.start, piece.tensor.tolist()) == (0, VALUES.tolist())
 
 
@@ -105,13 +105,13 @@ def test_moments_are_the_tensors_of_a_state():
 def test_what_is_a_number_is_told_by_parameters_that_have_dimensions():
     """A parameter without one has moments of no dimension too; a buffer, which has no weight, tells nothing."""
     vector = {
-        WEIGHT: canonical_whole(torch.ones(3)),
-        "exp_avg": canonical_whole(torch.ones(3)),
+        WEIGHT: canonical_of_one_rank(torch.ones(3)),
+        "exp_avg": canonical_of_one_rank(torch.ones(3)),
         "count": _number(7.0),
     }
     scalar = {WEIGHT: _number(1.0), "exp_avg": _number(2.0), "count": _number(7.0)}
     state = {
-        "norm.mean": {BUFFER: canonical_whole(torch.ones(3))},
+        "norm.mean": {BUFFER: canonical_of_one_rank(torch.ones(3))},
         "vector": vector,
         "scalar": scalar,
     }
@@ -120,4 +120,4 @@ def test_what_is_a_number_is_told_by_parameters_that_have_dimensions():
 
 
 def _number(value: float) -> CanonicalTensor:
-    return canonical_whole(torch.tensor(value))
+    return canonical_of_one_rank(torch.tensor(value))

@@ -26,7 +26,7 @@ from tests.strategies.engine import Ours
 from zeroexp.comm.collectives import Collectives
 from zeroexp.cut.stage import STAGES
 from zeroexp.engines.sharded import Sharded
-from zeroexp.interface.canonical import canonical_whole, merge
+from zeroexp.interface.canonical import canonical_of_one_rank, merge
 from zeroexp.interface.strategy import CanonicalState
 from zeroexp.models.module import BuiltModel
 from zeroexp.process.world import World, fake_world
@@ -98,8 +98,8 @@ def test_peers_have_read_before_weights_change(stage, monkeypatch):
         others = MODELS["toy"].build().module
         state = {
             name: {
-                "weight": canonical_whole(p.detach() + 1),
-                "exp_avg": canonical_whole(torch.zeros_like(p)),
+                "weight": canonical_of_one_rank(p.detach() + 1),
+                "exp_avg": canonical_of_one_rank(torch.zeros_like(p)),
             }
             for name, p in others.named_parameters()
         }

@@ -56,7 +56,7 @@ Main = Callable[..., None]  # called with (folder, *, device) in every rank: zer
 
 def serve(control: Connection, module: Any, main: Main) -> None:
     """Answer requests until the other side closes the connection. The module's `prepare` imports what `main` will
-    import, its `import_for` what ranks of a config will, and its `rehearse` rehearses a run that has ended.
+    import, its `import_for` what ranks of a config will, and its `add_rehearsal` rehearses a run that has ended.
     """
     while True:
         try:
@@ -159,7 +159,7 @@ def _run(folder: Path, control: Connection, prepare: Callable[[Path], None], mai
 
 
 def _rehearsed(folder: Path, module: Any) -> dict[str, Any]:
-    module.rehearse(folder, device=_device(load(folder / "config.yaml"), ()))
+    module.add_rehearsal(folder, device=_device(load(folder / "config.yaml"), ()))
     return {"rehearsed": True}
 
 

@@ -80,7 +80,9 @@ def run_task(folder: Path, duty: Duty) -> NoReturn:
             leave_stacks([child], heartbeat.sights)
         elif lost:
             # A task that is cut off misses rank 0's, which lives and hears the others: its word counts.
-            over = not asked.to_end and (rank == 0 or not failure.failed_with(folder, "TaskLost"))
+            over = not asked.to_end and (
+                rank == 0 or not failure.failed_by_exception(folder, "TaskLost")
+            )
             failure.write(folder, "TaskLost", lost, over=over)
         if lost:
             os.kill(child.pid, signal.SIGKILL)

@@ -25,7 +25,7 @@ from zeroexp.comm.base import (
 from zeroexp.comm.control_block import MOST_EXPOSURES
 from zeroexp.comm.messages import Channel, GlooChannel
 from zeroexp.comm.packing import begin_alike
-from zeroexp.comm.shared_memory import Arena, Probe, SharedChannel, neighbour_identity, probe
+from zeroexp.comm.shared_memory import Arena, Probe, SharedChannel, neighbour_identity, shown_probe
 from zeroexp.comm.sizes import num_slots
 from zeroexp.comm.traits import TRAITS, TransportTraits
 from zeroexp.process import world as worlds
@@ -73,7 +73,7 @@ class Direct(Transport):
     def connect(self) -> None:
         if self._world.size == 1:
             return
-        with probe() as shown:
+        with shown_probe() as shown:
             mine = neighbour_identity(), shown, self._first_tag
             hosts, probes, first_tags = zip(*worlds.gather_objects(mine), strict=True)
             self._first_tag = max(first_tags)

@@ -72,7 +72,7 @@ class Probe(NamedTuple):
 
 
 @contextmanager
-def probe() -> Generator[Probe]:
+def shown_probe() -> Generator[Probe]:
     """Show a file to other ranks as an arena is shown; where there can be none, one that nobody can open."""
     with ExitStack() as opened:
         content = os.urandom(16)

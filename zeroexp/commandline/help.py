@@ -53,7 +53,7 @@ def about(key: str, conf: Path) -> str:
     if key in _groups(conf):
         return "\n".join([f"{key}=<option>", *_about_options(conf, key), *_below(key)])
     if owners := [
-        (word, value) for name, word, value in plugins.settings_of_others() if name == key
+        (word, value) for name, word, value in plugins.settings_of_plugins() if name == key
     ]:
         lines = [f"  a setting of {word}; default: {value}" for word, value in owners]
         return "\n".join([key, *lines])

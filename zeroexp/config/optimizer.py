@@ -203,7 +203,7 @@ def make_one(groups: Iterable[Any], config: OptimizerConfig) -> torch.optim.Opti
 
 
 _make_rounded = Later("zeroexp.training.rounded_moments:make_rounded")
-_make_by_kind = Later("zeroexp.training.by_kind:ByKind")
+_make_by_kind = Later("zeroexp.training.by_kind:OptimizerByKind")
 
 
 def _adamw(groups: Iterable[Any], config: OptimizerConfig) -> torch.optim.Optimizer:

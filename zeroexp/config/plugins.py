@@ -135,7 +135,7 @@ def settings_of_word(key: str, word: str) -> Mapping[str, Any]:
     return {}
 
 
-def settings_of_others() -> Iterator[tuple[str, str, Any]]:
+def settings_of_plugins() -> Iterator[tuple[str, str, Any]]:
     """Yield (key, word, default) of every setting that a word of others has."""
     for group, key in WITH_SETTINGS.items():
         registries = REGISTRIES[f"{group}.{key}"]

@@ -17,7 +17,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor, nn
 
-from zeroexp.interface.canonical import BUFFER, canonical_whole, fill_from_canonical
+from zeroexp.interface.canonical import BUFFER, canonical_of_one_rank, fill_from_canonical
 from zeroexp.interface.strategy import CanonicalState
 from zeroexp.process import world as worlds
 from zeroexp.process.world import World
@@ -135,7 +135,7 @@ class Buffers:
             if tensor.layout is not torch.strided:
                 problem = f"buffer {name} is sparse, which no state carries"
                 raise ValueError(f"{problem}: register it with persistent=False")
-            state[name] = {BUFFER: canonical_whole(tensor)}
+            state[name] = {BUFFER: canonical_of_one_rank(tensor)}
             if self.world.rank != 0:
                 state[name][BUFFER].pieces.clear()
         return state

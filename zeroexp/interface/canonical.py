@@ -28,7 +28,7 @@ def is_moment(key: str) -> bool:
     return key not in (WEIGHT, PYTHON, BUFFER) and not key.startswith(OUTER)
 
 
-def canonical_whole(tensor: Tensor) -> CanonicalTensor:
+def canonical_of_one_rank(tensor: Tensor) -> CanonicalTensor:
     """Return the canonical form of a tensor that only this rank contributes."""
     pieces = [Piece(0, tensor.detach().reshape(-1))] if tensor.numel() else []
     return CanonicalTensor(tuple(tensor.shape), tensor.dtype, pieces)

@@ -138,15 +138,15 @@ def _run(folder: Path, device: str | None) -> int:
         over = _train(config, world, folder, stop)
     # Runs of this machine are rehearsed when their ranks have ended (cluster/sweep.py).
     if over and config.study.plan_must_hold and config.cluster.kind == "slurm" and world.rank == 0:
-        _rehearse(config, folder, device)
+        _add_rehearsal(config, folder, device)
     return 0 if over else SAVED
 
 
-def rehearse(folder: Path, *, device: str) -> None:
+def add_rehearsal(folder: Path, *, device: str) -> None:
     """Put what a rehearsal says beside what the run in `folder` has measured, in a process without a process group."""
     _send_output_to(failure.log_path(folder, 0))
     torch.set_num_threads(1)
-    _rehearse(_config(folder), folder, device)
+    _add_rehearsal(_config(folder), folder, device)
 
 
 def _config(folder: Path) -> Config:
@@ -287,7 +287,7 @@ def _plan(config: Config, strategy: Strategy, vocab_size: int | None) -> dict[st
     return _beside("plan", lambda: plan_beside(config, _settings_of(strategy), vocab_size))[0]
 
 
-def _rehearse(config: Config, folder: Path, device: str) -> None:
+def _add_rehearsal(config: Config, folder: Path, device: str) -> None:
     """Put what a rehearsal says beside what this run has measured, or why there is none."""
     rehearsed, reason = _beside("rehearsal", lambda: rehearsed_beside(config, device))
     if summary := read_summary(folder):

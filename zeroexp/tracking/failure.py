@@ -33,7 +33,7 @@ REMEDIES = {
 }
 
 
-def failed_with(folder: Path, exception: str) -> bool:
+def failed_by_exception(folder: Path, exception: str) -> bool:
     """Tell whether failure.json is about this kind of failure."""
     return (read_json(folder / FAILURE) or {}).get("exception") == exception
 

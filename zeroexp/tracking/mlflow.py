@@ -23,7 +23,7 @@ PAGE_OF = "report_of"  # the tag of the run that holds it; `sweep` would show it
 
 
 @dataclass(frozen=True)
-class Link:
+class LoggedRun:
     """The MLflow run that a folder became."""
 
     uri: str
@@ -33,7 +33,7 @@ class Link:
     closed: bool = False  # True: MLflow knows how the run ended
 
     @classmethod
-    def read(cls, folder: Path) -> Link | None:
+    def read(cls, folder: Path) -> LoggedRun | None:
         """Read the link; None if it is missing or unreadable, and then the run is sent as a new one."""
         try:
             content = read_json(folder / LINK)
@@ -73,9 +73,9 @@ class MlflowTracker:
             replace(link, closed=False).write(folder)
         return link.run_id
 
-    def _opened_link(self, folder: Path) -> Link:
+    def _opened_link(self, folder: Path) -> LoggedRun:
         """Return the link to a run that MLflow takes for running."""
-        link = Link.read(folder)
+        link = LoggedRun.read(folder)
         if link is None or not self.store.has_run(link.uri, link.run_id):
             return self._create_run(folder)
         if link.attempt != beginning_of(folder):
@@ -114,13 +114,13 @@ class MlflowTracker:
         page = sweep / PAGE
         if not page.exists():
             return None
-        link = Link.read(sweep)
+        link = LoggedRun.read(sweep)
         if link is None or not self.store.has_run(link.uri, link.run_id):
             experiment_id, title = self.store.experiment_id, f"{sweep.name}: report"
             with self.store.opened() as client:
                 tags = {PAGE_OF: sweep.name, "status": "done"}
                 made = client.create_run(experiment_id, tags=tags, run_name=title)
-            link = Link(self.store.shown, experiment_id, made.info.run_id, 0, closed=True)
+            link = LoggedRun(self.store.shown, experiment_id, made.info.run_id, 0, closed=True)
             link.write(sweep)
         with self.store.opened() as client:
             client.log_artifact(link.run_id, str(page))
@@ -157,7 +157,7 @@ class MlflowTracker:
                 client.delete_experiment_tag(experiment_id, tag)
         return [(view.title, view.url(self.store.address, experiment_id)) for view in saved]
 
-    def _create_run(self, folder: Path) -> Link:
+    def _create_run(self, folder: Path) -> LoggedRun:
         run = read_run(folder)
         experiment_id = self.store.experiment_id
         with self.store.opened() as client:
@@ -167,7 +167,7 @@ class MlflowTracker:
                 tags=labels.run_tags(run, "running"),
                 run_name=run.name,
             )
-        return Link(self.store.shown, experiment_id, made.info.run_id, beginning_of(folder))
+        return LoggedRun(self.store.shown, experiment_id, made.info.run_id, beginning_of(folder))
 
     def _close(self, folder: Path, run_id: str, status: str, ended: float) -> None:
         with self.store.opened() as client:
@@ -177,6 +177,6 @@ class MlflowTracker:
                 else:
                     client.log_artifact(run_id, str(path))
             client.set_terminated(run_id, status, int(ended * 1000))
-        link = Link.read(folder)
+        link = LoggedRun.read(folder)
         assert link is not None
         replace(link, closed=True).write(folder)

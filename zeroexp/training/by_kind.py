@@ -17,7 +17,7 @@ from zeroexp.config.optimizer import make_one
 from zeroexp.interface.whole_matrices import WholeMatrices
 
 
-class ByKind(Optimizer):
+class OptimizerByKind(Optimizer):
     """Steps each group with the optimizer of its kind."""
 
     def __init__(self, groups: Iterable[dict[str, Any]], by_kind: Mapping[str, OptimizerConfig]):
