@@ -355,6 +355,7 @@ ONLY_ZERO3 = (Setting("zero3"),)
 # Of weights that are whole at rest, and on their way after a step, these tell what ZeRO-3 does not.
 QUICK_UNDER_ZERO1 = (
     "weights_read_right_after_the_step",
+    "a_block_that_normalises_its_weight",
     "written_while_peers_may_read",
     "weights_clamped_in_the_context",
     "written_without_saying_so_by_item",
