@@ -32,7 +32,7 @@ from zeroexp.config.keys import ConfigError, DataConfig, ModelConfig
 from zeroexp.data import StepBatch, packed, table_rows
 from zeroexp.data.batches import Data, build_data
 from zeroexp.data.epoch_permutation import sample_indices
-from zeroexp.data.sources import CORPUS
+from zeroexp.data.sources import CORPUS, choose_tokenizer
 from zeroexp.models import find_weights
 
 TOKENIZER = Tokenizer.from_file(str(CORPUS / "tokenizer.json"))
@@ -604,9 +604,12 @@ def test_only_a_completion_counts_in_the_loss(tmp_path, talks):
     assert document[:num_prompt] == ids(before), "the tokenizer cuts them alike"
     marks = ([False] * num_prompt + [True] * (len(document) - num_prompt)) * 40
     starts = range(0, 40 * len(document) - 6, 6)
+    # A sample of a prompt alone teaches nothing.
+    starts = [start for start in starts if any(marks[start + 1 : start + 7])]
     kept = [marks[start + 1 : start + 7] for start in starts]
-    kept = [row for row in kept if any(row)]  # a sample of a prompt alone teaches nothing
     found = in_stored_order(data)
+    inputs = [row.inputs["input_ids"][0].tolist() for row in found.microbatches]
+    assert inputs == [(document * 40)[start : start + 6] for start in starts]
     labels = [row.labels[0] for row in found.microbatches]
     assert [(each != -100).tolist() for each in labels] == kept
     assert found.num_valid == sum(map(sum, kept)) and found.num_tokens == 6 * len(kept)
@@ -663,6 +666,30 @@ def test_real_weights_bring_their_own_tokenizer(tmp_path):
     assert (theirs.vocab_size, shipped.vocab_size) == (2049, 2048)
     ids = torch.cat([turn.labels for turn in in_stored_order(theirs).microbatches])
     assert 2048 in ids and 7 in ids and 0 not in ids
+
+
+@pytest.mark.parametrize(
+    ("of_model", "of_tokenizer", "end"),
+    [
+        (2, "<|endoftext|>", 0),  # transformers' default, which is a word of this tokenizer
+        (None, {"content": "<|endoftext|>"}, 0),
+        (2, None, 2),
+        (None, None, None),
+    ],
+)
+def test_texts_end_with_a_token_that_is_no_word(tmp_path, of_model, of_tokenizer, end):
+    shutil.copyfile(CORPUS / "tokenizer.json", tmp_path / "tokenizer.json")
+    (tmp_path / "config.json").write_text(json.dumps({"eos_token_id": of_model}))
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": of_tokenizer}))
+    data, model = configs("offline", seq_len=16)
+    model = replace(model, weights=str(tmp_path))
+    if end is None:
+        with pytest.raises(
+            ConfigError, match=r"model\.weights=.* set eos_token_id in config\.json"
+        ):
+            choose_tokenizer(data, model)
+    else:
+        assert choose_tokenizer(data, model).end_of_text == end
 
 
 def test_weights_without_a_tokenizer_are_one_line(tmp_path):

@@ -102,8 +102,10 @@ def _run(sweep: Sweep, arguments: list[str]) -> None:
     if answer := _help_or_version(arguments):
         print(answer)
     elif "--rerun" in arguments:
-        if len(arguments) != 2 or not Path(arguments[-1]).is_dir():
+        if len(arguments) != 2 or arguments[0] != "--rerun":
             raise ConfigError("--rerun: needs one folder and nothing else; --rerun outputs/<sweep>")
+        if not Path(arguments[1]).is_dir():
+            raise ConfigError(f"--rerun {arguments[1]}: no such folder; use one that exists")
         sweep.rerun(Path(arguments[-1]).resolve())
     else:
         compose(sweep, arguments)

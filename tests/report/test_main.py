@@ -133,6 +133,7 @@ def test_a_torn_run_is_one_line_and_a_broken_claim_an_exit_code(outputs, report)
         (["--figure=no/a.svg"], "--figure no/a.svg: No such file or directory; use a file"),
         (["--figure=a.svg", "--chart=causes"], "--figure a.svg: nothing to draw; No run tells its"),
         (["--figure=m.svg", "--chart=x"], "--chart x: no such chart; use one of memory, causes, "),
+        (["--columns=point"], "--columns: chooses those of a text; name one, as --csv -"),
         (["--columns=x", "--csv=c"], "--columns x: no such column; use some of point, strategy, "),
         (
             ["--latex=nowhere/x.tex"],

@@ -168,6 +168,9 @@ def test_what_engines_settled_by_themselves_is_said_once(tmp_path: Path) -> None
     text = " ".join(render(points(tmp_path)).split())
     assert "zero2-buffer, zero3-buffer ran with transport direct, bucket_mb 4.0." in text
     assert "ddp-buffer ran with transport gloo." in text
+    write_engine(write_run(tmp_path / "more", "zero3", world_size=3), {"transport": "direct"})
+    text = " ".join(render(points(tmp_path)).split())
+    assert "zero2-buffer, zero3 ran with" in text and "more ran with transport direct." in text
 
 
 # ---- settings that tell points apart, and the width of a terminal

@@ -95,7 +95,8 @@ class PackedTokens(_Folder):
 
     def read(self, indices: np.ndarray) -> Microbatch:
         rows = torch.from_numpy(self.tokens[indices].astype(np.int64))
-        labels = rows[:, 1:].contiguous()
+        # A slice of a single row is contiguous: `contiguous()` would be a view of it, and labels are written below.
+        labels = rows[:, 1:].clone()
         if self.counts is not None:
             labels[torch.from_numpy(~self.counts[indices])] = IGNORED
         return Microbatch({"input_ids": rows[:, :-1].contiguous()}, labels)

@@ -12,11 +12,12 @@ from zeroexp.config.vocabulary import SHIPPED_VOCABULARY, TokenizerChoice
 from zeroexp.process.content_hash import hash_of_file
 
 CORPUS = Path(__file__).parent / "corpus"
+TOKENIZER_CONFIG = "tokenizer_config.json"
 
 
 def identity_of(words: TokenizerChoice) -> list[str | int]:
     """Return what decides the tokens: ids, and hashes of the file and of those that may hold a chat template."""
-    beside = [words.file.with_name(n) for n in ("tokenizer_config.json", "chat_template.jinja")]
+    beside = [words.file.with_name(n) for n in (TOKENIZER_CONFIG, "chat_template.jinja")]
     hashes = [hash_of_file(file) for file in (words.file, *beside) if file.is_file()]
     return [*hashes, words.end_of_text, words.padding]
 
@@ -28,7 +29,7 @@ def choose_tokenizer(config: DataConfig, model: ModelConfig) -> TokenizerChoice:
     """
     padding = shape_of(model).get("pad_token_id") or 0
     if config.vocab_size is None and model.weights is not None:
-        choice = _tokenizer_of_weights(model.weights, padding)
+        choice = _tokenizer_of_weights(model.weights, padding, config.task)
         if config.task == "classification" and shape_of(model).get("pad_token_id") is None:
             _refuse_a_word_as_padding(choice)
         return choice
@@ -40,7 +41,7 @@ def choose_tokenizer(config: DataConfig, model: ModelConfig) -> TokenizerChoice:
     return TokenizerChoice(CORPUS / "tokenizer.json", 0, padding)
 
 
-def _tokenizer_of_weights(weights: str, padding: int) -> TokenizerChoice:
+def _tokenizer_of_weights(weights: str, padding: int, task: str) -> TokenizerChoice:
     # The hub's client takes half a second to import, and random weights do not need it.
     from zeroexp.models import find_weights
 
@@ -51,11 +52,26 @@ def _tokenizer_of_weights(weights: str, padding: int) -> TokenizerChoice:
                 f"model.weights={weights}: no {name} in it, so its tokenizer is unknown; "
                 f"set data.vocab_size={SHIPPED_VOCABULARY} for the shipped tokenizer"
             )
-    end_of_text = (
-        json.loads((folder / "config.json").read_text(encoding="utf-8")).get("eos_token_id") or 0
-    )
-    first = end_of_text[0] if isinstance(end_of_text, list) else end_of_text
-    return TokenizerChoice(folder / "tokenizer.json", first, padding)
+    end_of_text = _end_of_text(folder)
+    if end_of_text is None and task == "causal":
+        raise ConfigError(
+            f"model.weights={weights}: neither its config.json nor its tokenizer_config.json names the token that "
+            "ends a text; set eos_token_id in config.json"
+        )
+    return TokenizerChoice(folder / "tokenizer.json", end_of_text or 0, padding)
+
+
+def _end_of_text(folder: Path) -> int | None:
+    """Return the id that ends a text: the config's, or the tokenizer's where the config has none or a mere word."""
+    named = json.loads((folder / "config.json").read_text(encoding="utf-8")).get("eos_token_id")
+    first = named[0] if isinstance(named, list) else named
+    tokenizer = json.loads((folder / "tokenizer.json").read_text(encoding="utf-8"))
+    added = {row["content"]: row["id"] for row in tokenizer.get("added_tokens", ())}
+    if first in added.values() or not (folder / TOKENIZER_CONFIG).is_file():
+        return first
+    text = json.loads((folder / TOKENIZER_CONFIG).read_text(encoding="utf-8")).get("eos_token")
+    own = added.get(text["content"] if isinstance(text, dict) else text)
+    return first if own is None else own
 
 
 def _refuse_a_word_as_padding(choice: TokenizerChoice) -> None:

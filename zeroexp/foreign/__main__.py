@@ -40,7 +40,9 @@ def _import(told: list[str] | None) -> int:
     reader = next((read for is_one, read in READERS.values() if is_one(arguments.folder)), None)
     if reader is None:
         problem = f"{arguments.folder}: no checkpoint of {', '.join(READERS)}"
-        raise CheckpointError(f"{problem}; give the folder of one step")
+        raise CheckpointError(
+            f"{problem}; give the folder of one step, as iter_0000032 of Megatron"
+        )
     refuse_existing(arguments.to)
     config = _config(arguments.words)
     # These imports take seconds, so they come after everything that can be refused without them.

@@ -53,6 +53,8 @@ def main() -> int:
 
 def _report(arguments: argparse.Namespace) -> int:
     _refuse_crowded_output(arguments)
+    if arguments.columns and not any(getattr(arguments, each) for each in (*TEXTS, "write")):
+        raise ConfigError("--columns: chooses those of a text; name one, as --csv -, or --write")
     folders = arguments.folders or _newest(Path("outputs"))
     for option in ONE_SWEEP:
         if getattr(arguments, option) and len(folders) > 1:

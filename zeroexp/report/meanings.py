@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 
 from zeroexp.config.engines import label_of
@@ -59,11 +60,14 @@ def meanings_of(points: Sequence[Point], columns: Sequence[Column]) -> list[str]
 def _said_once(
     points: Sequence[Point], text_of: Callable[[Point], tuple[str, str | None]], form: str
 ) -> list[str]:
-    """Return a sentence for each text, once for all that it is said of."""
+    """Return a sentence for each text, once for all that it is said of: points, where several texts have one name."""
     names: dict[str, dict[str, None]] = {}
-    for who, text in map(text_of, points):
+    said = [(point, *text_of(point)) for point in points]
+    texts = {(who, text) for _, who, text in said}
+    times = Counter(who for who, _ in texts)
+    for point, who, text in said:
         if text:
-            names.setdefault(text, {})[who] = None
+            names.setdefault(text, {})[who if times[who] == 1 else point.name] = None
     return [form.format(who=", ".join(who), what=text) for text, who in names.items()]
 
 
