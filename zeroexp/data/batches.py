@@ -28,9 +28,8 @@ class Data:
     ) -> None:
         self.vocab_size = samples.vocab_size
         self.source = samples.source
-        self.content: str = getattr(
-            samples, "content", ""
-        )  # hash of all tokens, where there are any
+        # Hash of all tokens, where there are any.
+        self.content: str = getattr(samples, "content", "")
         # What the classes are called, in their order; None where samples have none.
         self.label_names: list[Any] | None = getattr(samples, "names", None)
         self._validation = validation or samples
