@@ -20,6 +20,7 @@ from tests.composing import CONF, composed, options
 from tests.run_folders import write_run
 from zeroexp import __main__ as zeroexp_main
 from zeroexp.check import check
+from zeroexp.check.rules_batch import check_ranks_fit_machine
 from zeroexp.config.engines import ENGINES
 from zeroexp.config.keys import (
     ENGINE_SETTINGS,
@@ -277,6 +278,14 @@ def test_an_installed_zeroexp_runs_the_main_job(wheel, tmp_path):
     assert done.returncode == 0, done.stdout + done.stderr
     assert "2 loss curves agree" in done.stdout and "2 of 2 losses fall" in done.stdout
     assert len(list(tmp_path.glob("outputs/compare/*/summary.json"))) == 2
+
+
+def test_no_more_ranks_are_started_than_the_memory_has_room_for():
+    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    most = min(1024, memory // (48 << 20))
+    assert not [*check_ranks_fit_machine(Config(world_size=most))]
+    ((key, _, remedy),) = check_ranks_fit_machine(Config(world_size=most + 1))
+    assert key == "world_size" and remedy == f"use at most {most}, cluster=slurm, or zeroexp plan"
 
 
 def test_another_system_is_told_in_one_line(monkeypatch, capsys):

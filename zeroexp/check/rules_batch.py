@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -10,6 +11,9 @@ from zeroexp.check.refusal import Refusal
 from zeroexp.config.keys import Config, resolve
 
 MOST_RANKS_HERE = 1024
+BYTES_OF_A_RANK = (
+    48 << 20
+)  # what a rank of the smallest model has of its own, beside what it shares with its parent
 
 
 def check_batch(config: Config) -> Iterator[Refusal]:
@@ -40,9 +44,17 @@ def num_gpus() -> int:
 
 
 def check_ranks_fit_machine(config: Config) -> Iterator[Refusal]:
-    if config.cluster.kind == "local" and config.world_size > MOST_RANKS_HERE:
-        remedy = f"use at most {MOST_RANKS_HERE}, cluster=slurm, or zeroexp plan"
-        yield "world_size", "more ranks than one machine starts", remedy
+    if config.cluster.kind != "local":
+        return
+    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    reasons = {
+        MOST_RANKS_HERE: "more ranks than one machine starts",
+        memory // BYTES_OF_A_RANK: f"more ranks than {memory / (1 << 30):.1f} GiB have room for",
+    }
+    most = min(reasons)
+    if config.world_size > most:
+        remedy = f"use at most {most}, cluster=slurm, or zeroexp plan"
+        yield "world_size", reasons[most], remedy
 
 
 def check_warmup(config: Config) -> Iterator[Refusal]:
