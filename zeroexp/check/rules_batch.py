@@ -11,9 +11,8 @@ from zeroexp.check.refusal import Refusal
 from zeroexp.config.keys import Config, resolve
 
 MOST_RANKS_HERE = 1024
-BYTES_OF_A_RANK = (
-    48 << 20
-)  # what a rank of the smallest model has of its own, beside what it shares with its parent
+# What a rank of the smallest model has of its own, beside what it shares with its parent.
+BYTES_OF_A_RANK = 48 << 20
 
 
 def check_batch(config: Config) -> Iterator[Refusal]:

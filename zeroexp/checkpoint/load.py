@@ -32,14 +32,14 @@ from zeroexp.process import world as worlds
 from zeroexp.process.world import World
 
 
-def load(checkpoint: Path, strategy: Strategy, world: World, *, tokens: str = "") -> Manifest:
-    """Fill the engine. tokens: those that it is to train on, see Manifest.
+def load(checkpoint: Path, strategy: Strategy, world: World, *, tokens_hash: str = "") -> Manifest:
+    """Fill the engine. tokens_hash: of what it is to train on, see Manifest.
 
     Random states are restored only if the world size is that of the save. Raises Damaged, or CheckpointError for
     another model or other tokens, on all ranks alike and before anything is changed.
     """
     manifest = _read_verified(checkpoint, world)
-    if manifest.tokens and tokens and manifest.tokens != tokens:
+    if manifest.tokens_hash and tokens_hash and manifest.tokens_hash != tokens_hash:
         raise CheckpointError(
             f"{checkpoint}: data.path={manifest.config['data']['path']} held another text when its run began, or one "
             "that was tokenized otherwise; bring that text back, or begin a new run"
@@ -56,7 +56,7 @@ def load(checkpoint: Path, strategy: Strategy, world: World, *, tokens: str = ""
 
 
 def load_newest(
-    run: Path, named: str | None, strategy: Strategy, world: World, *, tokens: str = ""
+    run: Path, named: str | None, strategy: Strategy, world: World, *, tokens_hash: str = ""
 ) -> tuple[Path, int] | None:
     """Fill the engine from this run's newest complete checkpoint, else from `named`.
 
@@ -67,14 +67,14 @@ def load_newest(
     own = worlds.gather_objects(folders.complete_checkpoints(run))[0]
     for number, checkpoint in reversed(list(enumerate(own))):
         try:
-            return checkpoint, load(checkpoint, strategy, world, tokens=tokens).step
+            return checkpoint, load(checkpoint, strategy, world, tokens_hash=tokens_hash).step
         except Damaged as error:
             if world.rank == 0:
                 anew = f"from {named}" if named else "from its beginning, since no other is left"
                 _pass_over(run, checkpoint, error, "from before it" if number else anew)
     if named is None:
         return None
-    return Path(named), load(Path(named), strategy, world, tokens=tokens).step
+    return Path(named), load(Path(named), strategy, world, tokens_hash=tokens_hash).step
 
 
 def _pass_over(run: Path, checkpoint: Path, error: Damaged, whence: str) -> None:

@@ -75,7 +75,7 @@ class Manifest:
     world_size: int
     state: Stored
     rng: Stored  # by rank: "torch", "cuda", "python", "numpy"
-    tokens: str = ""  # hash of the tokens it trains on; empty where it reads no text, and in older checkpoints
+    tokens_hash: str = ""  # hash of the tokens it trains on; empty where it reads no text, and in older checkpoints
 
     def tensors(self) -> Iterator[tuple[str, StoredTensor]]:
         for stored in (self.state, self.rng):

@@ -57,14 +57,14 @@ class Saver:
         world: World,
         *,
         attempt: int = 0,
-        tokens: str = "",
+        tokens_hash: str = "",
     ) -> None:
         """Raises CheckpointError, on all ranks, if the folder cannot be written or `attempt` is outdated.
 
-        tokens: see Manifest.
+        tokens_hash: see Manifest.
         """
         self._run, self._strategy, self._config, self._world = run, strategy, config, world
-        self._attempt, self._tokens = attempt, tokens
+        self._attempt, self._tokens_hash = attempt, tokens_hash
         self._staging = Staging(world.device)
         self._group: dist.ProcessGroup | None = None  # created at the first save
         self._writing: Future[SaveRecord] | None = None
@@ -182,7 +182,7 @@ class Saver:
         try:
             stored = join_pieces(written for _, written in answers)
             manifest = manifest_of(
-                self._config, saved.step, self._world.size, *stored, tokens=self._tokens
+                self._config, saved.step, self._world.size, *stored, tokens_hash=self._tokens_hash
             )
             if missing := folders.find_missing_file(folder, manifest):
                 remedy = "set outputs to a folder that all nodes share"

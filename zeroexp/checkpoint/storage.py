@@ -73,7 +73,7 @@ def manifest_of(
     world_size: int,
     state: Stored,
     rng: Stored | None = None,
-    tokens: str = "",
+    tokens_hash: str = "",
 ) -> Manifest:
     """Describe a checkpoint that these versions of Python, torch and zeroexp write now."""
     versions = {"zeroexp": __version__, "torch": torch.__version__}
@@ -86,5 +86,5 @@ def manifest_of(
         world_size=world_size,
         state=state,
         rng=rng or {},
-        tokens=tokens,
+        tokens_hash=tokens_hash,
     )

@@ -29,7 +29,7 @@ class Data:
         self.vocab_size = samples.vocab_size
         self.source = samples.source
         # Hash of all tokens, where there are any.
-        self.content: str = getattr(samples, "content", "")
+        self.tokens_hash: str = getattr(samples, "tokens_hash", "")
         # What the classes are called, in their order; None where samples have none.
         self.label_names: list[Any] | None = getattr(samples, "names", None)
         self._validation = validation or samples

@@ -79,7 +79,7 @@ class _Folder:
         self.names: list[Any] | None = about["names"]
         self.tokens = np.load(folder / "tokens.npy", mmap_mode="r")
         digests = json.loads((folder / DIGESTS).read_text(encoding="utf-8"))
-        self.content: str = digests["tokens.npy"]
+        self.tokens_hash: str = digests["tokens.npy"]
 
     def __len__(self) -> int:
         return len(self.tokens)

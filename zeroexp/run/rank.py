@@ -200,9 +200,9 @@ def _train(config: Config, world: World, folder: Path, stop: Stop) -> bool:
         write_engine(folder, {**_settings_of(strategy), **optimizers})
     _log_build(world, time.perf_counter() - began, data)
     facts, number = _environment_facts(config, data), attempt.own_number() or 0
-    saver = Saver(folder, strategy, facts, world, attempt=number, tokens=data.content)
+    saver = Saver(folder, strategy, facts, world, attempt=number, tokens_hash=data.tokens_hash)
     num_steps = config.train.warmup_steps + config.train.steps
-    start_step, is_own = _resume(config, folder, strategy, world, data.content)
+    start_step, is_own = _resume(config, folder, strategy, world, data.tokens_hash)
     gc.collect()
     gc.freeze()  # what is built lives to the end, and no collection (measure/drift.py) has to visit it
     instruments = Instruments(config.train, world, folder, model.module, blocks, _labels(config))
@@ -308,11 +308,11 @@ def _beside(what: str, make: Callable[[], dict[str, float]]) -> tuple[dict[str, 
 
 
 def _resume(
-    config: Config, folder: Path, strategy: Strategy, world: World, tokens: str
+    config: Config, folder: Path, strategy: Strategy, world: World, tokens_hash: str
 ) -> tuple[int, bool]:
     """Load the run's newest checkpoint, else that of config.resume; return its steps, and whether it is the run's."""
     began = time.perf_counter()
-    taken = load_newest(folder, config.resume, strategy, world, tokens=tokens)
+    taken = load_newest(folder, config.resume, strategy, world, tokens_hash=tokens_hash)
     if taken is None:
         return 0, False
     checkpoint, steps_done = taken

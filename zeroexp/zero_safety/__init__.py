@@ -11,5 +11,5 @@ kept_views.py           views of gathered parameters that outlive them
 guard.py                parameters whose values or gradients are not there (tensor_functions.py: which uses need them)
 pieces.py               the optimizer's own tensors, where somebody else writes them or asks for their gradients
 methods.py              methods of model and optimizer that would go past the engine
-replicas_differ.py      replicas whose weights drift apart
+replicas_differ.py      replicas whose weights drift apart, and ranks whose learning rates differ
 """

@@ -35,9 +35,8 @@ Registered = tuple[Mapping[str, Any], Mapping[str, Any], list[int], str]
 class ChangedParameters(Observer):
     """What modules and parameters were when the engine was built, and what the weights are since its last change."""
 
-    _placed: Sequence[
-        Unit
-    ] = ()  # units whose parameters have an address; those of a fake world may have none
+    # Units whose parameters have an address; those of a fake world may have none.
+    _placed: Sequence[Unit] = ()
 
     def built(self, engine: Engine) -> None:
         self._units, world = engine.units, engine.wire.world
@@ -60,18 +59,17 @@ class ChangedParameters(Observer):
         self._all = [] if may_write else written
         self._summed = [] if may_write else [p for u in whole for p in u.trainable_parameters]
         self._num_steps = 0
-        self._is_gathered = self._may_write = (
-            False  # inside of `gathered()`, of `gathered(write=True)`
-        )
+        # Inside of `gathered()`, of `gathered(write=True)`.
+        self._is_gathered = self._may_write = False
         self._frozen = [p for held in chunks if not held.is_trainable for p in held.parameters]
         self._placed = () if world.is_fake else self._units
         self._bits_shown: dict[int, list[int]] = {}  # of the parameters of a chunk, by its id
         self.weights_changed()
 
     def showing(self, held: Held, *, there: bool) -> None:
-        """Raise RuntimeError if values were written that end with what parameters show now.
+        """Raise RuntimeError if a forward wrote values into gathered parameters, which are about to be freed.
 
-        What a module's forward writes into gathered parameters through `.data` is lost, see [Note: past the counter].
+        See [Note: past the counter].
         """
         if not self._placed or self._is_gathered:
             return
