@@ -29,6 +29,12 @@ from zeroexp.process.world import World
 
 WORDS = ("tracking=files", "train.warmup_steps=0", "checkpoint.every=2", "checkpoint.keep=9")
 YELP = ("data=yelp", "model.task=classification", "model.num_labels=5")
+MAMBA = (
+    "+model.hf_config.model_type=mamba",
+    "+model.hf_config.hidden_size=16",
+    "+model.hf_config.num_hidden_layers=2",
+    "+model.hf_config.vocab_size=2048",
+)
 LOADERS = {"causal": AutoModelForCausalLM, "classification": AutoModelForSequenceClassification}
 
 
@@ -82,8 +88,9 @@ def words_of(folder: Path) -> dict[str, str]:
         (("model=tiny", *YELP), "5GB"),
         (("model=gpt2_tiny", "strategy.implementation=tensor"), "100KB"),
         (("model=mixtral_tiny", "strategy=zero2"), "100KB"),
+        (("model=hf", "model.path=null", *MAMBA), "5GB"),
     ],
-    ids=["tied", "untied", "words_of_the_data", "labels", "gpt2", "mixtral"],
+    ids=["tied", "untied", "words_of_the_data", "labels", "gpt2", "mixtral", "no_positions"],
 )
 def test_transformers_loads_the_same_bits(ranks, tmp_path, words, size):
     folder, config = exported(ranks, tmp_path, *words, max_shard_size=size)

@@ -6,6 +6,7 @@ Ranks check weights too, because the weights of a Slurm run may be visible only 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import NamedTuple
 
 from zeroexp.config.families import MODELS
 from zeroexp.config.keys import Config, ConfigError, ModelConfig
@@ -14,15 +15,23 @@ from zeroexp.models.blocks import list_names
 from zeroexp.models.checkpointing import operators_of
 from zeroexp.models.fused_experts import check_experts
 from zeroexp.models.module import BuiltModel
-from zeroexp.models.outline import outline_of
+from zeroexp.models.outline import longest_sequence, outline_of
 from zeroexp.zero.options import DTYPES
 
 # Libraries raise these when they cannot build a model from a number; the message goes behind our key.
 RAISED = (ArithmeticError, AssertionError, AttributeError, LookupError, RuntimeError)
 RAISED = (*RAISED, TypeError, ValueError)
 
+
+class Limits(NamedTuple):
+    """What a model allows the other keys of a config."""
+
+    num_blocks: int
+    num_positions: int | None  # of the longest sequence; None where its config names none
+
+
 # Checked models are remembered, since a sweep has many points and few models.
-_num_blocks_of: dict[str, int] = {}
+_limits_of: dict[str, Limits] = {}
 
 
 def check_model(config: Config) -> None:
@@ -32,20 +41,24 @@ def check_model(config: Config) -> None:
     """
     operators_of(config.train.recompute_except)
     checked = (config.model, vocabulary_of_data(config), config.precision.compute)
-    if (key := repr(checked)) not in _num_blocks_of:
-        _num_blocks_of[key] = _check(*checked, config.cluster.kind)
-    num_blocks = _num_blocks_of[key]
+    if (key := repr(checked)) not in _limits_of:
+        _limits_of[key] = _check(*checked, config.cluster.kind)
+    num_blocks, num_positions = _limits_of[key]
     if (every := config.train.recompute_every or 1) > num_blocks:
         problem = f"none of its {num_blocks} blocks would be recomputed"
         raise ConfigError(f"train.recompute_every={every}: {problem}; use at most {num_blocks}")
+    if num_positions is not None and config.data.seq_len > num_positions:
+        problem = f"model={config.model.name} has {num_positions} positions"
+        remedy = f"use at most {num_positions}, or give the model more in its config"
+        raise ConfigError(f"data.seq_len={config.data.seq_len}: {problem}; {remedy}")
 
 
-def _check(model: ModelConfig, vocabulary: int | None, dtype: str, cluster: str) -> int:
-    """Return the number of blocks of the model. Raises ConfigError."""
+def _check(model: ModelConfig, vocabulary: int | None, dtype: str, cluster: str) -> Limits:
+    """Return what the model allows. Raises ConfigError."""
     built = _build(model, vocabulary)
     check_experts(built.module, DTYPES[dtype])
     _look_at_weights(model, cluster)
-    return len(built.blocks)
+    return Limits(len(built.blocks), longest_sequence(built))
 
 
 def _build(model: ModelConfig, vocabulary: int | None) -> BuiltModel:

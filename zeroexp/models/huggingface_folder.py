@@ -153,9 +153,11 @@ def _write_tokenizer(folder: Path, module: Any, tokenizer: TokenizerChoice) -> N
             "bos_token": end,
             "eos_token": end,
             "pad_token": words.get(tokenizer.padding),
-            "model_max_length": module.config.max_position_embeddings,
             "clean_up_tokenization_spaces": False,
         }
+        longest = getattr(module.config, "max_position_embeddings", None)
+        if longest is not None:  # Mamba and BLOOM name none
+            content["model_max_length"] = longest
         (folder / "tokenizer_config.json").write_text(
             json.dumps(content, indent=2) + "\n", encoding="utf-8"
         )

@@ -48,6 +48,11 @@ def outline_of(config: ModelConfig, vocab_size: int | None) -> BuiltModel:
     return built
 
 
+def longest_sequence(model: BuiltModel) -> int | None:
+    """Return the most positions that the model's own config names; None where it names none, as Mamba's."""
+    return getattr(getattr(model.module, "config", None), POSITIONS, None)
+
+
 def _file_of(config: ModelConfig, vocab_size: int | None) -> Path | None:
     """Return where the outline is kept; None for a model that is quick to build or that others change."""
     library = find_spec("transformers")
@@ -86,10 +91,9 @@ def _as_json(built: BuiltModel) -> dict[str, Any]:
         )
         for name, p in module.named_parameters(remove_duplicate=False)
     ]
-    positions = getattr(getattr(module, "config", None), POSITIONS, None)
     return {
         "blocks": built.blocks,
-        POSITIONS: positions,
+        POSITIONS: longest_sequence(built),
         "modules": modules,
         "parameters": parameters,
     }

@@ -24,11 +24,11 @@ from typing import Any
 
 from zeroexp.config.gpus import USUAL_GPU
 from zeroexp.config.keys import Config, ConfigError
+from zeroexp.models.outline import longest_sequence
 from zeroexp.plan.changes import (
     MICRO,
     RECOMPUTES,
     SEQ_LEN,
-    longest_sequence,
     planned_change,
     with_settings,
 )

@@ -24,7 +24,6 @@ from zeroexp.config.keys import (
 )
 from zeroexp.cut.codes import CODE_BITS
 from zeroexp.cut.stage import STAGES
-from zeroexp.models.module import BuiltModel
 from zeroexp.plan.outcome import PlannedPoint, plan_point
 
 MICRO, SEQ_LEN = "data.micro_batch_size", "data.seq_len"
@@ -94,11 +93,6 @@ def _set_precision(config: Config, name: str) -> None:
     for row, dtype in zip(config.strategy.rows, PRECISIONS[name], strict=True):
         if row.dtype not in (MASTER, *CODE_BITS):
             row.dtype = dtype
-
-
-def longest_sequence(model: BuiltModel) -> int | None:
-    """Return the most positions that the model's config names."""
-    return getattr(getattr(model.module, "config", None), "max_position_embeddings", None)
 
 
 def _word(value: object) -> str:

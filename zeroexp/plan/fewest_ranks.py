@@ -6,10 +6,10 @@ import sys
 from collections.abc import Callable
 
 from zeroexp.config.keys import Config, ConfigError
+from zeroexp.models.outline import longest_sequence
 from zeroexp.plan.changes import (
     MICRO,
     SEQ_LEN,
-    longest_sequence,
     planned_change,
     with_settings,
 )
