@@ -24,6 +24,8 @@ HINTS = {
     "to Integer": "use a whole number",
     "to Float": "use a number",
     "valid bool": "use true or false",
+    "is not Optional": "give it a value",
+    "is not a ListConfig": "use a list, as [1,2]",
     "not in '": "`zeroexp --cfg job` shows all keys",
     "is not a subclass": "set one of its keys, or choose a group's option",
     "": "zeroexp/config/keys.py tells its type",

@@ -41,7 +41,7 @@ def _import(told: list[str] | None) -> int:
     if reader is None:
         problem = f"{arguments.folder}: no checkpoint of {', '.join(READERS)}"
         raise CheckpointError(
-            f"{problem}; give the folder of one step, as iter_0000032 of Megatron"
+            f"{problem}; give the folder of one step, or one whose file names the latest"
         )
     refuse_existing(arguments.to)
     config = _config(arguments.words)

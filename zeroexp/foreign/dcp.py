@@ -32,9 +32,9 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, Tenso
 from zeroexp.checkpoint.manifest import CheckpointError, Manifest
 from zeroexp.checkpoint.weights import Weights
 from zeroexp.config.keys import Config
-from zeroexp.foreign.found import Found, Place
+from zeroexp.foreign.found import Found, Place, folder_of_step
 from zeroexp.foreign.matching import names_of, of_torchtitan, param_groups
-from zeroexp.foreign.megatron import Plain, of_megatron
+from zeroexp.foreign.megatron import ITERATION, LATEST, Plain, of_megatron
 from zeroexp.interface.canonical import WEIGHT, is_moment
 from zeroexp.models.module import build_empty
 
@@ -46,7 +46,7 @@ BESIDE = re.compile(r"^(train_state|lr_scheduler|dataloader)\.|\bparam_groups\.|
 
 
 def is_dcp(folder: Path) -> bool:
-    return (folder / METADATA).is_file()
+    return (folder_of_step(folder, LATEST, ITERATION) / METADATA).is_file()
 
 
 # -- in ---------------------------------------------------------------------------------------------
@@ -54,6 +54,7 @@ def is_dcp(folder: Path) -> bool:
 
 def read_dcp(folder: Path, names: Collection[str]) -> Found:
     """Raises CheckpointError for a folder that torch can not read, or with two states of one parameter."""
+    folder = folder_of_step(folder, LATEST, ITERATION)
     try:
         reader = _Reader(folder)
     except Exception as error:  # a pickle of torch's, which may be cut short anywhere

@@ -23,13 +23,12 @@ from zeroexp.checkpoint.weights import Weights
 from zeroexp.config.keys import Config
 from zeroexp.foreign.deepspeed_zero import (
     Part,
-    folder_of_step,
     found_of,
     load_mapped,
     model_states,
     untrained_parts,
 )
-from zeroexp.foreign.found import Found, Place
+from zeroexp.foreign.found import Found, Place, folder_of_step
 from zeroexp.foreign.matching import STEP, param_groups
 from zeroexp.interface.canonical import WEIGHT
 from zeroexp.models.module import build_empty

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from zeroexp.checkpoint.manifest import CheckpointError
-from zeroexp.foreign.found import Found, Place, load_with_stand_ins
+from zeroexp.foreign.found import Found, Place, folder_of_step, load_with_stand_ins
 from zeroexp.foreign.matching import STEP
 from zeroexp.interface.canonical import WEIGHT
 
@@ -61,12 +61,6 @@ def read_deepspeed(folder: Path, names: Collection[str]) -> Found:
     parts = _parts_of_zero3(states, shapes) if is_zero3 else _parts_of_groups(states)
     parts.update(untrained_parts(folder, model, shapes, len(ranks) if is_zero3 else 1))
     return found_of(folder, parts, shapes)
-
-
-def folder_of_step(folder: Path, latest: str) -> Path:
-    """Return the folder itself, or that of the step which its file `latest` names."""
-    file = folder / latest
-    return folder / file.read_text(encoding="utf-8").strip() if file.is_file() else folder
 
 
 def model_states(folder: Path, *, is_zero3: bool) -> tuple[dict[str, Any], Shapes]:

@@ -32,6 +32,17 @@ class Found:
     in_pairs: bool = False  # whether rows are as torchtitan's are, see TURNED in matching.py
 
 
+def folder_of_step(folder: Path, latest: str, named: str = "{}") -> Path:
+    """Return the folder itself, or that of the step which its file `latest` tells.
+
+    named: what the folder of a step is called.
+    """
+    file = folder / latest
+    if not file.is_file():
+        return folder
+    return folder / named.format(file.read_text(encoding="utf-8").strip())
+
+
 class Opaque:
     """An object of the trainer's in a file, with the attributes that it was saved with."""
 

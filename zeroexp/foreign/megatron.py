@@ -28,6 +28,8 @@ from zeroexp.checkpoint.manifest import CheckpointError
 from zeroexp.foreign.found import Found, Place, load_with_stand_ins
 from zeroexp.models.module import BuiltModel
 
+# A file above the iterations holds the number of the newest, and this is what the folder of one is called.
+LATEST, ITERATION = "latest_checkpointed_iteration.txt", "iter_{:0>7}"
 LAYER = re.compile(r"\bdecoder\.layers\.(\d+)\.")
 # Megatron's names, behind those of its wrappers, and transformers' of a llama; qkv_proj is parted below. Of two names
 # for one the last is written.

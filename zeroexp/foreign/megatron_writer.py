@@ -24,7 +24,7 @@ from zeroexp.checkpoint.weights import Weights
 from zeroexp.config.keys import Config
 from zeroexp.foreign.dcp import save_one_by_one
 from zeroexp.foreign.matching import STEP
-from zeroexp.foreign.megatron import PARTS, heads_of, rows_of, to_megatron
+from zeroexp.foreign.megatron import ITERATION, LATEST, PARTS, heads_of, rows_of, to_megatron
 from zeroexp.interface.canonical import WEIGHT
 from zeroexp.models.module import build_empty
 
@@ -54,8 +54,8 @@ def write_megatron(folder: Path, config: Config, manifest: Manifest, weights: We
     optimizer = {"state": states, "param_to_group_meta": groups}
     state = {"model": model, "optimizer": optimizer, "checkpoint_version": 3.0}
     told = {"args": _arguments(of_model, manifest.samples_seen), "iteration": manifest.step}
-    save_one_by_one(folder / f"iter_{manifest.step:07d}", {**state, **told}, reads)
-    (folder / "latest_checkpointed_iteration.txt").write_text(f"{manifest.step}", encoding="utf-8")
+    save_one_by_one(folder / ITERATION.format(manifest.step), {**state, **told}, reads)
+    (folder / LATEST).write_text(f"{manifest.step}", encoding="utf-8")
 
 
 def _their_tensors(manifest: Manifest, of_model: Any) -> dict[tuple[str, str], Parts]:
