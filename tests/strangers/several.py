@@ -37,6 +37,26 @@ def two_networks_against_each_other(lab: Lab) -> None:
 
 
 @scenario(EVERY_WAY)
+def two_microbatches_entered_in_either_order(lab: Lab) -> None:
+    """The hooks of the one that was entered last see what autograd saves of the weights of both, also in an output
+    that is kept to be shown."""
+    g, d = lab.wrap(Generating()), lab.wrap(Net())
+    shown: list[Tensor] = []
+    for step in range(4):
+        outer, inner = (g, d) if step % 2 else (d, g)
+        for batch in lab.batches(step):
+            with outer.microbatch(last=True), inner.microbatch(last=True):
+                shown.append(d.model(g.model(batch.x + 1)))
+                loss = batch.loss(d.model(g.model(batch.x)))
+                batch.note(loss)
+                (g if step < 2 else d).backward(loss)
+        lab.note(g.step())
+        lab.note(d.step())
+        g.zero_grad()
+        d.zero_grad()
+
+
+@scenario(EVERY_WAY)
 def a_penalised_critic(lab: Lab) -> None:
     """WGAN-GP: the critic is penalised for its slope between real and fake."""
     g, d = lab.wrap(Generating()), lab.wrap(Net())

@@ -13,7 +13,8 @@ asks for what it saved.
 [Note: saved places] Between forward and backward a unit is freed. So each saved view of a unit's full parameters is
 kept as its place in their storage. When backward asks for the view, the unit is gathered if need be and the view made
 again. This is right however backward gets there, whatever form a module's output had, and in a second backward through
-the first. What is recomputed under `torch.utils.checkpoint(use_reentrant=False)` does not pass through these hooks,
+the first. Of several engines whose microbatches are open at once, as of a GAN, the innermost one's hooks see all that
+autograd saves, so that each looks for places in all of them. What is recomputed under `torch.utils.checkpoint(use_reentrant=False)` does not pass through these hooks,
 since checkpointing's own hooks come first. It keeps views, which keep the unit's bytes until backward has used them
 (full_storage.py, [Note: one storage]).
 
@@ -31,7 +32,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
@@ -104,6 +105,7 @@ def tensors_in(output: Any) -> Iterator[Tensor]:
 class SavedView:
     """The place of a view in the storage of a unit's full parameters."""
 
+    schedule: weakref.ref[Schedule]
     unit: weakref.ref[Unit]
     generation: int  # generation of the weights when they were saved
     # The parameter, where a parameter itself was saved; the fields after it describe any other view.
@@ -130,12 +132,18 @@ class SavedViews:
         self._unit_of = {p: unit for unit in units for p in unit.parameters}
         self._unit_at = {unit.full.address: unit for unit in units if unit.full is not None}
 
-    def watch(self) -> AbstractContextManager[None]:
-        """Return a context in which autograd saves places of gathered parameters instead of their values."""
+    @contextmanager
+    def watch(self) -> Iterator[None]:
+        """Have autograd save places of gathered parameters inside, instead of their values."""
         if not self._unit_at:
-            return nullcontext()
-        schedule = weakref.ref(self._schedule)
-        return saved_tensors_hooks(partial(_pack, weakref.ref(self)), partial(_unpack, schedule))
+            yield
+            return
+        _open.append(self)
+        try:
+            with saved_tensors_hooks(_pack, _unpack):
+                yield
+        finally:
+            _open.remove(self)
 
     def place_of(self, tensor: Tensor) -> SavedView | None:
         """Return the place of full parameters; None for a tensor of other memory."""
@@ -143,7 +151,7 @@ class SavedViews:
             return None
         if isinstance(tensor, nn.Parameter):
             unit = self._unit_of.get(tensor)
-            return None if unit is None else SavedView(weakref.ref(unit), unit.generation, tensor)
+            return None if unit is None else self._place(unit, tensor)
         return self._place_of_view(tensor)
 
     def _place_of_view(self, tensor: Tensor) -> SavedView | None:
@@ -163,17 +171,22 @@ class SavedViews:
             )
         offset = int(tensor.storage_offset())
         size, stride = tensor.size(), tensor.stride()
-        its = weakref.ref(unit)
-        return SavedView(its, unit.generation, None, tensor.dtype, size, stride, offset)
+        return self._place(unit, None, tensor.dtype, size, stride, offset)
+
+    def _place(self, unit: Unit, *where: Any) -> SavedView:
+        return SavedView(weakref.ref(self._schedule), weakref.ref(unit), unit.generation, *where)
 
 
-def _pack(views: weakref.ref[SavedViews], tensor: Tensor) -> SavedView | SavedTensor:
-    own = views()
-    place = own.place_of(tensor) if own is not None else None
+_open: list[SavedViews] = []  # of the engines whose microbatches are open, see [Note: saved places]
+
+
+def _pack(tensor: Tensor) -> SavedView | SavedTensor:
+    places = (views.place_of(tensor) for views in _open)
+    place = next((each for each in places if each is not None), None)
     return place or SavedTensor(tensor.detach(), tensor._version)
 
 
-def _unpack(schedule: weakref.ref[Schedule], kept: SavedView | SavedTensor) -> Tensor:
+def _unpack(kept: SavedView | SavedTensor) -> Tensor:
     if isinstance(kept, SavedTensor):
         if kept.tensor._version != kept.version:
             raise RuntimeError(
@@ -181,7 +194,7 @@ def _unpack(schedule: weakref.ref[Schedule], kept: SavedView | SavedTensor) -> T
                 f"tensor of shape {list(kept.tensor.shape)}; write into a clone"
             )
         return kept.tensor
-    unit, engine = kept.unit(), schedule()
+    unit, engine = kept.unit(), kept.schedule()
     if unit is None or engine is None:
         raise RuntimeError(
             "backward needs weights of an engine that no longer exists: keep the strategy until then"

@@ -68,8 +68,8 @@ def _refuse(unit: Unit, storage: FullStorage) -> None:
     if shape is not None:
         raise RuntimeError(
             f"a view of parameters of {unit} outlives the module's forward (shape {shape}): clone what is kept "
-            "of weights, or read them inside `with strategy.gathered():`; hooks on saved tensors, as of another "
-            "engine's microbatch, are to be entered before this one's"
+            "of weights, or read them inside `with strategy.gathered():`; hooks on saved tensors of your "
+            "own are to be entered before this microbatch"
         )
 
 
