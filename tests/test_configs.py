@@ -20,7 +20,7 @@ from tests.composing import CONF, composed, options
 from tests.run_folders import write_run
 from zeroexp import __main__ as zeroexp_main
 from zeroexp.check import check
-from zeroexp.check.rules_batch import check_ranks_fit_machine
+from zeroexp.check.rules_machine import check_ranks_fit_machine
 from zeroexp.config.engines import ENGINES
 from zeroexp.config.keys import (
     ENGINE_SETTINGS,

@@ -17,7 +17,7 @@ from zeroexp.check import check
 from zeroexp.check.sweep_points import point_of
 from zeroexp.check.try_points import try_points
 from zeroexp.check.try_strategy import check_strategy
-from zeroexp.cluster.snapshot import take_snapshot
+from zeroexp.cluster.code_snapshot import snapshot_code
 from zeroexp.cluster.sweep import Sweep
 from zeroexp.config import plugins
 from zeroexp.config.engines import ENGINES, Engine
@@ -202,13 +202,13 @@ def test_jobs_get_the_plugin_that_was_submitted(tmp_path, monkeypatch):
     (tmp_path / "plugin_folder/__init__.py").write_text("")
     monkeypatch.syspath_prepend(tmp_path)
     names = ["plugin_of_test", "plugin_folder.inner", "pytest"]  # what is installed is not copied
-    code = take_snapshot(tmp_path / "sweep", names)
+    code = snapshot_code(tmp_path / "sweep", names)
     assert {path.name for path in code.iterdir()} == {
         *("zeroexp", "plugin_of_test.py", "plugin_folder"),
     }
-    assert take_snapshot(tmp_path / "sweep", names) == code
+    assert snapshot_code(tmp_path / "sweep", names) == code
     plugin.write_text(f"{PLUGIN}# edited\n")
-    assert take_snapshot(tmp_path / "sweep", names) != code
+    assert snapshot_code(tmp_path / "sweep", names) != code
     assert "edited" not in (code / "plugin_of_test.py").read_text()
 
 

@@ -14,7 +14,7 @@ from zeroexp.engines.build import build_strategy
 from zeroexp.engines.torch_fsdp2 import TorchFSDP2
 from zeroexp.models.checkpointing import checkpoint_as_configured
 from zeroexp.models.loss import loss_sum
-from zeroexp.models.module import allow_fake_tensors, build_model, materialize
+from zeroexp.models.module import build_model, materialize, patched_for_fake_tensors
 from zeroexp.process.world import fake_world
 
 STATES = ("Sharded Param", "Sharded Grad", "OptState")
@@ -34,7 +34,7 @@ def _tracked(point: Point) -> tuple[float, float]:
     model = build_model(config.model, seed=0, device="meta")
     with (
         fake_world(0, point.world_size) as world,
-        allow_fake_tensors(config.model),
+        patched_for_fake_tensors(config.model),
         FakeTensorMode(),
     ):
         materialize(model.module, "cpu")

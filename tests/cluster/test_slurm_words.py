@@ -16,10 +16,10 @@ import pytest
 from tests.warm import Warm
 from zeroexp.cluster import slurm_state
 from zeroexp.cluster.batch_file import BatchFile, batch_file
+from zeroexp.cluster.code_snapshot import PACKAGE, snapshot_code
 from zeroexp.cluster.follow import cancel_unfinished
 from zeroexp.cluster.job import Job
 from zeroexp.cluster.slurm_state import Sighting, conclude_state
-from zeroexp.cluster.snapshot import PACKAGE, take_snapshot
 from zeroexp.cluster.submit import _complaint
 from zeroexp.cluster.task import DUTY, ENDED, PREEMPTED, Duty
 from zeroexp.config.job_shape import JobShape
@@ -161,11 +161,11 @@ def test_the_same_code_is_copied_once_and_changed_code_again(
     package = tmp_path / PACKAGE.name
     package.mkdir()
     (package / "loop.py").write_text("SPEED = 1\n")
-    monkeypatch.setattr("zeroexp.cluster.snapshot.PACKAGE", package)
-    first = take_snapshot(tmp_path / "sweep")
-    assert take_snapshot(tmp_path / "sweep") == first
+    monkeypatch.setattr("zeroexp.cluster.code_snapshot.PACKAGE", package)
+    first = snapshot_code(tmp_path / "sweep")
+    assert snapshot_code(tmp_path / "sweep") == first
     (package / "loop.py").write_text("SPEED = 2\n")
-    second = take_snapshot(tmp_path / "sweep")
+    second = snapshot_code(tmp_path / "sweep")
     assert second != first
     assert (first / PACKAGE.name / "loop.py").read_text() == "SPEED = 1\n"
     assert len(list((tmp_path / "sweep" / ".code").iterdir())) == 2

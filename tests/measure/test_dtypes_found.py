@@ -11,7 +11,7 @@ from tests.plain_strategy import PlainStrategy
 from tests.test_train import Linear, Numbers, make_config
 from zeroexp.config.optimizer import parameter_groups
 from zeroexp.interface.strategy import ModelStates
-from zeroexp.measure.dtypes_found import DtypesFound, dtypes_asked
+from zeroexp.measure.dtypes_found import DtypeRecorder, dtypes_asked
 from zeroexp.measure.instruments import Instruments
 from zeroexp.models.module import build_model
 from zeroexp.process import world as worlds
@@ -144,7 +144,7 @@ def test_rows_ask_for_dtypes_of_their_own(rows) -> None:
 
 
 def _owns_one_kind(world: World) -> None:
-    found = DtypesFound()
+    found = DtypeRecorder()
     found.note("master", torch.zeros(2, dtype=(torch.float32, torch.bfloat16)[world.rank]))
     found.by_role["moments"] = dict.fromkeys(("float32", "int8")[world.rank : world.rank + 1])
     found.gather()

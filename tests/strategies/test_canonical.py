@@ -17,7 +17,7 @@ from zeroexp.interface.canonical import (
     fill_from_canonical,
     moments_of,
 )
-from zeroexp.interface.held_pieces import HeldPiece, given_piece
+from zeroexp.interface.held_pieces import HeldPiece, contributed_piece
 from zeroexp.interface.strategy import CanonicalTensor, Piece
 
 VALUES = torch.arange(12.0)
@@ -75,7 +75,9 @@ def test_shares_of_what_everyone_holds_are_it_once(world_size):
         HeldPiece("a", (3, 4), VALUES.view(3, 4), 0, has_moments=True, share=(rank, world_size))
         for rank in range(world_size)
     ]
-    shapes, told = zip(*(given_piece(each.tensor, each, each.share) for each in held), strict=True)
+    shapes, told = zip(
+        *(contributed_piece(each.tensor, each, each.share) for each in held), strict=True
+    )
     assert set(shapes) == {(3, 4)}
     assert torch.cat([piece.tensor for piece in told]).tolist() == VALUES.tolist()
     assert all(piece.start == int(piece.tensor[0]) for piece in told if piece.tensor.numel())

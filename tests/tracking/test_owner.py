@@ -18,8 +18,8 @@ from pathlib import Path
 import pytest
 
 from tests.run_folders import write_run
+from zeroexp.cluster.code_snapshot import snapshot_code
 from zeroexp.cluster.job import Job
-from zeroexp.cluster.snapshot import take_snapshot
 from zeroexp.config.keys import ConfigError
 from zeroexp.measure.memory import compile_allocator
 from zeroexp.process import locks
@@ -172,7 +172,7 @@ def test_what_a_killed_process_was_making_beside_its_place_is_removed_by_the_nex
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setenv("CXX", "false")
     for parent, make in (
-        (tmp_path / "sweep" / ".code", lambda: take_snapshot(tmp_path / "sweep")),
+        (tmp_path / "sweep" / ".code", lambda: snapshot_code(tmp_path / "sweep")),
         (tmp_path / "zeroexp" / "allocator", compile_allocator),
     ):
         parent.mkdir(parents=True, mode=0o700)

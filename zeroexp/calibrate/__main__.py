@@ -26,7 +26,7 @@ import torch
 from zeroexp.calibrate.factors import fit_factors
 from zeroexp.calibrate.practice import NUM_RANKS, practise
 from zeroexp.calibrate.rates import measure_rates
-from zeroexp.check.rules_batch import num_gpus
+from zeroexp.check.rules_machine import num_gpus
 from zeroexp.comm.tuning import PROBED_BYTES, fit_link
 from zeroexp.config.job_shape import JobShape
 from zeroexp.plan.machines import Machines

@@ -2,7 +2,7 @@
 
 refusal.py             one line: key=value: problem; remedy; and which functions of a file are rules
 rules_of_one_key.py    rules whose breach ends a whole sweep (ConfigError)
-rules_strategy.py, rules_data.py, rules_batch.py, without_effect.py
+rules_strategy.py, rules_data.py, rules_cluster.py, rules_machine.py, without_effect.py
                        rules about several keys, whose breach skips the point (UndefinedCombination)
 witnesses.py           where each key of training shows
 sweep_points.py        the points of a sweep, each checked by these rules
@@ -13,8 +13,9 @@ try_points.py          in one process, before a rank starts: try_model.py builds
 from __future__ import annotations
 
 from zeroexp.check import (
-    rules_batch,
+    rules_cluster,
     rules_data,
+    rules_machine,
     rules_of_one_key,
     rules_strategy,
     without_effect,
@@ -34,7 +35,6 @@ def check(config: Config, *, on_paper: bool = False) -> None:
     on_paper: nothing runs, so this machine does not have to be able to.
     """
     require(config, rules_of(rules_of_one_key), ConfigError)
-    modules = (rules_strategy, rules_data, rules_batch, without_effect)
-    several = (rule for module in modules for rule in rules_of(module))
-    left_out = rules_batch.RULES_OF_MACHINE if on_paper else ()
-    require(config, (rule for rule in several if rule not in left_out), UndefinedCombination)
+    of_machine = () if on_paper else (rules_machine,)
+    for module in (rules_strategy, rules_data, rules_cluster, *of_machine, without_effect):
+        require(config, rules_of(module), UndefinedCombination)

@@ -1,4 +1,4 @@
-"""Rules about model and data together."""
+"""Rules about model, data and the steps over them."""
 
 from __future__ import annotations
 
@@ -86,3 +86,20 @@ def check_validation(config: Config) -> Iterator[Refusal]:
     if config.train.validate_every is not None and nothing:
         remedy = "set data.validation_samples=64, or data.validation_split for data=hf"
         yield "train.validate_every", "there is nothing to validate on", remedy
+
+
+def check_batch(config: Config) -> Iterator[Refusal]:
+    """Require that accumulation = global / (micro x world) is a whole number of microbatches."""
+    micro, world = config.data.micro_batch_size, config.world_size
+    below, rest = divmod(config.data.global_batch_size, micro * world)
+    if rest:
+        near = [str(count * micro * world) for count in (below, below + 1) if count]
+        problem = f"not divisible by data.micro_batch_size={micro} x world_size={world}"
+        yield "data.global_batch_size", problem, f"use {' or '.join(near)}"
+
+
+def check_warmup(config: Config) -> Iterator[Refusal]:
+    steps = config.train.warmup_steps + config.train.steps
+    if config.optimizer.warmup_steps > steps:
+        problem = f"the run is over after {steps} steps, before the learning rate is at its top"
+        yield "optimizer.warmup_steps", problem, f"use at most {steps}"

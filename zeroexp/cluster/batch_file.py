@@ -23,8 +23,8 @@ from typing import Any
 from submitit import SlurmExecutor
 from submitit.core.utils import FailedJobError, FailedSubmissionError
 
+from zeroexp.cluster.code_snapshot import snapshot_code
 from zeroexp.cluster.job import Job
-from zeroexp.cluster.snapshot import take_snapshot
 from zeroexp.cluster.task import HEARTBEAT_AT, HOSTS, PREEMPTED, TIME_LIMIT, WANTS_ANOTHER, Duty
 from zeroexp.config import plugins
 from zeroexp.config.job_shape import JobShape
@@ -195,7 +195,7 @@ def _export_lines(job: Job, config: ClusterConfig) -> list[str]:
     threads, folder = config.threads_per_rank, job.folder.resolve()
     if given_in := working_folder_of(folder):
         plugins.look_in(given_in)
-    snapshot = str(take_snapshot(folder.parent, job.config.plugins))
+    snapshot = str(snapshot_code(folder.parent, job.config.plugins))
     exports = {
         "PYTHONPATH": os.pathsep.join(filter(None, [snapshot, os.environ.get("PYTHONPATH")])),
         # Without this, `python -m` finds the edited tree before the snapshot.

@@ -32,11 +32,11 @@ NO_GPUS = (
 )
 # Slurm refuses such a job now and takes it once other jobs of this user have ended. The words "Job violates
 # accounting/QOS policy" alone are no sign of that: Slurm also says them of jobs that it never takes.
-LATER = re.compile(r"MaxSubmit|temporarily unable|MaxJobCount|maximum number of jobs")
+QUEUE_IS_FULL = re.compile(r"MaxSubmit|temporarily unable|MaxJobCount|maximum number of jobs")
 UNSURE = re.compile(r"[Tt]imed out|Zero Bytes|Unexpected message|Unable to contact")
 
 
-class Later(ConfigError):
+class QueueFull(ConfigError):
     """Slurm takes no more jobs of this user now."""
 
 
@@ -56,12 +56,12 @@ def submit_all(jobs: Iterable[Job], *, rank_main: str = RANK_MAIN) -> None:
             if full:
                 raise full
             submit(group, rank_main=rank_main)
-        except Later as error:
+        except QueueFull as error:
             if len(group) > 1:  # perhaps Slurm takes some of them
                 groups[:0] = [[job] for job in group]
                 continue
             hold(group[0], str(error))
-            full = Later("points before it are held")
+            full = QueueFull("points before it are held")
         except ConfigError as error:
             for job in group:
                 job.enter("failed", str(error))
@@ -70,7 +70,7 @@ def submit_all(jobs: Iterable[Job], *, rank_main: str = RANK_MAIN) -> None:
 def submit(jobs: Sequence[Job], *, rank_main: str = RANK_MAIN) -> None:
     """Submit one run as a job, or runs of one shape as a job array; their slurm.json then names their jobs.
 
-    Raises ConfigError with sbatch's message if Slurm refuses, and its subclass Later if that will pass.
+    Raises ConfigError with sbatch's message if Slurm refuses, and its subclass QueueFull if that will pass.
     """
     # submitit takes 0.06 s to import, and most sweeps need none of it.
     from zeroexp.cluster.batch_file import ELEMENT, array_file, batch_file, duty_of
@@ -94,7 +94,7 @@ def submit(jobs: Sequence[Job], *, rank_main: str = RANK_MAIN) -> None:
         else:
             _note(job, job_id)
     if job_id is None:
-        kind = Later if LATER.search(message) else ConfigError
+        kind = QueueFull if QUEUE_IS_FULL.search(message) else ConfigError
         raise kind(f"cluster.slurm: {_complaint(message)}")
 
 

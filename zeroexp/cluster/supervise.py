@@ -12,7 +12,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 
 from zeroexp.cluster.job import Ending
-from zeroexp.process.watchdog.hung import LOOK_SECONDS, WatchedRank, find_hang, leave_stacks
+from zeroexp.process.watchdog.hung import LOOK_SECONDS, WatchedRank, dump_stacks, find_hang
 from zeroexp.tracking import failure
 from zeroexp.tracking.out_of_memory import kills_by_kernel
 
@@ -38,7 +38,7 @@ def supervise(
             sights = [rank.look(pause) for rank in alive]
             if hang := find_hang(sights, hang_seconds):
                 failure.write_hung(folder, *hang)
-                leave_stacks(alive, sights)
+                dump_stacks(alive, sights)
                 return "failed"
         if control in ready:
             return "cancelled"

@@ -29,7 +29,7 @@ from types import FrameType
 from typing import NoReturn
 
 from zeroexp.process import ports, progress
-from zeroexp.process.watchdog.hung import WatchedRank, leave_stacks
+from zeroexp.process.watchdog.hung import WatchedRank, dump_stacks
 from zeroexp.process.watchdog.lost import Heartbeat, Hub
 from zeroexp.tracking import attempt, failure
 from zeroexp.tracking.live import sender
@@ -77,7 +77,7 @@ def run_task(folder: Path, duty: Duty) -> NoReturn:
         if heartbeat.hangs:
             if heartbeat.guilty:
                 failure.write_hung(folder, *heartbeat.guilty)
-            leave_stacks([child], heartbeat.sights)
+            dump_stacks([child], heartbeat.sights)
         elif lost:
             # A task that is cut off misses rank 0's, which lives and hears the others: its word counts.
             over = not asked.to_end and (

@@ -226,7 +226,7 @@ class Direct(Transport):
         self._moves.record_collective("the wait before weights change")
         self._num_passing = PASSING
         if self._arena is not None:
-            self._arena.end_exposures()
+            self._arena.quiesce()
 
     def _expose(self, parts: Sequence[GatherPart], exposure: int) -> None:
         if self._arena is not None:

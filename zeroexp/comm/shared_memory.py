@@ -121,7 +121,7 @@ class Arena:
         self.channels: list[SharedChannel] = []
         self.control = OwnControlBlock(self._num_ranks)
         self.wake_up = WakeUpPipes(moves, peers)
-        self.step = 1  # 1 + calls of `end_exposures`, the same on every rank
+        self.step = 1  # 1 + calls of `quiesce`, the same on every rank
         self._top = 0
         self._slots = [rest_bytes + i * slot_bytes for i in range(num_slots)]
         self._tags = [NO_TAG] * num_slots  # slot -> tag of the data in it
@@ -160,12 +160,12 @@ class Arena:
         return torch.frombuffer(self._mapping, dtype=dtype, count=numel, offset=start)
 
     def expose(self, exposure: int, tensors: Sequence[Tensor]) -> None:
-        """Promise that these resting tensors will not change before `end_exposures`; replaces that of this number."""
+        """Promise that these resting tensors will not change before `quiesce`; replaces that of this number."""
         self.control.post_exposed(exposure, self.step, [self.offset_of(t) for t in tensors])
         for channel in self.channels:
             channel.wake()
 
-    def end_exposures(self) -> None:
+    def quiesce(self) -> None:
         """Return when no neighbour reads this rank's exposures any more; this rank reads none of theirs from now on."""
         self.control.post_ended_steps(self.step)
         self.step += 1

@@ -16,7 +16,7 @@ from zeroexp.config.keys import Config, ConfigError, OptimizerConfig
 from zeroexp.config.parameter_kinds import kinds_of_parameters, rows_of_parameters
 from zeroexp.cut.chunk import MATRIX
 from zeroexp.cut.layout import LAYOUTS, Layout
-from zeroexp.cut.moment_blocks import INT8, LEAST_NUMEL, kind_in_blocks, kind_in_full
+from zeroexp.cut.moment_blocks import INT8, LEAST_NUMEL, is_blockwise, kind_in_blocks, kind_in_full
 from zeroexp.registry import Later, Registry
 
 if TYPE_CHECKING:
@@ -121,7 +121,7 @@ def parameter_groups(
         if kind_of_matrices(row) in by_kind:
             mine = [p for p in mine if (p in matrices) == OPTIMIZERS[own.name].whole_matrices]
         if kind_in_blocks(kind_in_full(kind)) in by_kind:
-            is_large = kind != kind_in_full(kind)
+            is_large = is_blockwise(kind)
             mine = [p for p in mine if (p.numel() >= LEAST_NUMEL) == is_large]
         all_decay = own.decay_norms_and_biases or "weight_decay" in config.kinds.get(row, {})
         all_decay = all_decay or own.weight_decay == 0

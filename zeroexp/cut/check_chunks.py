@@ -7,7 +7,7 @@ from itertools import pairwise
 from typing import Any
 
 from zeroexp.cut.chunk import Chunk, ParameterSpec
-from zeroexp.cut.moment_blocks import BLOCK, is_in_blocks
+from zeroexp.cut.moment_blocks import BLOCK, is_blockwise
 
 Problem = tuple[str, str]  # and its remedy
 
@@ -50,7 +50,7 @@ def _problems_of_members(chunk: Chunk, left: dict[str, ParameterSpec]) -> Iterat
 
 def _problems_of_blocks(chunk: Chunk) -> Iterator[Problem]:
     """Yield cuts through what shares a scale, which no rank could compute."""
-    for member in chunk.members if is_in_blocks(chunk.kind) else ():
+    for member in chunk.members if is_blockwise(chunk.kind) else ():
         for cut in (cut for cut in chunk.cuts if member.start < cut < member.stop):
             if (cut - member.start) % BLOCK:
                 problem = f"cuts {member.name} before element {cut - member.start}"

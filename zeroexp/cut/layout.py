@@ -15,7 +15,7 @@ from itertools import accumulate
 
 from zeroexp.cut.check_chunks import refuse_chunks
 from zeroexp.cut.chunk import FROZEN, Chunk, Member, ParameterSpec
-from zeroexp.cut.moment_blocks import BLOCK, is_in_blocks
+from zeroexp.cut.moment_blocks import BLOCK, is_blockwise
 from zeroexp.cut.owners import assign_owners
 from zeroexp.registry import Registry
 
@@ -133,7 +133,7 @@ def _even_chunk(specs: Sequence[ParameterSpec], world_size: int) -> Chunk:
     members, kind = _side_by_side(specs), specs[0].kind
     per_rank = -(-members[-1].stop // world_size)
     cuts = [per_rank * rank for rank in range(world_size + 1)]
-    if is_in_blocks(kind):
+    if is_blockwise(kind):
         inside = [(m, r) for m in members for r, cut in enumerate(cuts) if m.start < cut < m.stop]
         for member, rank in inside:
             cuts[rank] -= (cuts[rank] - member.start) % BLOCK

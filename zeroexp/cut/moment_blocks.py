@@ -36,5 +36,5 @@ def kind_in_full(kind: str) -> str:
     return "" if kind == INT8 else kind.removesuffix(f" {INT8}")
 
 
-def is_in_blocks(kind: str) -> bool:
+def is_blockwise(kind: str) -> bool:
     return kind != kind_in_full(kind)

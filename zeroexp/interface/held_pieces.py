@@ -45,7 +45,9 @@ class HeldPiece:
         return self.local(self.tensor).view(-1)
 
 
-def given_piece(tensor: Tensor, held: HeldPiece, share: Share) -> tuple[tuple[int, ...], Piece]:
+def contributed_piece(
+    tensor: Tensor, held: HeldPiece, share: Share
+) -> tuple[tuple[int, ...], Piece]:
     """Return the shape of the whole, and what this rank gives of its part of it."""
     flat, (number, count) = held.local(tensor).reshape(-1), share
     shape, start = held.shape, held.start

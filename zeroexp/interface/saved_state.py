@@ -29,7 +29,7 @@ from zeroexp.interface.check_state import (
     require_names,
     require_state,
 )
-from zeroexp.interface.held_pieces import HeldPiece, given_piece
+from zeroexp.interface.held_pieces import HeldPiece, contributed_piece
 from zeroexp.interface.moment_codes import at_rest
 from zeroexp.interface.python_values import PythonValues, own_values
 from zeroexp.interface.strategy import CanonicalState, CanonicalTensor
@@ -84,7 +84,7 @@ class SavedState:
             share = each.share_of_moments or each.share
             given += [(prefix + key, moment, share) for key, moment in of_moments.items()]
             for key, tensor, share in given:
-                shape, piece = given_piece(tensor, each, share)
+                shape, piece = contributed_piece(tensor, each, share)
                 canonical = entry.setdefault(key, CanonicalTensor(shape, tensor.dtype, []))
                 canonical.pieces.extend([piece] if piece.tensor.numel() else [])
         return state

@@ -31,7 +31,7 @@ from zeroexp.interface.strategy import ModelStates
 from zeroexp.process import world as worlds
 
 
-class DtypesFound:
+class DtypeRecorder:
     """The dtypes of one step by role, each in the order in which they were met."""
 
     def __init__(self) -> None:

@@ -22,7 +22,7 @@ from torch import nn
 
 from zeroexp.config.keys import TrainConfig
 from zeroexp.interface.strategy import Strategy
-from zeroexp.measure.dtypes_found import DtypesFound
+from zeroexp.measure.dtypes_found import DtypeRecorder
 from zeroexp.measure.formats import FORMAT, KEY
 from zeroexp.measure.profiler import may_be_lost, profiling
 from zeroexp.measure.record import Peak
@@ -41,7 +41,7 @@ class Instruments:
     module: nn.Module | None = None  # the model as it was built, whose names count
     blocks: Mapping[str, nn.Module] = field(default_factory=dict[str, nn.Module])  # by name
     labels: Mapping[str, Any] = field(default_factory=dict[str, Any])  # of every timeline
-    dtypes: DtypesFound = field(default_factory=DtypesFound)  # of the step whose memory is read
+    dtypes: DtypeRecorder = field(default_factory=DtypeRecorder)  # of the step whose memory is read
 
     @contextmanager
     def watching(

@@ -85,7 +85,7 @@ def architecture(config: ModelConfig) -> str:
 
 
 @contextlib.contextmanager
-def runs_on_fake_tensors() -> Iterator[None]:
+def patched_for_fake_tensors() -> Iterator[None]:
     """Let models run where there are no values.
 
     Of position ids transformers asks whether a sample holds several sequences, which none of our data does. Fused

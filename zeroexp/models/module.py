@@ -124,13 +124,13 @@ def materialize(module: nn.Module, device: torch.device | str) -> None:
             setattr(each, key, made[old])
 
 
-def allow_fake_tensors(config: ModelConfig) -> AbstractContextManager[None]:
+def patched_for_fake_tensors(config: ModelConfig) -> AbstractContextManager[None]:
     """Let a model of this config run on fake tensors the operations that it runs on real ones."""
     if not MODELS[config.family].of_transformers:
         return nullcontext()
     from zeroexp.models import huggingface
 
-    return huggingface.runs_on_fake_tensors()
+    return huggingface.patched_for_fake_tensors()
 
 
 def _build(config: ModelConfig, vocab_size: int | None) -> BuiltModel:

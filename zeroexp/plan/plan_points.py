@@ -6,7 +6,7 @@ import os
 from collections.abc import Sequence
 from dataclasses import replace
 
-from zeroexp.check.rules_batch import num_gpus
+from zeroexp.check.rules_machine import num_gpus
 from zeroexp.check.sweep_points import Point, require_defined
 from zeroexp.check.try_model import check_model
 from zeroexp.check.try_strategy import refused_strategy

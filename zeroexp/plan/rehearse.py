@@ -35,7 +35,7 @@ from torch._subclasses.fake_tensor import (
 )
 
 import zeroexp
-from zeroexp.check.rules_batch import num_gpus
+from zeroexp.check.rules_machine import num_gpus
 from zeroexp.checkpoint.staging import Staging, flat_state
 from zeroexp.config.keys import Config, ConfigError, UndefinedCombination
 from zeroexp.config.vocabulary import vocabulary_of_data
@@ -44,7 +44,7 @@ from zeroexp.interface.strategy import Strategy
 from zeroexp.measure.instruments import Instruments
 from zeroexp.measure.record import KINDS, OUTER, StepRecord, Traffic
 from zeroexp.models.checkpointing import checkpoint_as_configured
-from zeroexp.models.module import allow_fake_tensors, build_model, materialize
+from zeroexp.models.module import build_model, materialize, patched_for_fake_tensors
 from zeroexp.plan.caching_allocator import Change
 from zeroexp.plan.hidden_memory import AutogradSums, HostMemory
 from zeroexp.plan.speed import Speed
@@ -115,7 +115,7 @@ def rehearse(
     with (
         _needs_of_values_told(config.model.family),
         fake_world(rank, config.world_size, device) as world,
-        allow_fake_tensors(config.model),
+        patched_for_fake_tensors(config.model),
         buckets_in_python(),
         mode,
         storages,

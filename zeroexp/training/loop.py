@@ -33,7 +33,7 @@ from zeroexp.interface.loss_scale import SCALE
 from zeroexp.interface.strategy import Strategy
 from zeroexp.measure.clock import StepClock
 from zeroexp.measure.drift import read_between_steps
-from zeroexp.measure.dtypes_found import DtypesFound
+from zeroexp.measure.dtypes_found import DtypeRecorder
 from zeroexp.measure.instruments import Instruments
 from zeroexp.measure.memory import AllocationMeter, bytes_by_kind
 from zeroexp.measure.record import StepRecord, Traffic
@@ -215,7 +215,7 @@ class _Step:
         index: int,
         config: Config,
         *,
-        dtypes: DtypesFound | None,  # of the step whose memory is read
+        dtypes: DtypeRecorder | None,  # of the step whose memory is read
         trace: StepTrace | None = None,
     ):
         self._world, self._trace, self._dtypes = world, trace, dtypes

@@ -42,7 +42,7 @@ class Record:
     has_strangers: bool = False  # gradients of tensors that are no weights of the model
 
 
-class Observer:
+class LoopRecorder:
     """Listens to torch's clipping and to every optimizer of this process."""
 
     def __init__(self, places: Places) -> None:
@@ -51,7 +51,7 @@ class Observer:
         self._depth = 0  # an optimizer may call another, as ZeroRedundancyOptimizer does
 
     @contextmanager
-    def step(self) -> Generator[None]:
+    def recording_step(self) -> Generator[None]:
         self.record.steps.append(Seen(self._places.weights()))
         begins = register_optimizer_step_pre_hook(self._begins)
         ends = register_optimizer_step_post_hook(self._ends)

@@ -19,7 +19,7 @@ from zeroexp.process.world import World
 from zeroexp.verify.compare_steps import Verdict, judge
 from zeroexp.verify.local_elements import Places
 from zeroexp.verify.loop_to_verify import NoLoop, Source, batch_of, make_loop
-from zeroexp.verify.observe import Observer, Record, listen_to_clipping
+from zeroexp.verify.observe import LoopRecorder, Record, listen_to_clipping
 
 Found = TypeVar("Found")
 
@@ -82,9 +82,9 @@ def record_of(world: World, source: Source, num_steps: int) -> Record:
     holder, step = made if isinstance(made, tuple) and len(made) == 2 else (loop.model, made)
     if not callable(step):
         raise NoLoop(f"{source.name}: train returns no step; return step, or (model, step)")
-    observer = Observer(Places(holder, initial))
+    recorder = LoopRecorder(Places(holder, initial))
     for index in range(num_steps):
         batches = [batch_of(loop, index, world.rank, each) for each in range(loop.microbatches)]
-        with observer.step():
+        with recorder.recording_step():
             step(batches)
-    return observer.record
+    return recorder.record

@@ -13,10 +13,10 @@ asks for what it saved.
 [Note: saved places] Between forward and backward a unit is freed. So each saved view of a unit's full parameters is
 kept as its place in their storage. When backward asks for the view, the unit is gathered if need be and the view made
 again. This is right however backward gets there, whatever form a module's output had, and in a second backward through
-the first. Of several engines whose microbatches are open at once, as of a GAN, the innermost one's hooks see all that
-autograd saves, so that each looks for places in all of them. What is recomputed under `torch.utils.checkpoint(use_reentrant=False)` does not pass through these hooks,
-since checkpointing's own hooks come first. It keeps views, which keep the unit's bytes until backward has used them
-(full_storage.py, [Note: one storage]).
+the first. Of several engines whose microbatches are open at once, as of a GAN, the hooks of the one that was entered
+last see all that autograd saves, so each looks for places in all of them. What is recomputed under
+`torch.utils.checkpoint(use_reentrant=False)` does not pass through these hooks, since checkpointing's own hooks come
+first. It keeps views, which keep the unit's bytes until backward has used them (full_storage.py, [Note: one storage]).
 
 [Note: saved tensors] Anything else is saved detached: a node of the graph that kept its own output, which leads to the
 node, would be a cycle that no collector sees, and a graph through which no backward runs (an unused output, a loss that

@@ -110,7 +110,7 @@ class GuardedParameter(nn.Parameter):
         return copy
 
 
-class Guards(Observer):
+class ParameterGuards(Observer):
     """The guards of all parameters of one engine."""
 
     _are_taken = False  # whether gradients are marked as taken

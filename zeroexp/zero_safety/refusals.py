@@ -11,7 +11,7 @@ from zeroexp.zero.observer import Observer
 from zeroexp.zero_safety.arguments import Arguments
 from zeroexp.zero_safety.call_order import CallOrder
 from zeroexp.zero_safety.changed_parameters import ChangedParameters
-from zeroexp.zero_safety.guard import Guards
+from zeroexp.zero_safety.guard import ParameterGuards
 from zeroexp.zero_safety.kept_views import KeptViews
 from zeroexp.zero_safety.methods import OwnMethods
 from zeroexp.zero_safety.pieces import OwnPieces
@@ -22,7 +22,7 @@ PARTS: tuple[type[Observer], ...] = (
     ChangedParameters,  # before the order of calls, which notes a microbatch that begins
     CallOrder,
     KeptViews,
-    Guards,
+    ParameterGuards,
     OwnPieces,
     OwnMethods,
     Replicas,

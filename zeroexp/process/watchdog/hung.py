@@ -172,7 +172,7 @@ class WatchedRank:
             self._asked_at = log.tell()
 
 
-def leave_stacks(ranks: Sequence[WatchedRank], sights: Sequence[Sight]) -> None:
+def dump_stacks(ranks: Sequence[WatchedRank], sights: Sequence[Sight]) -> None:
     """Have these ranks, last seen so, write the stacks of their threads into their logs within STACK_SECONDS."""
     for rank, sight in zip(ranks, sights, strict=True):
         rank.ask_for_stack(sight)

@@ -16,7 +16,7 @@ from zeroexp.process.durable import appearing
 PACKAGE = Path(__file__).resolve().parents[1]
 
 
-def take_snapshot(sweep: Path, plugins: Sequence[str] = ()) -> Path:
+def snapshot_code(sweep: Path, plugins: Sequence[str] = ()) -> Path:
     """Copy the code below <sweep>/.code/ and return the folder for the path; the same code is copied only once.
 
     plugins: names of modules, which this process can import.

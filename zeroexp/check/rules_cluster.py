@@ -1,0 +1,49 @@
+"""Rules about the cluster: what may be queued again, memory that is left free, links between nodes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+from zeroexp.check.refusal import Refusal
+from zeroexp.config.keys import Config, resolve
+
+
+def check_requeue(config: Config) -> Iterator[Refusal]:
+    """Allow a requeue in Slurm only if the run saves checkpoints and has the time to save."""
+    cluster, key = config.cluster, "cluster.requeue"
+    if cluster.requeue and cluster.kind != "slurm":
+        yield key, "no effect on this machine", "leave it null"
+    if cluster.requeue and config.checkpoint.every is None:
+        problem = "nothing is saved that a job could go on from"
+        yield key, problem, "set checkpoint.every, or leave it null"
+    limit = math.ceil(cluster.timeout_s / 60) * 60
+    if resolve(config).cluster.requeue and cluster.slurm.save_s >= limit:
+        problem = f"no earlier than the start of a job of cluster.timeout_s={cluster.timeout_s}"
+        yield "cluster.slurm.save_s", problem, f"use at most {limit // 2}"
+
+
+def check_retries(config: Config) -> Iterator[Refusal]:
+    retried = [e for e in ("stall", "out_of_memory") if getattr(config.events, e) == "retry"]
+    if retried and config.cluster.kind == "slurm":
+        problem = "a job of Slurm that failed is over"
+        yield f"events.{retried[0]}", problem, "use end, then zeroexp watch FOLDER --rerun failed"
+
+
+def check_memory_left_free(config: Config) -> Iterator[Refusal]:
+    limit, reserved = config.cluster.device_memory_gib, config.cluster.reserved_gib
+    if limit is not None and reserved is not None and reserved >= limit:
+        problem = f"leaves nothing of cluster.device_memory_gib={limit:g}"
+        yield "cluster.reserved_gib", problem, "use less than that"
+
+
+def check_link(config: Config) -> Iterator[Refusal]:
+    """Require that the nodes of a local run share its ranks evenly, and that these are on CPUs."""
+    cluster = config.cluster
+    if cluster.link is None:
+        return
+    if config.world_size % cluster.num_nodes:
+        problem = f"{cluster.num_nodes} nodes do not share world_size={config.world_size} evenly"
+        yield "cluster.link", problem, "use world_size=2 or 4, or another cluster.nodes"
+    if cluster.device == "cuda":
+        yield "cluster.link", "GPUs do not send through it", "use cluster.device=cpu"

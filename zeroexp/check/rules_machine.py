@@ -1,0 +1,58 @@
+"""Rules about this machine, which a run needs and a plan does not: GPUs, memory for ranks, folders."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+from zeroexp.check.refusal import Refusal
+from zeroexp.config.keys import Config
+
+MOST_RANKS_HERE = 1024
+# What a rank of the smallest model has of its own, beside what it shares with its parent.
+BYTES_OF_A_RANK = 48 << 20
+
+
+def check_device(config: Config) -> Iterator[Refusal]:
+    key, device = "cluster.device", config.cluster.device
+    if config.cluster.kind == "slurm":
+        if device == "auto":
+            yield key, "Slurm must be told what to ask for", "use cluster.device=cuda or cpu"
+    elif device == "cuda" and num_gpus() < config.world_size:
+        problem = f"{num_gpus()} GPUs here for world_size={config.world_size}"
+        yield key, problem, "use cluster.device=auto or cpu"
+
+
+def num_gpus() -> int:
+    """Count the GPUs that this process may use. torch asks NVML: a process that forks ranks must not start CUDA."""
+    import torch  # for a second, and most lines ask for no GPU
+
+    return torch.cuda.device_count()
+
+
+def check_ranks_fit_machine(config: Config) -> Iterator[Refusal]:
+    if config.cluster.kind != "local":
+        return
+    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    reasons = {
+        MOST_RANKS_HERE: "more ranks than one machine starts",
+        memory // BYTES_OF_A_RANK: f"more ranks than {memory / (1 << 30):.1f} GiB have room for",
+    }
+    most = min(reasons)
+    if config.world_size > most:
+        remedy = f"use at most {most}, cluster=slurm, or zeroexp plan"
+        yield "world_size", reasons[most], remedy
+
+
+def check_named_gpu(config: Config) -> Iterator[Refusal]:
+    for key in ("gpu", "network"):
+        if getattr(config.cluster, key) is not None and config.cluster.kind != "slurm":
+            problem = "a plan takes it, and a run on this machine has the GPUs that are here"
+            yield f"cluster.{key}", problem, "leave it out"
+
+
+def check_offload_folder(config: Config) -> Iterator[Refusal]:
+    folder = config.strategy.offload_folder
+    if folder is not None and config.cluster.kind == "local" and not Path(folder).is_dir():
+        yield "strategy.offload_folder", "no such folder", "make it, on a disk, or leave it out"
