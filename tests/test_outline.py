@@ -14,9 +14,8 @@ from zeroexp.config.families import MODELS
 from zeroexp.config.keys import Config, ConfigError, from_mapping
 from zeroexp.config.optimizer import parameter_groups
 from zeroexp.models.module import BuiltModel, build_model
-from zeroexp.models.outline import outline_of
+from zeroexp.models.outline import longest_sequence, outline_of
 from zeroexp.plan.__main__ import main as plan
-from zeroexp.plan.changes import longest_sequence
 from zeroexp.zero.grouping import group_parameters, specs_of
 
 LIBRARIES = {
