@@ -152,6 +152,84 @@ def test_a_constructor_that_needs_what_it_draws_can_not_be_deferred(make):
         defer(make, 0, lambda made: made)
 
 
+def by_mask(weight: torch.Tensor) -> None:
+    weight[weight < 0] = 5.0
+
+
+def by_indices(weight: torch.Tensor) -> None:
+    weight[torch.tensor([0, 2])] = 1.0
+
+
+def by_list(weight: torch.Tensor) -> None:
+    weight[[0, 2]] = 1.0
+
+
+def where_positive(weight: torch.Tensor) -> None:
+    weight.copy_(torch.where(weight > 0, weight, 0))
+
+
+def sparsely(weight: torch.Tensor) -> None:
+    nn.init.sparse_(weight, 0.5)
+
+
+def seeded(weight: torch.Tensor) -> None:
+    torch.manual_seed(42)
+    weight.normal_()
+
+
+def seeded_apart(weight: torch.Tensor) -> None:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(42)
+        weight.normal_()
+
+
+def drawn_again(weight: torch.Tensor) -> None:
+    state = torch.get_rng_state()
+    torch.rand(3)
+    torch.set_rng_state(state)
+    weight.normal_()
+
+
+def of_a_generator(weight: torch.Tensor) -> None:
+    weight.normal_(generator=torch.Generator().manual_seed(42))
+
+
+def by_element(weight: torch.Tensor) -> None:
+    weight.detach().apply_(lambda value: 1.0)
+
+
+@pytest.mark.parametrize(
+    ("initialise", "is_deferred"),
+    [
+        *((each, True) for each in (by_mask, by_indices, where_positive, sparsely, of_a_generator)),
+        *((each, None) for each in (by_list,)),  # by how torch makes a tensor of a list
+        *((each, False) for each in (seeded, seeded_apart, drawn_again, by_element)),
+    ],
+)
+def test_what_a_constructor_writes_is_drawn_bit_for_bit_or_refused(initialise, is_deferred):
+    def construct() -> nn.Module:
+        module = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+        with torch.no_grad():
+            initialise(module[0].weight)
+            module[1].weight.uniform_()
+        return module
+
+    torch.manual_seed(3)
+    plain = construct()
+    before = torch.get_rng_state()
+    try:
+        module, values = defer(construct, 3, lambda made: made)
+    except CannotDefer:
+        assert is_deferred is not True
+    else:
+        assert is_deferred is not False
+        make_places(module, torch.device("cpu"))
+        fill_in(module, values)
+        for mine, theirs in zip(module.parameters(), plain.parameters(), strict=True):
+            assert torch.equal(mine, theirs)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
 def test_a_model_that_can_not_be_deferred_is_built_whole(monkeypatch, capsys):
     def with_blocks(shape: object) -> nn.Module:
         module = DrawsUntilItFits()

@@ -16,7 +16,7 @@ are thrown away at once, but they must be drawn, since the generator advances wi
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -38,6 +38,10 @@ OVERWRITING = {
     *(aten.normal_.default, aten.uniform_.default, aten.random_.default, aten.exponential_.default),
     *(aten.zero_.default, aten.fill_.Scalar, aten.fill_.Tensor, aten.copy_.default),
 }
+
+
+# On meta these do nothing, without a word.
+BY_ELEMENT = (Tensor.apply_, Tensor.map_, Tensor.map2_)  # pyright: ignore[reportAttributeAccessIssue]
 
 
 class CannotDefer(RuntimeError):
@@ -71,6 +75,7 @@ class Tape(TorchDispatchMode):
 
     def __enter__(self) -> Tape:
         self._hook = register_module_parameter_registration_hook(self._take)
+        self._random_state = self._state_of_draws = torch.get_rng_state()
         self._pretence = _AsOnCpu()
         self._pretence.__enter__()
         return super().__enter__()
@@ -79,6 +84,22 @@ class Tape(TorchDispatchMode):
         super().__exit__(*error)
         self._pretence.__exit__(*error)
         self._hook.remove()
+        try:
+            self._require_own_draws()
+        finally:
+            torch.set_rng_state(self._random_state)
+
+    def _require_own_draws(self) -> None:
+        """Raise CannotDefer if torch's generator is not where the draws so far have left it: it was seeded since."""
+        if not torch.equal(torch.get_rng_state(), self._state_of_draws):
+            raise CannotDefer("the random generator is seeded, or its state set, on the way")
+
+    def _draw_in_place_of(self, func: Any, kwargs: Any) -> None:
+        """Move torch's generator for a draw that is noted, so that code which sets it back is seen."""
+        if torch.Tag.nondeterministic_seeded in func.tags and kwargs.get("generator") is None:
+            self._require_own_draws()
+            torch.rand(())
+            self._state_of_draws = torch.get_rng_state()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         with torch._C.DisableTorchFunction():
@@ -87,9 +108,14 @@ class Tape(TorchDispatchMode):
     def _run_or_note(self, func: Any, args: Any, kwargs: Any) -> Any:
         deferred = any(_is_meta(leaf) for leaf in tree_flatten((args, kwargs))[0])
         if not (deferred or func in EMPTY or torch.Tag.nondeterministic_seeded in func.tags):
-            return func(*args, **kwargs)
+            result = func(*args, **kwargs)
+            # Torch brings a number or a list of indices to the device of the tensor that it writes into.
+            if any(_is_meta(leaf) for leaf in tree_flatten(result)[0]):
+                self._note(func, (args, kwargs), result)
+            return result
         if func._schema.is_mutable and not _is_meta(args[0]):
             raise CannotDefer(f"{func} draws into a tensor that is no parameter")
+        self._draw_in_place_of(func, kwargs)
         arguments = tree_map_only(Tensor, _noted, (args, kwargs))
         on_meta = dict(kwargs)
         if "device" in on_meta or not deferred:
@@ -131,6 +157,8 @@ class _AsOnCpu(TorchFunctionMode):
             return False
         if func == torch.Tensor.device.__get__:  # pyright: ignore[reportAttributeAccessIssue]
             return torch.device("cpu")
+        if func in BY_ELEMENT:
+            raise CannotDefer(f"{func.__name__} calls Python for each element")
         return func(*args, **(kwargs or {}))
 
 
@@ -247,8 +275,12 @@ def defer(
     Raises CannotDefer if the constructor needs values that are still to be drawn.
     """
     tape = Tape()
-    with tape:
-        made = construct()
+    try:
+        with tape:
+            made = construct()
+    except (RuntimeError, TypeError) as error:  # of torch: a tensor on meta has no values to read
+        reason = str(error).partition("\n")[0]
+        raise CannotDefer(reason) from error
     module = module_of(made)
     for name, buffer in module.named_buffers():
         if buffer.is_meta:
@@ -257,7 +289,20 @@ def defer(
     for name, parameter in parameters.items():
         if not parameter.is_meta:
             raise CannotDefer(f"{name} has values already")
+    _require_known(tape.operations, parameters)
     return made, Drawn(tape.operations, parameters, seed)
+
+
+def _require_known(operations: Sequence[_Operation], parameters: Mapping[str, Tensor]) -> None:
+    """Raise CannotDefer if memory is read that no operation has made or overwritten: nobody knows its values."""
+    known: set[int] = set()
+    for operation in operations:
+        if operation.given().keys() - known - {operation.overwrites}:
+            raise CannotDefer(f"{operation.function} reads what nothing on the tape has made")
+        known |= operation.memories()
+    for name, parameter in parameters.items():
+        if _memory_of(parameter) not in known:
+            raise CannotDefer(f"nothing on the tape has made {name}")
 
 
 def ranges_of(held: list[Tensor]) -> Read:
