@@ -291,3 +291,23 @@ def an_embedding_with_max_norm(lab: Lab) -> None:
 
     t = lab.wrap(Model(), ["block"])
     lab.train(t, lambda model, batch: batch.loss(model(batch.ids)), steps=[0, 1])
+
+
+@scenario(refused=r"load_state_dict\(\) inside a microbatch")
+def a_state_loaded_between_forward_and_backward(lab: Lab) -> None:
+    t = lab.wrap(Net())
+    state = t.state_dict()
+    for batch in lab.batches(0):
+        with t.microbatch(last=True):
+            loss = batch.loss(t.model(batch.x))
+            t.load_state_dict(state)
+            t.backward(loss)
+    lab.note(t.step())
+
+
+@scenario(refused=r"gathered\(write=True\) inside strategy\.gathered\(\)")
+def written_in_a_context_inside_of_one_for_reading(lab: Lab) -> None:
+    t = lab.wrap(Net())
+    with t.gathered(), t.gathered(write=True), torch.no_grad():
+        next(t.model.parameters()).mul_(2)
+    lab.train(t, steps=[0])

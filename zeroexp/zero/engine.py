@@ -238,6 +238,7 @@ class Engine:
         return state
 
     def load_state_dict(self, state: CanonicalState) -> None:
+        self._observer.loading()
         self._schedule.wait_and_free_ahead()
         targets = held_pieces(self.units, self._outer)
         self._saved_state.load(

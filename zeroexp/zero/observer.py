@@ -86,5 +86,8 @@ class Observer:
         are_equal: all replicas have the same now.
         """
 
+    def loading(self) -> None:
+        """A state is about to be loaded."""
+
     def zero_grad(self) -> None:
         """Gradients were cleared."""

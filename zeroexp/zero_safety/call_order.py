@@ -67,6 +67,13 @@ class CallOrder(Observer):
             )
         self._last_ended, self._stepped = False, True
 
+    def loading(self) -> None:
+        if self._in_microbatch:
+            raise RuntimeError(
+                "strategy.load_state_dict() inside a microbatch: backward needs the weights as they were; call it "
+                "after the `with` has ended"
+            )
+
     def zero_grad(self) -> None:
         self._last_ended = self._stepped = False
 

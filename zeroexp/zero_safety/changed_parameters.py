@@ -101,6 +101,11 @@ class ChangedParameters(Observer):
 
     @contextmanager
     def gathered(self, *, write: bool, in_microbatch: bool) -> Iterator[None]:
+        if write and self._is_gathered and not self._may_write:
+            raise RuntimeError(
+                "strategy.gathered(write=True) inside strategy.gathered(), which is for reading: leave the outer one "
+                "first, or let it write"
+            )
         outer = self._is_gathered, self._may_write
         self._is_gathered, self._may_write = True, write or self._may_write
         try:
