@@ -182,7 +182,8 @@ class ShardedForm(ClosedForm):
         traffic = Traffic()
         place = rank % self.group_size
         for chunks, fine, num_units, num_gathers, buckets in self.units_by_shape:
-            num_over_all = self._num_over_all(num_gathers)
+            # With a secondary copy one gather of a step goes over all ranks that shard.
+            num_over_all = min(num_gathers, 1) if self.options.secondary_partition else num_gathers
             gathered = self._gather_bytes(chunks, place) if num_gathers else 0
             _add(traffic, "gather", num_units * num_over_all, gathered)
             if num_in_node := num_gathers - num_over_all:
@@ -210,12 +211,11 @@ class ShardedForm(ClosedForm):
             )
         if self.options.outer is not None:
             _times(traffic, "replicas", *self.outer_share)
-        size = (
-            self.world_size if self.options.outer is None else self.group_size
-        )  # that step together
+        # Ranks that step together.
+        size = self.world_size if self.options.outer is None else self.group_size
         if size > 1:
-            compared = self.traits.is_collective
-            num_checks = NUM_CHECKS if compared and self.stage.gather is Move.ALL_GATHER else 0
+            compares = self.traits.is_collective and self.stage.gather is Move.ALL_GATHER
+            num_checks = NUM_CHECKS if compares else 0
             num_parameters = sum(num * len(chunk.members) for chunk, num in self._trained_chunks)
             num_bytes = TALLY_BYTES * (1 + num_parameters + num_checks)
             _add(traffic, "norm", 1, 2 * num_bytes * (size - 1) // size)
@@ -252,27 +252,31 @@ class ShardedForm(ClosedForm):
         return chunks, self._compute
 
     def _reduction_bytes(self, chunks: Sequence[Chunk], place: int) -> int:
-        """Return the bytes a rank sends in a reduction.
-
-        Each peer gets the terms that it sums; in an all-reduce it also gets this rank's sums.
-        """
+        """Return the bytes a rank sends in a reduction: each peer gets the terms that it sums."""
         if codec := self.options.reduce_codec:
             peers = (rank for rank in range(self.group_size) if rank != place)
             terms = (sum(chunk.real_numel(rank) for chunk in chunks) for rank in peers)
             return sum(encoded_bytes(codec, numel) for numel in terms)
-        if self.reduction is Move.ALL_REDUCE and self.traits.is_collective:
-            # In the backend's ring every rank sends as much.
-            total = self._all_reduced_numel(chunks)
-            return 2 * total * self._reduce * (self.group_size - 1) // self.group_size
+        if self.reduction is Move.ALL_REDUCE:
+            total, own = self._all_reduced_numel(chunks), sum(c.real_numel(place) for c in chunks)
+            return self._all_reduce_bytes(total, own, self.group_size, self._reduce)
         total, own = self._moved_numel(chunks, place, self._reduce)
-        handed_out = (self.group_size - 1) * own if self.reduction is Move.ALL_REDUCE else 0
-        return (total - own + handed_out) * self._reduce
+        return (total - own) * self._reduce
 
     def _all_reduced_numel(self, chunks: Sequence[Chunk]) -> int:
-        """Return the elements of the backend's all-reduce: padded where replicas sum between its two halves."""
+        """Return the elements of an all-reduce: the backend's is padded where replicas sum between its two halves."""
         numel, size = sum(chunk.unpadded_numel for chunk in chunks), self.group_size
         sums_between = self.replicas > 1 and self.options.outer is None
-        return -(-numel // size) * size if sums_between else numel
+        return -(-numel // size) * size if self.traits.is_collective and sums_between else numel
+
+    def _all_reduce_bytes(self, total: int, own: int, num_ranks: int, itemsize: int) -> int:
+        """Return the bytes a rank sends in an all-reduce of so many elements, of which it sums its own.
+
+        In the backend's ring every rank sends as much. Else each peer gets its terms, and this rank's sums.
+        """
+        if self.traits.is_collective:
+            return 2 * total * itemsize * (num_ranks - 1) // num_ranks
+        return (total - own + (num_ranks - 1) * own) * itemsize
 
     def _sum_bytes(self, bucket: Bucket, fine: Bucket, rank: int) -> Iterator[int]:
         """Yield the bytes a rank sends to sum between replicas what it has summed of this bucket, and what it owns."""
@@ -290,14 +294,11 @@ class ShardedForm(ClosedForm):
     def _bytes_of_sums(self, bucket: Bucket, rank: int) -> int:
         replica, place = divmod(rank, self.group_size)
         chunk = sums_of(bucket, place, self.replicas)
-        peers = self.replicas - 1
-        if self.traits.is_collective:
-            numel = chunk.unpadded_numel
-            if self.reduction is Move.ALL_REDUCE and self.options.outer is None:
-                numel = self._all_reduced_numel([p.chunk for p in bucket.parts]) // self.group_size
-            return 2 * numel * self._summed * peers // self.replicas
+        total, all_reduces = chunk.unpadded_numel, self.reduction is Move.ALL_REDUCE
+        if self.traits.is_collective and all_reduces and self.options.outer is None:
+            total = self._all_reduced_numel([p.chunk for p in bucket.parts]) // self.group_size
         own = chunk.real_numel(replica)
-        return (chunk.unpadded_numel - own + peers * own) * self._summed
+        return self._all_reduce_bytes(total, own, self.replicas, self._summed)
 
     def _share_bytes(self, fine: Sequence[Chunk], rank: int, itemsize: int) -> tuple[int, int]:
         """Return the bytes of what holders of these chunks' pieces cut among them, and of this rank's share."""
@@ -309,7 +310,7 @@ class ShardedForm(ClosedForm):
     def _number(self, rank: int, *, over_all: bool) -> int:
         """Return the number of a rank in the cut by what is updated, see `Collectives.updating`."""
         replica, place = divmod(rank, self.group_size)
-        return place * self.replicas + replica if over_all and self.shares_updates else place
+        return place * self.replicas + replica if over_all else place
 
     @property
     def _summed(self) -> int:
@@ -370,10 +371,6 @@ class ShardedForm(ClosedForm):
             for num, unit in zip(uses, self.units, strict=True)
         ]
 
-    def _num_over_all(self, num_gathers: int) -> int:
-        """Return how many of a unit's gathers in a step go over all ranks that shard."""
-        return min(num_gathers, 1) if self.options.secondary_partition else num_gathers
-
     def is_kept(self, index: int) -> bool:
         """Tell whether a unit stays gathered between forward and backward; the first one is the root."""
         return self.options.keep == "all" or (self.options.keep == "last" and index == 0)
@@ -396,13 +393,10 @@ class ShardedForm(ClosedForm):
         return found
 
     @cached_property
-    def _chunks(self) -> list[tuple[Chunk, int]]:
-        """The different chunks and how many there are of each."""
-        return [(chunk, each.num_units) for each in self.units_by_shape for chunk in each.chunks]
-
-    @cached_property
     def _trained_chunks(self) -> list[tuple[Chunk, int]]:
-        return [(chunk, num) for chunk, num in self._chunks if chunk.kind != FROZEN]
+        """The different trainable chunks and how many there are of each."""
+        alike = self.units_by_shape
+        return [(chunk, each.num_units) for each in alike for chunk in trainable(each.chunks)]
 
     # -- bytes held --------------------------------------------------------------------------------
 
@@ -423,7 +417,7 @@ class ShardedForm(ClosedForm):
 
     def held_bytes(self, moment: str, rank: int) -> dict[str, int]:
         held = super().held_bytes(moment, rank)
-        held["secondary"] = self._secondary_bytes(rank)
+        held["secondary"] = self._section_bytes(rank, self.options.secondary_partition)
         if self.options.outer is not None:  # weights before the interval, and momentum
             num_tensors = 2 if self.options.outer.momentum else 1
             each = ITEMSIZE[self.precision.master] * self.held_elements(rank).owned
@@ -454,23 +448,15 @@ class ShardedForm(ClosedForm):
         transit = there.owned * max(self._reduce, self._compute * (is_cast and not keeps_pieces))
         # Masters of the parameters' dtype are the pieces, where these are there too.
         apart = 0 if is_cast or keeps_pieces else master * there.owned
-        left = {kind: held[kind] - num_bytes for kind, num_bytes in moved.items()}
+        held |= {kind: held[kind] - num_bytes for kind, num_bytes in moved.items()}
         rests = sum(moved.values()) + apart
-        on_host = (
-            {HOST: transit, FILES: rests}
-            if self.options.offload_folder
-            else {HOST: transit + rests}
-        )
-        return {**held, **left, **on_host}
+        if self.options.offload_folder:
+            return {**held, HOST: transit, FILES: rests}
+        return {**held, HOST: transit + rests}
 
-    def _secondary_bytes(self, rank: int) -> int:
-        """Return the bytes that a rank keeps of all gathered units for its node."""
-        size = self.options.secondary_partition
-        return self._section_bytes(rank, size) if size else 0
-
-    def _section_bytes(self, rank: int, size: int) -> int:
-        """Return the bytes of a rank's sections of all that gathers bring, cut for so many ranks."""
-        if self.stage.gather is not Move.ALL_GATHER:
+    def _section_bytes(self, rank: int, size: int | None) -> int:
+        """Return the bytes of a rank's sections of all that gathers bring, cut for so many ranks; None: it has none."""
+        if size is None or self.stage.gather is not Move.ALL_GATHER:
             return 0
         num_bytes = 0
         for unit in self.units_by_shape:
@@ -490,7 +476,7 @@ class ShardedForm(ClosedForm):
             for each in self.units_by_shape
             for fine in each.fine
         ]
-        return self._secondary_bytes(rank), *(
+        return self._section_bytes(rank, self.options.secondary_partition), *(
             (cut.section_numel(at), cut.real_numel(at), len(cut.spans(at))) for cut, at in cuts
         )
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -11,17 +10,15 @@ from zeroexp.config.engines import ENGINES
 from zeroexp.config.keys import Config, UndefinedCombination, resolve
 from zeroexp.config.optimizer import OPTIMIZERS, master_of_kind, optimizers_of, parameter_groups
 from zeroexp.config.vocabulary import vocabulary_of_data
-from zeroexp.cut.chunk import Chunk
 from zeroexp.cut.layout import LAYOUTS
 from zeroexp.cut.matrix_step import CutMatrix, cut_matrices
-from zeroexp.cut.stage import Move, Placement, Stage
+from zeroexp.cut.stage import Placement
 from zeroexp.engines.build import options_of, row_dtypes, stage_of
 from zeroexp.models.module import BuiltModel
 from zeroexp.models.outline import outline_of
 from zeroexp.plan.closed_forms import ClosedForm, ShardedForm
 from zeroexp.plan.form_terms import OptimizerForm, PrecisionForm
 from zeroexp.zero.grouping import group_parameters, specs_of, stage_for_world
-from zeroexp.zero.options import Options
 
 
 def build_on_meta(config: Config, vocab_size: int | None = None) -> BuiltModel:
@@ -55,53 +52,40 @@ def _sharded_form(config: Config, model: BuiltModel, transport: str, between: st
     options = options_of(strategy).with_ranks_of(of_optimizer)
     group_size = world_size // options.replicas
     stage = stage_for_world(stage_of(strategy), group_size, options.offload)
-    sends = (
-        options.gather_codec,
-        options.reduce_codec,
-        options.secondary_partition,
-        options.masters_rest,
-    )
-    if (any(sends) or options.offload == ALL) and not TRAITS[transport].is_collective:
+    sends = options.gather_codec or options.reduce_codec or options.secondary_partition
+    sends = sends or options.masters_rest or options.offload == ALL
+    if sends and not TRAITS[transport].is_collective:
         transport = between = "gloo"
     if options.shares_updates and not TRAITS[between].is_collective:
         between = "gloo"
     groups = group_parameters(model.module, model.blocks, options.unit, of_optimizer)
     layout = options.lay_out([specs_of(group) for group in groups], world_size)
-    by_kind = optimizers_of(config.optimizer)
-    whole = {kind for kind, own in by_kind.items() if OPTIMIZERS[own.name].whole_matrices}
     form = ShardedForm(
         *(layout, stage, options, transport, between),
-        matrices=_matrices(layout, model, options, stage, world_size, whole),
         outer_share=_outer_share(config),
         **of_any_engine(config),
     )
-    if stage.gather is not Move.ALL_GATHER:
-        return form
-    recomputes = config.train.activation_checkpointing and options.unit == "module"
-    return replace(form, gathers=_gathers(form, model, recomputes=recomputes))
+    matrices, gathers = _matrices(form, config, model), _gathers(form, config, model)
+    return replace(form, matrices=matrices, gathers=gathers)
 
 
-def _matrices(
-    layout: Sequence[Sequence[Chunk]],
-    model: BuiltModel,
-    options: Options,
-    stage: Stage,
-    world_size: int,
-    whole: Collection[str],
-) -> list[list[CutMatrix]]:
-    is_alone = options.replicas == world_size and not options.shares_updates
-    if stage.optimizer is not Placement.SHARD or is_alone:
+def _matrices(form: ShardedForm, config: Config, model: BuiltModel) -> list[list[CutMatrix]]:
+    is_alone = form.group_size == 1 and not form.shares_updates
+    if form.stage.optimizer is not Placement.SHARD or is_alone:
         return []
+    by_kind, step = optimizers_of(config.optimizer), form.options.matrix_step
+    whole = {kind for kind, own in by_kind.items() if OPTIMIZERS[own.name].whole_matrices}
     shapes = {name: tuple(p.shape) for name, p in model.module.named_parameters()}
-    kinds = {chunk.kind for unit in layout for chunk in unit if chunk.kind in whole}
-    return [b for k in sorted(kinds) for b in cut_matrices(layout, shapes, options.matrix_step, k)]
+    kinds = whole & {chunk.kind for unit in form.units for chunk in unit}
+    return [b for kind in sorted(kinds) for b in cut_matrices(form.units, shapes, step, kind)]
 
 
-def _gathers(form: ShardedForm, model: BuiltModel, *, recomputes: bool) -> list[int]:
+def _gathers(form: ShardedForm, config: Config, model: BuiltModel) -> list[int]:
     """Return how often a microbatch gathers each unit: for forward, backward, and inside of blocks that recompute.
 
     What the model lists before its first trainable parameter has no backward, and is not recomputed.
     """
+    recomputes = config.train.activation_checkpointing and form.options.unit == "module"
     named = dict(model.module.named_parameters())
     order = {name: place for place, name in enumerate(named)}
     first = next((order[name] for name, p in named.items() if p.requires_grad), len(order))
