@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Callable
+from math import inf
 from pathlib import Path
 
 import pytest
@@ -25,7 +26,7 @@ from zeroexp.plan.caching_allocator import (
 KIB, MIB = 2**10, 2**20
 
 
-def after(*changes: Change, expandable: bool = False, limit: int | None = None) -> CachingAllocator:
+def after(*changes: Change, expandable: bool = False, limit: float = inf) -> CachingAllocator:
     return replay(changes, expandable=expandable, limit=limit)
 
 
@@ -179,7 +180,7 @@ def test_after_each_change_it_has_reserved_what_the_allocator_of_a_gpu_has(name)
     """`full`: a tensor leaves 2 GiB of the device free, so that pages are given back, 15 times."""
     sequence, _, setting = name.partition(" ")
     truth, blocks = TRUTH[name], dict[int, Block]()
-    allocator = CachingAllocator(expandable=setting == "True", limit=truth.get("limit"))
+    allocator = CachingAllocator(expandable=setting == "True", limit=truth.get("limit", inf))
     if "first" in truth:
         allocator.allocate(truth["first"], 0)
     reserved = dict(truth["reserved_mib"])

@@ -103,7 +103,7 @@ def _first_line(advice: Advice) -> str:
         )
     lean = advice.leanest
     if lean and way_of(lean) != way_of(best):
-        free = f"leave {_size(limit * GIB - lean.outcome.peak_bytes)} free" if limit else ""
+        free = f"leave {_size(outcome.limit_bytes - lean.outcome.peak_bytes)} free" if limit else ""
         line += (
             f"; {lean.outcome.strategy}{' with recomputation' if lean.recomputes else ''} would "
         )
@@ -131,7 +131,7 @@ def _reasons(advice: Advice) -> list[str]:
         )
     for stage in dict.fromkeys(each.outcome.strategy for each in advice.candidates):
         of_stage = [each for each in advice.candidates if each.outcome.strategy == stage]
-        if best and not any(each.outcome.may_fit for each in of_stage):
+        if best and not any(each.outcome.fits for each in of_stage):
             least = min(of_stage, key=lambda each: each.outcome.peak_bytes)
             reasons.append(f"{stage} does not fit: at least {_held(least)}.")
     if late := advice.late:

@@ -37,7 +37,6 @@ from zeroexp.plan.outcome import PlannedPoint
 from zeroexp.plan.peak import with_rehearsal
 from zeroexp.plan.plan_points import Plans
 from zeroexp.plan.speed import calibration_path
-from zeroexp.plan.text_table import GIB
 
 STAGES = ("ddp", "zero1", "zero2", "zero3")  # those that send little come first
 # Of a batch and of sequences that the line does not name.
@@ -67,7 +66,7 @@ class Advice:
 
     @property
     def fitting(self) -> list[PlannedPoint]:
-        return [each for each in self.rehearsed if each.outcome.may_fit]
+        return [each for each in self.rehearsed if each.outcome.fits]
 
     @property
     def best(self) -> PlannedPoint | None:
@@ -104,7 +103,7 @@ class Advice:
     @property
     def late(self) -> list[PlannedPoint]:
         """What may fit and was not rehearsed."""
-        return [e for e in self.candidates if e.outcome.may_fit and not e.outcome.rehearsed]
+        return [e for e in self.candidates if e.outcome.fits and not e.outcome.rehearsed]
 
 
 def way_of(each: PlannedPoint) -> tuple[str, bool]:
@@ -177,16 +176,14 @@ def _rehearse_likely_first(advice: Advice, until: float | None, now: Callable[[]
 
     It is not over before one is found that fits.
     """
-    left = {at: each for at, each in enumerate(advice.candidates) if each.outcome.may_fit}
+    left = {at: each for at, each in enumerate(advice.candidates) if each.outcome.fits}
     bytes_per_sample: dict[bool, float] = {}  # with and without recomputation
 
     def unlikely(at: int) -> tuple[bool, bool, bool, int, int]:
         each = left[at]
-        limit = (each.outcome.memory_gib or float("inf")) * GIB
-        expected = each.outcome.total.fullest + each.micro * bytes_per_sample.get(
-            each.recomputes, 0.0
-        )
-        return expected > limit, advice.only_saves_memory(each), each.recomputes, -each.micro, at
+        of_samples = each.micro * bytes_per_sample.get(each.recomputes, 0.0)
+        is_large = each.outcome.total.fullest + of_samples > each.outcome.limit_bytes
+        return is_large, advice.only_saves_memory(each), each.recomputes, -each.micro, at
 
     while left and (until is None or now() < until or not advice.best):
         at = min(left, key=unlikely)

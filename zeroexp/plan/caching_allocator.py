@@ -25,6 +25,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections.abc import Hashable, Iterable, Mapping
+from math import inf
 from typing import NamedTuple
 
 MIB = 2**20
@@ -124,9 +125,9 @@ class Pool:
 
 
 class CachingAllocator:
-    """The allocator of one device. `limit`: bytes that it can reserve; None: any number."""
+    """The allocator of one device. `limit`: bytes that it can reserve."""
 
-    def __init__(self, *, expandable: bool, limit: int | None = None) -> None:
+    def __init__(self, *, expandable: bool, limit: float = inf) -> None:
         self.expandable, self.limit = expandable, limit
         self.allocated_bytes = self.peak_allocated_bytes = 0  # rounded
         self.reserved_bytes = self.peak_bytes = 0
@@ -195,7 +196,7 @@ class CachingAllocator:
         return start
 
     def _reserve(self, num_bytes: int) -> bool:
-        if self.limit is not None and self.reserved_bytes + num_bytes > self.limit:
+        if self.reserved_bytes + num_bytes > self.limit:
             return False
         self.reserved_bytes += num_bytes
         self.peak_bytes = max(self.peak_bytes, self.reserved_bytes)
@@ -223,9 +224,7 @@ def _rounded(num_bytes: int, multiple: int) -> int:
     return -(-num_bytes // multiple) * multiple
 
 
-def replay(
-    *parts: Iterable[Change], expandable: bool, limit: int | None = None
-) -> CachingAllocator:
+def replay(*parts: Iterable[Change], expandable: bool, limit: float = inf) -> CachingAllocator:
     """Return the allocator after all parts; it has the retries of the last. Raises OutOfDeviceMemory."""
     allocator = CachingAllocator(expandable=expandable, limit=limit)
     blocks: dict[int, Block] = {}

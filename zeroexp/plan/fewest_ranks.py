@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 
-from zeroexp.config.keys import Config, ConfigError
+from zeroexp.config.keys import ConfigError
 from zeroexp.models.outline import longest_sequence
 from zeroexp.plan.changes import (
     MICRO,
@@ -18,7 +18,7 @@ from zeroexp.plan.outcome import PlannedPoint, plan_point
 from zeroexp.plan.peak import rehearse_point, with_rehearsal
 from zeroexp.plan.plan_points import Plans
 from zeroexp.plan.plan_table import row_of, settings_of, skipped_sentences
-from zeroexp.plan.text_table import GIB, Row, lines_of, unit_of, wrapped
+from zeroexp.plan.text_table import Row, lines_of, unit_of, wrapped
 
 MOST_RANKS = {"cuda": 4096, "cpu": 64}  # CPU ranks share a host, where each pair counts apart
 MOST_SAMPLES, TOKENS = 1 << 16, 64  # the largest micro-batch that is tried; the step of sequences
@@ -47,32 +47,32 @@ def fit_lines(plans: Plans) -> str:
             raise ConfigError(f"cluster.device_memory_gib=null: --fit needs a limit; {remedy}")
         names = (outcome.model, outcome.strategy, outcome.implementation)
         asked.setdefault((*names, settings_of(outcome)), each)
-    limits = [(each, each.outcome.memory_gib or 0.0) for each in asked.values()]
-    unit, size = unit_of([GIB * limit for _, limit in limits])
+    points = [*asked.values()]
+    unit, size = unit_of([each.outcome.limit_bytes for each in points])
     heads = dict.fromkeys(
-        HEAD.format(device=each.machines.device, limit=limit, unit=unit) for each, limit in limits
+        HEAD.format(device=each.machines.device, limit=each.outcome.memory_gib, unit=unit)
+        for each in points
     )
-    rows = [_fit(each, int(limit * GIB)) for each, limit in limits]
+    rows = [_fit(each) for each in points]
     reasons = (row["not_rehearsed"] for row in rows if "not_rehearsed" in row)
     notes = [*(f"Model states alone: {x}." for x in reasons), *skipped_sentences(plans.entries)]
     lines = [*wrapped(*heads), "", *lines_of(HEADS, rows, size, 4), "", *wrapped(*notes)]
     return "\n".join(lines).rstrip()
 
 
-def _fit(point: PlannedPoint, limit: int) -> Row:
+def _fit(point: PlannedPoint) -> Row:
     """Return the fewest ranks, among powers of two, at which the point fits its limit, and how much work fits there."""
     outcome = point.outcome
-    told = f"{outcome.strategy} {outcome.implementation}: rehearsing"
-    print(told, file=sys.stderr, flush=True)
+    print(f"{outcome.strategy} {outcome.implementation}: rehearsing", file=sys.stderr, flush=True)
     row = row_of(point) | {"settings": settings_of(outcome)}
     row |= dict.fromkeys(("samples", "seq_len", "peak_bytes", "left_bytes"), "-")
     if (at := fewest_ranks(point)) is None:
         return row | {"world_size": f"not up to {MOST_RANKS[point.machines.device]}"}
-    held = at.outcome.peak_bytes
+    held, limit = at.outcome.peak_bytes, at.outcome.limit_bytes
     row |= {"world_size": at.config.world_size, "peak_bytes": held, "left_bytes": limit - held}
     if reason := at.outcome.not_rehearsed:
         return row | {"not_rehearsed": reason}
-    samples, tokens = _most_work(at.config, point, limit)
+    samples, tokens = _most_work(at)
     return row | {"samples": samples or "-", "seq_len": tokens or "-"}
 
 
@@ -85,26 +85,25 @@ def fewest_ranks(point: PlannedPoint) -> PlannedPoint | None:
     return None
 
 
-def _most_work(config: Config, of: PlannedPoint, limit: int) -> tuple[int | None, int | None]:
+def _most_work(at: PlannedPoint) -> tuple[int | None, int | None]:
     """Return the largest micro-batch, alone in a step, and the longest sequence that fit. Raises ConfigError."""
+    config, limit = at.config, at.outcome.limit_bytes
 
     def peak(settings: dict[str, int]) -> int:
-        changed = with_settings(config, settings)
-        return rehearse_point(
-            plan_point(changed, of.model, of.machines.device)
-        ).fullest.needed_bytes
+        changed = plan_point(with_settings(config, settings), at.model, at.machines.device)
+        return rehearse_point(changed).fullest.needed_bytes
 
     def of_samples(samples: int) -> int:
         return peak({MICRO: samples, BATCH: samples * config.world_size})
 
-    step, longest = min(TOKENS, config.data.seq_len), longest_sequence(of.model) or MOST_TOKENS
+    step, longest = min(TOKENS, config.data.seq_len), longest_sequence(at.model) or MOST_TOKENS
     return (
         largest(of_samples, limit, step=1, most=MOST_SAMPLES),
         largest(lambda tokens: peak({SEQ_LEN: tokens}), limit, step=step, most=longest),
     )
 
 
-def largest(peak: Callable[[int], int], limit: int, *, step: int, most: int) -> int | None:
+def largest(peak: Callable[[int], int], limit: float, *, step: int, most: int) -> int | None:
     """Return the largest multiple of `step`, or `most`, whose peak is within the limit; None if not even one step is.
 
     The next multiple has been seen to exceed the limit. Peaks are nearly on a line, so the line through two known ones
@@ -127,7 +126,7 @@ def largest(peak: Callable[[int], int], limit: int, *, step: int, most: int) -> 
     return min(fits * step, most)
 
 
-def _on_the_line(peaks: dict[int, int], fits: int, exceeds: int, limit: int) -> int:
+def _on_the_line(peaks: dict[int, int], fits: int, exceeds: int, limit: float) -> int:
     """Return where the line through `fits` and another known number meets the limit; `fits` if nothing is left."""
     smaller = max((steps for steps in peaks if steps < fits), default=None)
     other = exceeds if exceeds in peaks else smaller

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import inf
 from statistics import fmean
 from typing import Any, NamedTuple
 
@@ -88,15 +89,14 @@ class Outcome:
         return self.rehearsed.fullest.needed_bytes if self.rehearsed else int(self.total.fullest)
 
     @property
-    def fits(self) -> bool | None:
-        """Whether the peak fits, or where nothing was rehearsed model states; None where no limit is set."""
-        if self.memory_gib is None:
-            return None
-        return self.peak_bytes <= self.memory_gib * 2**30
+    def limit_bytes(self) -> float:
+        """Bytes of a rank's device; infinite where no limit is set."""
+        return inf if self.memory_gib is None else int(self.memory_gib * 2**30)
 
     @property
-    def may_fit(self) -> bool:
-        return self.fits is not False
+    def fits(self) -> bool:
+        """Whether the peak is within the limit, or where nothing was rehearsed model states."""
+        return self.peak_bytes <= self.limit_bytes
 
     @property
     def verdict(self) -> str | None:
@@ -104,7 +104,7 @@ class Outcome:
 
         tight: model states do, which alone are known, or the peak does once free memory is given back in each step.
         """
-        if self.fits is None:
+        if self.memory_gib is None:
             return None
         is_sure = self.rehearsed and not self.rehearsed.fullest.num_retries
         return ("yes" if is_sure else "tight") if self.fits else "no"

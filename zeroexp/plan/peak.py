@@ -30,7 +30,6 @@ from zeroexp.plan.changes import with_settings
 from zeroexp.plan.closed_forms import ClosedForm, ShardedForm
 from zeroexp.plan.outcome import PlannedPoint, RankPeak, RehearsedPeaks, plan_point
 from zeroexp.plan.speed import NOT_CALIBRATED, Speed, prior_speed, speed_of
-from zeroexp.plan.text_table import GIB
 from zeroexp.plan.torch_closed_forms import DdpForm
 
 if TYPE_CHECKING:
@@ -88,8 +87,7 @@ def rehearse_point(
     times = [step_seconds(r.seconds, microbatches, untold, speed.unsure) for r in rehearsed]
     slowest = max(range(len(times)), key=lambda index: times[index][1])
     expandable = None if on_host else expands_segments(os.environ)
-    gib = planned.outcome.memory_gib
-    limit = None if gib is None else int(gib * GIB)
+    limit = planned.outcome.limit_bytes
     return RehearsedPeaks(
         [_rank_peak(each, expandable, limit) for each in rehearsed],
         rehearsed[0].device,
@@ -141,7 +139,7 @@ def _most_microbatches(form: ClosedForm) -> int:
     return MOST_MICROBATCHES + (0 if waits else form.traits.reductions_in_flight)
 
 
-def _rank_peak(rehearsed: RehearsedRank, expandable: bool | None, limit: int | None) -> RankPeak:
+def _rank_peak(rehearsed: RehearsedRank, expandable: bool | None, limit: float) -> RankPeak:
     """Return the peak of a rank; expandable: None on a CPU, where no allocator reserves."""
     phase, peaks = rehearsed.peak_phase, rehearsed.peaks
     reserved, num_retries = None, 0
@@ -159,13 +157,13 @@ def _rank_peak(rehearsed: RehearsedRank, expandable: bool | None, limit: int | N
     )
 
 
-def _reserved(rehearsed: RehearsedRank, expandable: bool, limit: int | None) -> tuple[int, int]:
+def _reserved(rehearsed: RehearsedRank, expandable: bool, limit: float) -> tuple[int, int]:
     """Return what the allocator reserves, below the limit if it can, and how often it gives back what is free then."""
     stream = rehearsed.changes[0][0][2]
     kernels = [(-1, WORKSPACE_BYTES, stream), (-2, WORKSPACE_BYTES, stream)]
     changes = kernels, *rehearsed.changes
     held = replay(*changes, expandable=expandable)
-    if limit is not None and held.peak_bytes > limit:
+    if held.peak_bytes > limit:
         with suppress(OutOfDeviceMemory):
             held = replay(*changes, expandable=expandable, limit=limit)
     return held.peak_bytes, held.num_retries

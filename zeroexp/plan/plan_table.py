@@ -240,7 +240,7 @@ def _foot(entries: Sequence[PlannedPoint | Point], outcomes: Sequence[Outcome]) 
         *(
             f"{o.name} does not fit {o.memory_gib:g} GiB; --fit finds the ranks, --advise the strategy that does"
             for o in outcomes
-            if o.fits is False
+            if not o.fits
         ),
         *skipped_sentences(entries),
     ]
