@@ -17,27 +17,26 @@ def lines_of(heads: Mapping[str, str], rows: Sequence[Row], size: int, num_fixed
 
     Columns that do not fit follow in further tables, beside the first `num_fixed`.
     """
-    texts = [
-        [head, *(_cell(key, row.get(key), size) for row in rows)] for key, head in heads.items()
-    ]
-    lefts = [key in WORDS for key in heads]
-    widths = [max(map(len, cells)) for cells in texts]
-    tables: list[list[int]] = [list(range(num_fixed))]
-    for index in range(num_fixed, len(heads)):
-        wide = sum(widths[i] + 1 + lefts[i] for i in [*tables[-1], index]) - 1
-        if wide > WIDTH and len(tables[-1]) > num_fixed:
-            tables.append(list(range(num_fixed)))
-        tables[-1].append(index)
+    columns = [_column(key, head, rows, size) for key, head in heads.items()]
+    fixed = columns[:num_fixed]
+    tables = [[*fixed]]
+    for column in columns[num_fixed:]:
+        width = sum(len(cells[0]) + 1 for cells in [*tables[-1], column]) - 1
+        if width > WIDTH and len(tables[-1]) > num_fixed:
+            tables.append([*fixed])
+        tables[-1].append(column)
     lines: list[str] = []
     for table in tables:
         lines += [""] if lines else []
-        for row in range(len(rows) + 1):
-            cells = (
-                texts[i][row].ljust(widths[i] + 1) if lefts[i] else texts[i][row].rjust(widths[i])
-                for i in table
-            )
-            lines.append(" ".join(cells).rstrip())
+        lines += [" ".join(cells).rstrip() for cells in zip(*table, strict=True)]
     return lines
+
+
+def _column(key: str, head: str, rows: Sequence[Row], size: int) -> list[str]:
+    """Return the texts below each other, all as wide as the longest."""
+    texts = [head, *(_cell(key, row.get(key), size) for row in rows)]
+    width = max(map(len, texts))
+    return [each.ljust(width + 1) if key in WORDS else each.rjust(width) for each in texts]
 
 
 def _cell(key: str, value: Any, size: int) -> str:
