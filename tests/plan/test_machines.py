@@ -28,7 +28,7 @@ def test_messages_of_cpus_go_to_every_peer_and_those_of_gpus_round_a_ring(nodes,
     pairs = [node_of[a] == node_of[b] for a in range(size) for b in range(size) if a != b]
     inside = {"cuda": ring, "cpu": pairs or [True]}
     for device, messages in inside.items():
-        share = Machines(device, JobShape(nodes, per_node)).share_inside_node()
+        share = Machines(device, JobShape(nodes, per_node)).share_inside_node(size)
         assert share == float(Fraction(sum(messages), len(messages))), device
 
 

@@ -20,34 +20,41 @@ class Machines:
     shape: JobShape
 
     @property
+    def num_ranks(self) -> int:
+        return self.shape.nodes * self.shape.ranks_per_node
+
+    @property
     def transport(self) -> str:
         """The transport that our engine finds there: a word of comm.traits.TRAITS."""
         return self.transports(1)[0]
 
     def transports(self, replicas: int) -> tuple[str, str]:
         """The transport inside of each of so many groups of ranks, and that between them."""
-        size = self.shape.nodes * self.shape.ranks_per_node // replicas
+        size = self.num_ranks // replicas
         return self._transport_of(size, 1), self._transport_of(replicas, size)
 
     def _transport_of(self, num_ranks: int, apart: int) -> str:
         """The transport of ranks that are `apart` from each other."""
         if self.device == "cuda":
             return "native"
-        together = self.shape.ranks_per_node // apart  # of them on one node
-        if self.shape.nodes == 1 or together >= num_ranks:
+        together = self._on_one_node(num_ranks, apart)
+        if together == num_ranks:
             return "direct"
         return "mixed" if together > 1 else "gloo"
 
-    def share_inside_node(self, num_ranks: int | None = None, apart: int = 1) -> float:
+    def _on_one_node(self, num_ranks: int, apart: int) -> int:
+        """How many of a group's ranks share a node, where they are `apart` from each other."""
+        return min(num_ranks, max(1, self.shape.ranks_per_node // apart))
+
+    def share_inside_node(self, num_ranks: int, apart: int = 1) -> float:
         """Return the part of what a rank sends that stays inside its node, the mean over ranks.
 
-        num_ranks: of the group that sends, whose members are `apart` ranks from each other; None: all. Between CPUs
-        every rank sends as much to each peer. Between GPUs messages go round a ring through all ranks, which leaves
-        each node once.
+        num_ranks: of the group that sends, whose members are `apart` ranks from each other. Between CPUs every rank
+        sends as much to each peer. Between GPUs messages go round a ring through all ranks, which leaves each node
+        once.
         """
-        num_ranks = num_ranks or self.shape.nodes * self.shape.ranks_per_node
-        together = max(1, self.shape.ranks_per_node // apart)  # members of the group on one node
-        if self.shape.nodes == 1 or together >= num_ranks:
+        together = self._on_one_node(num_ranks, apart)
+        if together == num_ranks:
             return 1.0
         if self.device == "cuda":
             return (together - 1) / together
@@ -57,15 +64,12 @@ class Machines:
         self, replicas: int, *, shares_updates: bool = False
     ) -> tuple[float, dict[str, float]]:
         """Return the part inside of a node of what a rank sends in its group, and of moves over other ranks by kind."""
-        num_ranks = self.shape.nodes * self.shape.ranks_per_node
-        size = num_ranks // replicas
-        between = self.share_inside_node(replicas, size)
-        updating = {"matrices": self.share_inside_node()} if shares_updates else {}
+        size, of_all = self.num_ranks // replicas, self.share_inside_node(self.num_ranks)
         return self.share_inside_node(size), {
-            **updating,
-            "replicas": between,
+            **({"matrices": of_all} if shares_updates else {}),
+            "replicas": self.share_inside_node(replicas, size),
             "secondary": 1.0,  # of the ranks of one node
-            "norm": self.share_inside_node(),
+            "norm": of_all,
         }
 
     def __str__(self) -> str:
