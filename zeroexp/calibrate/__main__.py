@@ -27,7 +27,6 @@ from zeroexp.calibrate.factors import fit_factors
 from zeroexp.calibrate.practice import NUM_RANKS, practise
 from zeroexp.calibrate.rates import measure_rates
 from zeroexp.check.rules_machine import num_gpus
-from zeroexp.comm.tuning import PROBED_BYTES, fit_link
 from zeroexp.config.job_shape import JobShape
 from zeroexp.plan.machines import Machines
 from zeroexp.plan.speed import (
@@ -89,19 +88,8 @@ def calibrate() -> Calibration:
 def rates(device: str = "cpu", num_ranks: int = NUM_RANKS) -> Calibration:
     """Measure what each thing takes by itself; there are no factors yet."""
     measured, *_ = on_ranks(measure_rates, num_ranks, device=device)
-    moves = measured.pop("moves")
-    links = {name: fit_link(list(PROBED_BYTES), seconds) for name, seconds in moves.items()}
-    return Calibration(
-        **measured,
-        machine=this_machine() if device == "cpu" else these_gpus(),
-        device=device,
-        torch=torch.__version__,
-        # A reduction of b bytes sends the part of b that the peers own.
-        links={
-            name: [link.latency_seconds, link.bytes_per_second * (num_ranks - 1) / num_ranks]
-            for name, link in links.items()
-        },
-    )
+    machine = this_machine() if device == "cpu" else these_gpus()
+    return Calibration(machine, torch.__version__, **measured, device=device)
 
 
 def _summary_lines(calibration: Calibration) -> str:

@@ -15,7 +15,7 @@ from zeroexp.engines.build import build_strategy
 from zeroexp.measure.instruments import Instruments
 from zeroexp.models.module import build_deferred
 from zeroexp.plan.changes import with_settings
-from zeroexp.plan.rehearse import rehearse
+from zeroexp.plan.rehearse import PHASES, rehearse
 from zeroexp.plan.speed import Speed
 from zeroexp.process.on_ranks import on_ranks
 from zeroexp.process.world import World
@@ -24,7 +24,6 @@ from zeroexp.training.loop import train
 
 NUM_RANKS = 2  # on CPUs
 NUM_WARMUP, NUM_STEPS, NUM_ROUNDS = 3, 7, 2
-PHASES = ("forward", "backward", "step")
 
 
 @dataclass(frozen=True)
@@ -42,13 +41,13 @@ class PracticeRun:
     @property
     def config(self) -> Config:
         shape = {
-            **{
-                "vocab_size": self.words,
-                "hidden_size": self.width,
-                "num_hidden_layers": self.depth,
-            },
-            **{"intermediate_size": 11 * self.width // 4, "num_attention_heads": self.width // 64},
-            **{"num_key_value_heads": self.width // 64, "max_position_embeddings": 2048},
+            "vocab_size": self.words,
+            "hidden_size": self.width,
+            "intermediate_size": 11 * self.width // 4,
+            "num_hidden_layers": self.depth,
+            "num_attention_heads": self.width // 64,
+            "num_key_value_heads": self.width // 64,
+            "max_position_embeddings": 2048,
             "tie_word_embeddings": True,
         }
         data = DataConfig(kind="synthetic", seq_len=self.tokens, micro_batch_size=self.samples)
@@ -112,5 +111,5 @@ def _train(config: Config, world: World) -> dict[str, float]:
     instruments = Instruments(config.train, world, Path())
     records = list(train(strategy, data, config=config, world=world, instruments=instruments))
     fastest = min(records[NUM_WARMUP:], key=lambda record: record.step_seconds).phase_seconds
-    factors = {phase: fastest[phase] for phase in ("forward", "backward")}
-    return {**factors, "step": fastest["optimizer"] + fastest["step"]}
+    in_step = fastest["optimizer"] + fastest["step"]
+    return {"forward": fastest["forward"], "backward": fastest["backward"], "step": in_step}

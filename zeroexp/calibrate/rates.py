@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from zeroexp.comm.tuning import measure_moves
+from zeroexp.comm.tuning import PROBED_BYTES, fit_link, measure_moves
 from zeroexp.process import world as worlds
 from zeroexp.process.world import World
 from zeroexp.run.rank import keep_freed_memory
@@ -54,7 +54,7 @@ SIZES = {
 
 
 def measure_rates(world: World) -> dict[str, Any]:
-    """Return the fields of a Calibration that are rates, but for `links`. All ranks call it together."""
+    """Return the fields of a Calibration that are rates. All ranks call it together."""
     keep_freed_memory()
     device = world.device
     sizes = SIZES[device.type]
@@ -66,8 +66,14 @@ def measure_rates(world: World) -> dict[str, Any]:
         },
         "bytes_per_second": _measure_memory(sizes.num_bytes, device),
         "launch_seconds": _measure_launch(device),
-        "moves": {transport: measure_moves(world, transport=transport) for transport in transports},
+        "links": {transport: _measure_link(world, transport) for transport in transports},
     }
+
+
+def _measure_link(world: World, transport: str) -> list[float]:
+    """Return latency and bytes per second; a reduction of b bytes sends the part of b that the peers own."""
+    link = fit_link(PROBED_BYTES, measure_moves(world, transport=transport))
+    return [link.latency_seconds, link.bytes_per_second * (world.size - 1) / world.size]
 
 
 def _measure_products(dtype: torch.dtype, sizes: Sizes, device: torch.device) -> dict[str, float]:
