@@ -51,15 +51,13 @@ class ComposedPoints:
     def _batched(self, values: Mapping[str, Any]) -> Mapping[str, Any]:
         """Let the global batch grow to whole microbatches of every rank, unless the words name it."""
         data, ranks = values["data"], values["world_size"]
-        micro, batch = data["micro_batch_size"], data["global_batch_size"]
-        if isinstance(ranks, int) and ranks > MOST_RANKS:
+        if ranks > MOST_RANKS:
             problem = "every rank is planned, so that this takes minutes and memory"
             raise ConfigError(f"world_size={ranks}: {problem}; use at most {MOST_RANKS}")
-        if self._keeps_batch or not (isinstance(ranks, int) and ranks > 0 and micro > 0):
+        batch, multiple = data["global_batch_size"], data["micro_batch_size"] * ranks
+        if self._keeps_batch or min(ranks, multiple) <= 0 or batch % multiple == 0:
             return values
-        if batch % (micro * ranks) == 0:
-            return values
-        fitting = fitting_batch(batch, micro * ranks)
+        fitting = fitting_batch(batch, multiple)
         note = f"{BATCH}={batch} is not divisible by {ranks} ranks: planned with {fitting}"
         if note not in self.notes:
             self.notes.append(note)
