@@ -91,26 +91,23 @@ def _first_line(advice: Advice) -> str:
     outcome, rehearsed = best.outcome, best.outcome.rehearsed
     least, expected, most = rehearsed.step_seconds
     limit, size = outcome.memory_gib, outcome.peak_bytes
-    line = (
+    use = (
         f"use {outcome.strategy}, micro-batch {best.micro}, recomputation {_on(best)}: "
         f"{_size(size)}{f' of {limit:g} GiB' if limit else ''}{' reserved' if rehearsed.allocator else ''}, "
         f"{expected:.3g} s a step ({least:.3g}-{most:.3g})"
     )
     others = [each for each in advice.fitting if each.outcome.strategy != outcome.strategy]
     if others:
-        line += (
-            f", {others[0].seconds / best.seconds:.3g} x as fast as {others[0].outcome.strategy}"
-        )
-    lean = advice.leanest
+        next_best = others[0]
+        use += f", {next_best.seconds / best.seconds:.3g} x as fast as {next_best.outcome.strategy}"
+    parts, lean = [use], advice.leanest
     if lean and way_of(lean) != way_of(best):
-        free = f"leave {_size(outcome.limit_bytes - lean.outcome.peak_bytes)} free" if limit else ""
-        line += (
-            f"; {lean.outcome.strategy}{' with recomputation' if lean.recomputes else ''} would "
-        )
-        line += free or f"hold {_size(lean.outcome.peak_bytes)}"
-        if lean not in others[:1]:
-            line += f" and take {lean.seconds / best.seconds:.3g} x as long"
-    return f"{line}; {on}."
+        held, again = lean.outcome.peak_bytes, " with recomputation" if lean.recomputes else ""
+        room = f"leave {_size(outcome.limit_bytes - held)} free" if limit else f"hold {_size(held)}"
+        longer = f" and take {lean.seconds / best.seconds:.3g} x as long"
+        longer = "" if lean in others[:1] else longer
+        parts.append(f"{lean.outcome.strategy}{again} would {room}{longer}")
+    return f"{'; '.join([*parts, on])}."
 
 
 def _reasons(advice: Advice) -> list[str]:
