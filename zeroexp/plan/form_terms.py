@@ -29,16 +29,16 @@ class OptimizerForm:
     of_kinds: tuple[tuple[str, OptimizerForm], ...] = ()  # that of chunks of another kind
 
     def num_bytes(self, held: HeldElements, itemsize: int) -> int:
-        of_kinds = dict(self.of_kinds)
-        return sum(of_kinds.get(own.kind, self)._bytes_of(own, itemsize) for own in held.by_kind)
+        return sum(self._of(own)._bytes_of(own, itemsize) for own in held.by_kind)
 
     def master_bytes(self, held: HeldElements, itemsize: int, at_rest: int) -> int:
         """Return the bytes of master weights; those of the itemsize of parameters at rest are these."""
-        of_kinds, num_bytes = dict(self.of_kinds), 0
-        for own in held.by_kind:
-            each = ITEMSIZE.get(of_kinds.get(own.kind, self).master or "", itemsize)
-            num_bytes += each * own.numel if each != at_rest else 0
-        return num_bytes
+        sizes = [ITEMSIZE.get(self._of(own).master or "", itemsize) for own in held.by_kind]
+        owned = zip(sizes, held.by_kind, strict=True)
+        return sum(each * own.numel for each, own in owned if each != at_rest)
+
+    def _of(self, own: Owned) -> OptimizerForm:
+        return dict(self.of_kinds).get(own.kind, self)
 
     def _bytes_of(self, own: Owned, itemsize: int) -> int:
         itemsize = ITEMSIZE.get(self.dtype or self.master or "", itemsize)

@@ -69,9 +69,7 @@ class HostMemory(LocalOperations):
     def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         name = func._schema.name
         if name in COPIED:
-            copy = torch.empty_like(
-                args[COPIED[name]]
-            )  # it lives until the collective has been issued
+            copy = torch.empty_like(args[COPIED[name]])  # lives until the collective is issued
             self._storages.assign_kind(MESSAGES, [copy])
         result = func(*args, **kwargs)
         if num_bytes := self._scratch_bytes(name, args, kwargs, result):

@@ -29,13 +29,9 @@ NOT_CALIBRATED = "not calibrated"
 # The share of data sheets that products of large matrices and copies reach.
 PRODUCT_SHARE, MEMORY_SHARE = 0.65, 0.85
 LAUNCH_SECONDS = 5e-6  # of the host, for one operation on a GPU
-HOST_BYTES_PER_SECOND = (
-    25e9  # of one rank of several: PCIe 4.0 x16, and its share of the host's memory
-)
-CPU, CPU_FLOPS = (
-    "a core of a Xeon of 2.5 GHz",
-    160e9,
-)  # the most it computes: two products of 16 numbers a cycle
+HOST_BYTES_PER_SECOND = 25e9  # of one rank of several: PCIe 4.0 x16, and its share of host memory
+CPU = "a core of a Xeon of 2.5 GHz"
+CPU_FLOPS = 160e9  # the most it computes: two products of 16 numbers a cycle
 # The smallest dimension of a product, and the share of this that was reached.
 CPU_PRODUCT_SHARES = {1: 0.03, 16: 0.2, 64: 0.45, 128: 0.55}
 CPU_DTYPE_SHARES = {"float32": 1.0, "bfloat16": 0.25}  # without instructions for bf16

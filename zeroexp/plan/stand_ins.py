@@ -194,7 +194,7 @@ class NoData:
         data = self._config.data
         num = data.global_batch_size // (data.micro_batch_size * world_size)
         num_tokens = data.global_batch_size * data.seq_len
-        most = num if self._most is None else min(num, self._most)
+        most = min(num, self._most or num)
         self._others = [self.microbatch() for _ in range(num - most) if self._holds_others]
         return StepBatch([self.microbatch() for _ in range(most)], num_tokens, num_tokens)
 

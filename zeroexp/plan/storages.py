@@ -97,9 +97,8 @@ class Storages(LocalOperations):
         other activations.
         """
         super().__init__()
-        self._current_stream: Callable[[], Hashable] = torch.get_device_module(
-            device
-        ).current_stream
+        of_device = torch.get_device_module(device)
+        self._current_stream: Callable[[], Hashable] = of_device.current_stream
         self._num_uncounted = 0  # how many ask just now that nothing counts
         self._mode = mode
         self._device = device

@@ -32,17 +32,8 @@ ATTENTION = "_scaled_dot_product"
 GROUPED_PRODUCT = "_grouped_mm"  # of experts: each row with the weight of one
 # Parts of names of operations that compute more than they read: exponentials, and sums over rows.
 SLOW = (
-    "silu",
-    "gelu",
-    "softmax",
-    "exp",
-    "log",
-    "embedding",
-    "index",
-    "pow",
-    "mean",
-    "sum",
-    "rsqrt",
+    *("silu", "gelu", "softmax", "exp", "log", "pow", "rsqrt"),
+    *("embedding", "index", "mean", "sum"),
 )
 CACHE_BYTES = 1 << 20  # an operation on so much finds it in a core's cache
 # which verbs cost alike
