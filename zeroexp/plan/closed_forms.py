@@ -53,8 +53,8 @@ Cut = tuple[str, bool, tuple[int, ...], tuple[int, ...]]  # all of a chunk but i
 class ClosedForm:
     """What rests on each rank of any engine, from what a subclass says of its elements, gradients and buffers.
 
-    at_rest: which dtype of the precision a parameter has. of_states: that of the optimizer's moments, and of master
-    weights where it differs, or where `copies_weights`.
+    at_rest: which dtype of the precision a parameter has. Moments have the master's, and so have master weights, which
+    are others than the parameters where the dtypes differ, or where `copies_weights`.
     """
 
     world_size: int
@@ -64,8 +64,7 @@ class ClosedForm:
     replicas = 1  # groups of ranks that hold all states each
     shares_updates = False  # whether the optimizer's state of some chunks is cut over all of them
     copies_weights = False
-    at_rest: ClassVar[str]
-    of_states: ClassVar[str]
+    at_rest: ClassVar[str] = "compute"
 
     def traffic(self, rank: int) -> Traffic:
         """Return the bytes `rank` sends in one step and the number of its collectives, by kind."""
@@ -87,13 +86,13 @@ class ClosedForm:
         This assumes that every trainable parameter has got a gradient.
         """
         assert moment in MOMENTS, moment
-        held, itemsize = self.held_elements(rank), ITEMSIZE[getattr(self.precision, self.of_states)]
+        held = self.held_elements(rank)
         at_rest = 0 if self.copies_weights else self.parameter_itemsize
         return {
             "parameters": self.parameter_itemsize * held.resting,
             "gradients": self._gradient_bytes(moment, rank) if self._has_gradients(moment) else 0,
-            "optimizer": self.optimizer.num_bytes(held, itemsize),
-            "master": self.optimizer.master_bytes(held, itemsize, at_rest),
+            "optimizer": self.optimizer.num_bytes(held, self._master),
+            "master": self.optimizer.master_bytes(held, self._master, at_rest),
             "secondary": 0,
             "buffers": self._buffer_bytes(moment, rank),
         }
@@ -124,6 +123,10 @@ class ClosedForm:
     @property
     def _reduce(self) -> int:
         return ITEMSIZE[self.precision.reduce]
+
+    @property
+    def _master(self) -> int:
+        return ITEMSIZE[self.precision.master]
 
 
 class UnitsOfOneShape(NamedTuple):
@@ -156,8 +159,6 @@ class ShardedForm(ClosedForm):
     gathers: Sequence[int] | None = None
     matrices: Sequence[Sequence[CutMatrix]] = ()
     outer_share: tuple[int, int] = (1, 1)  # outer steps, of so many measured steps
-    at_rest = "compute"
-    of_states = "master"
 
     @property
     def replicas(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -315,7 +316,7 @@ class ShardedForm(ClosedForm):
     @property
     def _summed(self) -> int:
         """Bytes of one element of what replicas sum: gradients, or the changes of master weights."""
-        return self._reduce if self.options.outer is None else ITEMSIZE[self.precision.master]
+        return self._reduce if self.options.outer is None else self._master
 
     @cached_property
     def _matrix_bytes(self) -> dict[bool, list[int]]:
@@ -420,8 +421,7 @@ class ShardedForm(ClosedForm):
         held["secondary"] = self._section_bytes(rank, self.options.secondary_partition)
         if self.options.outer is not None:  # weights before the interval, and momentum
             num_tensors = 2 if self.options.outer.momentum else 1
-            each = ITEMSIZE[self.precision.master] * self.held_elements(rank).owned
-            held[OUTER] = num_tensors * each
+            held[OUTER] = num_tensors * self._master * self.held_elements(rank).owned
         codes = 0
         if self.options.masters_rest:  # pieces are masters, and what is frozen in its own dtype
             place = rank % self.group_size
@@ -430,7 +430,7 @@ class ShardedForm(ClosedForm):
             numel = sum(num * chunk.section_numel(place) for chunk, num in self._trained_chunks)
             frozen = self.held_elements(rank).resting - numel
             held["parameters"] = codes + self._compute * frozen
-            held["master"] = ITEMSIZE[self.precision.master] * numel
+            held["master"] = self._master * numel
         if self.options.offload is None:
             return held
         there = self.held_elements(rank, on_host=True)
@@ -438,16 +438,16 @@ class ShardedForm(ClosedForm):
             on_host = held["parameters"] - codes + held["master"] + self._reduce * there.owned
             on_host += held["optimizer"]
             return {**held, "optimizer": 0, "master": 0, "parameters": codes, HOST: on_host}
-        precision, keeps_pieces = self.precision, self.options.offload == ALL
-        master, is_cast = ITEMSIZE[precision.master], precision.master != precision.compute
+        keeps_pieces = self.options.offload == ALL
+        is_cast = self.precision.master != self.precision.compute
         moved = {
-            "optimizer": self.optimizer.num_bytes(there, master),
-            "master": master * there.owned if is_cast else 0,
+            "optimizer": self.optimizer.num_bytes(there, self._master),
+            "master": self._master * there.owned if is_cast else 0,
             "parameters": self._compute * there.resting if keeps_pieces else 0,
         }
         transit = there.owned * max(self._reduce, self._compute * (is_cast and not keeps_pieces))
         # Masters of the parameters' dtype are the pieces, where these are there too.
-        apart = 0 if is_cast or keeps_pieces else master * there.owned
+        apart = 0 if is_cast or keeps_pieces else self._master * there.owned
         held |= {kind: held[kind] - num_bytes for kind, num_bytes in moved.items()}
         rests = sum(moved.values()) + apart
         if self.options.offload_folder:

@@ -39,7 +39,7 @@ class DeepSpeedForm(ClosedForm):
     gathers: Sequence[int]
     bucket: int
     overlaps: bool
-    at_rest, of_states, copies_weights = "compute", "master", True
+    copies_weights = True
 
     def traffic(self, rank: int) -> Traffic:
         peers = self.world_size - 1

@@ -79,8 +79,6 @@ class DdpForm(ClosedForm):
     shards_optimizer: bool = False
     gradient_as_bucket_view: bool = True
 
-    at_rest = of_states = "compute"
-
     def traffic(self, rank: int) -> Traffic:
         """Return the bytes `rank` sends in one step, by kind; how many calls it takes is DDP's own business."""
         if self.world_size == 1:
@@ -128,7 +126,7 @@ class FsdpForm(ClosedForm):
     units: Sequence[Sequence[ParameterShape]]
     reshards: bool = True  # blocks are freed after forward: zero3
     replicas: int = 1
-    at_rest = of_states = "master"  # the shards are the master weights
+    at_rest = "master"  # the shards are the master weights
 
     def traffic(self, rank: int) -> Traffic:
         if self.world_size == 1:
