@@ -13,7 +13,9 @@ from zeroexp.calibrate import __main__ as command
 from zeroexp.calibrate import rates
 from zeroexp.calibrate.factors import fit_factors
 from zeroexp.calibrate.practice import PHASES, POINTS, PracticeRun, measured, rehearsed_phases
-from zeroexp.plan.speed import Speed, this_machine
+from zeroexp.config.job_shape import JobShape
+from zeroexp.plan.machines import Machines
+from zeroexp.plan.speed import Speed, calibrated_speed, this_machine
 
 SPEED = Speed(
     label="made up",
@@ -66,7 +68,8 @@ def test_rates_are_those_of_every_dtype_shape_and_transport(monkeypatch):
     monkeypatch.setitem(rates.SIZES, "cpu", few)
     found = command.rates()
     assert found.device == "cpu" and found.machine == this_machine() and not found.factors
-    assert {name: set(each) for name, each in found.product_rates.items()} == {
+    speed = calibrated_speed(found, Machines("cpu", JobShape(1, 2)))
+    assert {name: set(each) for name, each in speed.product_rates.items()} == {
         "float32": {1, 8},
         "bfloat16": {1, 8},
     }

@@ -28,6 +28,7 @@ from zeroexp.calibrate.practice import NUM_RANKS, practise
 from zeroexp.calibrate.rates import measure_rates
 from zeroexp.check.rules_machine import num_gpus
 from zeroexp.config.job_shape import JobShape
+from zeroexp.config.keys import ConfigError
 from zeroexp.plan.machines import Machines
 from zeroexp.plan.speed import (
     Calibration,
@@ -37,42 +38,34 @@ from zeroexp.plan.speed import (
     these_gpus,
     this_machine,
 )
-from zeroexp.process import safe_output
-from zeroexp.process.json_output import json_alone, wants_json
+from zeroexp.process.json_output import answer
 from zeroexp.process.on_ranks import on_ranks
 
 
 def main() -> int:
-    safe_output.keep_going()
+    return answer(_measure)
+
+
+def _measure(told: list[str] | None) -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--outputs", type=Path, default=Path("outputs"))
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
-    wanted = wants_json()
     args = parser.parse_args()
-    with json_alone(wanted) as told:
-        return _measure(args, told)
-
-
-def _measure(args: argparse.Namespace, told: list[str]) -> int:
-    outputs: Path = args.outputs
     if args.device == "cuda" and not (num_gpus() and torch.backends.cuda.is_built()):
-        print(
-            "zeroexp: --device cuda: torch finds no GPU here; run it on a machine that has one",
-            file=sys.stderr,
-        )
-        return 2
+        problem = "torch finds no GPU here; run it on a machine that has one"
+        raise ConfigError(f"--device cuda: {problem}")
     torch.set_num_threads(1)
     began = time.perf_counter()
     calibration = calibrate() if args.device == "cpu" else rates("cuda", num_gpus())
-    path = calibration_path(outputs, args.device)
+    path = calibration_path(args.outputs, args.device)
     try:
         save(calibration, path)
     except OSError as error:
-        print(f"zeroexp: --outputs {outputs}: {error}", file=sys.stderr)
-        return 2
-    told.append(path.read_text(encoding="utf-8"))
+        raise ConfigError(f"--outputs {args.outputs}: {error}") from error
+    if told is not None:
+        told.append(path.read_text(encoding="utf-8"))
     print(_summary_lines(calibration))
     print(f"kept in {path}, after {time.perf_counter() - began:.0f} s")
     return 0

@@ -104,13 +104,6 @@ class Calibration:
     factors: dict[str, float] = field(default_factory=dict[str, float])  # see Speed
     device: str = "cpu"  # cpu | cuda
 
-    @property
-    def product_rates(self) -> dict[str, dict[int, float]]:
-        return {
-            dtype: {int(rows): rate for rows, rate in rates.items()}
-            for dtype, rates in self.products.items()
-        }
-
 
 def this_machine() -> str:
     """Return the words by which a calibration knows its machine."""
@@ -192,7 +185,10 @@ def calibrated_speed(
     speed = replace(
         prior_speed(machines, network=network),
         label=f"calibrated on {calibration.machine}",
-        product_rates=calibration.product_rates,
+        product_rates={
+            dtype: {int(rows): rate for rows, rate in rates.items()}
+            for dtype, rates in calibration.products.items()
+        },
         products_read_memory=True,
         bytes_per_second=calibration.bytes_per_second,
         launch_seconds=calibration.launch_seconds,
