@@ -26,7 +26,6 @@ from typing import TYPE_CHECKING
 from zeroexp.config.keys import Config, ConfigError
 from zeroexp.measure.record import STEP_SECONDS
 from zeroexp.plan.caching_allocator import OutOfDeviceMemory, expands_segments, replay
-from zeroexp.plan.changes import with_settings
 from zeroexp.plan.closed_forms import ClosedForm, ShardedForm
 from zeroexp.plan.outcome import PlannedPoint, RankPeak, RehearsedPeaks, plan_point
 from zeroexp.plan.speed import NOT_CALIBRATED, Speed, prior_speed, speed_of
@@ -66,9 +65,8 @@ def rehearse_point(
     from zeroexp.plan.timing import compute_seconds, step_seconds
 
     config, machines, form = planned.config, planned.machines, planned.form
-    speed, most = speed or speed_of(config, machines), _most_microbatches(form)
     on_host = machines.device == "cpu"
-    config = with_settings(config, {"cluster.device": "cpu"}) if on_host else config
+    speed, most = speed or speed_of(config, machines), _most_microbatches(form)
     rehearsed = [
         rehearse(
             config,

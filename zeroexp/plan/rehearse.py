@@ -104,7 +104,7 @@ def rehearse(
     run; None runs all. Raises ConfigError in one line for what can not be rehearsed.
     """
     config = prepared(config)
-    size, device = config.world_size, _device(config)
+    size, device = config.world_size, "cpu" if ranks_per_host else _device(config)
     if not 0 <= rank < size:
         raise ConfigError(f"rank {rank}: a world of {size} has ranks 0 to {size - 1}")
     words = vocabulary_of_data(config)
@@ -170,7 +170,7 @@ def prepared(config: Config) -> Config:
 
 
 def _device(config: Config) -> str:
-    """Return whose kernels are rehearsed: without a GPU those of the CPU.
+    """Return whose kernels are rehearsed of a rank that moves as GPUs do: without a GPU those of the CPU.
 
     A torch that was built for CUDA asks a real device for its streams in each backward, also in one of fake tensors.
     """
