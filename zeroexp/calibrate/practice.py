@@ -79,9 +79,9 @@ def practise(speed: Speed) -> list[tuple[dict[str, float], float]]:
     """Return (what is spent, measured seconds) of every phase of every point, and of its whole step."""
     rounds = [[measured(each.config) for each in POINTS] for _ in range(NUM_ROUNDS)]
     pairs: list[tuple[dict[str, float], float]] = []
-    for index, point in enumerate(POINTS):
+    for point, tries in zip(POINTS, zip(*rounds, strict=True), strict=True):
         spent = rehearsed_phases(point.config, speed)
-        seconds = min((each[index] for each in rounds), key=lambda phases: sum(phases.values()))
+        seconds = min(tries, key=lambda phases: sum(phases.values()))
         pairs += [(spent[phase], seconds[phase]) for phase in PHASES]
         names = {name for each in spent.values() for name in each}
         whole = {name: sum(each.get(name, 0.0) for each in spent.values()) for name in names}
