@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import platform
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -91,13 +91,12 @@ def machines_of(config: Config, device: str) -> Machines:
     return Machines(device, shape_of(config, device))
 
 
-def device_of(configs: Iterable[Config], num_gpus: int, num_cpus: int) -> str:
+def device_of(configs: Sequence[Config], num_gpus: int, num_cpus: int) -> str:
     """Return the device that cluster.device=auto means in a plan, one for all points.
 
     It is the device that a run on this machine would take, if the machine has one for each rank of every point. Else
     no run is possible here, and the plan is for GPUs.
     """
-    configs = list(configs)
     if any(config.cluster.gpu or config.cluster.network for config in configs):
         return "cuda"
     if any(config.cluster.link for config in configs):
