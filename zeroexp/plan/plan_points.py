@@ -11,6 +11,7 @@ from zeroexp.check.sweep_points import Point, require_defined
 from zeroexp.check.try_model import check_model
 from zeroexp.check.try_strategy import refused_strategy
 from zeroexp.config.keys import Config, UndefinedCombination
+from zeroexp.config.vocabulary import vocabulary_of_data
 from zeroexp.models.module import BuiltModel
 from zeroexp.plan.composed_points import ComposedPoints
 from zeroexp.plan.form_of_config import build_on_meta
@@ -59,8 +60,9 @@ class Plans:
         return with_rehearsal(planned) if self.rehearses else planned
 
     def _model(self, config: Config) -> BuiltModel:
-        """Return the point's model; points of one model share it."""
-        key = repr((config.model, config.data.vocab_size))
+        """Return the point's model; points of one model and vocabulary share it."""
+        words = vocabulary_of_data(config)
+        key = repr((config.model, words))
         if key not in self._models:
-            self._models[key] = build_on_meta(config)
+            self._models[key] = build_on_meta(config, words)
         return self._models[key]
