@@ -104,9 +104,9 @@ def _first_line(advice: Advice) -> str:
     if lean and way_of(lean) != way_of(best):
         held, again = lean.outcome.peak_bytes, " with recomputation" if lean.recomputes else ""
         room = f"leave {_size(outcome.limit_bytes - held)} free" if limit else f"hold {_size(held)}"
-        longer = f" and take {lean.seconds / best.seconds:.3g} x as long"
-        longer = "" if lean in others[:1] else longer
-        parts.append(f"{lean.outcome.strategy}{again} would {room}{longer}")
+        parts.append(f"{lean.outcome.strategy}{again} would {room}")
+        if lean not in others[:1]:  # of which the seconds are told
+            parts[-1] += f" and take {lean.seconds / best.seconds:.3g} x as long"
     return f"{'; '.join([*parts, on])}."
 
 

@@ -183,7 +183,6 @@ class ShardedForm(ClosedForm):
         traffic = Traffic()
         place = rank % self.group_size
         for chunks, fine, num_units, num_gathers, buckets in self.units_by_shape:
-            # With a secondary copy one gather of a step goes over all ranks that shard.
             num_over_all = min(num_gathers, 1) if self.options.secondary_partition else num_gathers
             gathered = self._gather_bytes(chunks, place) if num_gathers else 0
             _add(traffic, "gather", num_units * num_over_all, gathered)
