@@ -164,7 +164,7 @@ def test_a_store_that_another_program_has_locked_is_told_as_such(
 def test_a_store_of_somebody_else_is_told_as_a_matter_of_permission(outputs: Path) -> None:
     folder, database = write_run(outputs / "mine" / "run"), outputs / "mlflow.db"
     tracker = MlflowTracker(None, "x", outputs)
-    run_id = tracker.start_run(folder)
+    run_id = tracker.start_run(folder).run_id
     missing = MlflowTracker(f"sqlite:///{outputs}/other.db", "x")
     database.chmod(0o644)
     with read_only(outputs), not_root():

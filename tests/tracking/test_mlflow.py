@@ -164,7 +164,7 @@ def test_a_run_can_be_followed_and_a_resumed_one_goes_on(
     tracker: MlflowTracker, outputs: Path, sweep: Path
 ) -> None:
     folder = write_run(sweep / "run", status="running", num_steps=3)
-    run_id = tracker.start_run(folder)
+    run_id = tracker.start_run(folder).run_id
     tracker.log_run(folder)
     assert status(outputs, run_id) == "RUNNING"
     assert num_metrics(outputs, run_id) == 3 * METRICS_PER_STEP
@@ -174,7 +174,7 @@ def test_a_run_can_be_followed_and_a_resumed_one_goes_on(
     assert tag(outputs, run_id, "reason") == "after 3600 s"
     (folder / "earlier" / "1" / "logs").mkdir(parents=True)  # as --rerun leaves it, with its steps
     write_json(folder / "state.json", {"status": "running"})
-    assert tracker.start_run(folder) == run_id
+    assert tracker.start_run(folder).run_id == run_id
     assert status(outputs, run_id) == "RUNNING"
     with RecordWriter(folder) as writer:
         writer.write(record(3))
@@ -402,7 +402,7 @@ def test_steps_that_the_store_refused_are_sent_later(
     tracker: MlflowTracker, outputs: Path, sweep: Path
 ) -> None:
     folder = write_run(sweep / "run", num_steps=7, status="running")
-    records, run_id = read_timed_records(folder), tracker.start_run(folder)
+    records, run_id = read_timed_records(folder), tracker.start_run(folder).run_id
     tracker.log_steps(run_id, records[:2])
     with away(outputs), pytest.raises(OSError):
         tracker.log_steps(run_id, records[2:5])

@@ -10,6 +10,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from zeroexp.measure.record import StepRecord
 from zeroexp.tracking import attempt, labels, mlflow_metrics, views
@@ -62,21 +63,26 @@ class MlflowTracker:
         self.store = Store(uri, experiment, Path(outputs))
         self._sent: dict[tuple[str, int], set[int]] = {}  # steps by run id and attempt
 
-    def start_run(self, folder: Path) -> str:
-        """Return the id of the run folder's MLflow run; the first call creates the run, later calls reopen it.
+    def start_run(self, folder: Path) -> LoggedRun:
+        """Return the run folder's MLflow run; the first call creates the run, later calls reopen it.
 
         A run that goes on from its checkpoint goes on in its MLflow run. One that is repeated from its start becomes
         a new one, and the old one leaves the views of the sweep.
         """
         with self.store.locked(folder / f".{LINK}.lock"):
-            link = self._opened_link(folder)
-            replace(link, closed=False).write(folder)
-        return link.run_id
+            link = replace(self._opened_link(folder), closed=False)
+            link.write(folder)
+        return link
+
+    def _link_of(self, folder: Path) -> LoggedRun | None:
+        """Return the folder's link, if the store has its run."""
+        link = LoggedRun.read(folder)
+        return link if link and self.store.has_run(link.uri, link.run_id) else None
 
     def _opened_link(self, folder: Path) -> LoggedRun:
         """Return the link to a run that MLflow takes for running."""
-        link = LoggedRun.read(folder)
-        if link is None or not self.store.has_run(link.uri, link.run_id):
+        link = self._link_of(folder)
+        if link is None:
             return self._create_run(folder)
         if link.attempt != beginning_of(folder):
             self.store.send(link.run_id, tags={"sweep": f"{folder.parent.name}/earlier"})
@@ -96,15 +102,15 @@ class MlflowTracker:
         status = status or run.status
         if status == "skipped":
             return None
-        run_id = self.start_run(folder)
+        link = self.start_run(folder)
         ended = labels.end_time(run, status, records)
         summary = [] if run.summary is None else mlflow_metrics.summary_entries(ended, run.summary)
-        self.log_steps(run_id, records, attempt.newest(folder))
-        self.store.send(run_id, summary, labels.run_params(run), labels.run_tags(run, status))
+        self.log_steps(link.run_id, records, attempt.newest(folder))
+        self.store.send(link.run_id, summary, labels.run_params(run), labels.run_tags(run, status))
         if (word := labels.mlflow_status(status)) != labels.RUNNING:
-            self.store.send(run_id, mlflow_metrics.system_entries(folder))
-            self._close(folder, run_id, word, ended)
-        return run_id
+            self.store.send(link.run_id, mlflow_metrics.system_entries(folder))
+            self._close(folder, link, word, ended)
+        return link.run_id
 
     def log_page(self, sweep: Path) -> str | None:
         """Send the page of a sweep, as the artifact of a run of its own that no view of points shows.
@@ -114,13 +120,10 @@ class MlflowTracker:
         page = sweep / PAGE
         if not page.exists():
             return None
-        link = LoggedRun.read(sweep)
-        if link is None or not self.store.has_run(link.uri, link.run_id):
-            experiment_id, title = self.store.experiment_id, f"{sweep.name}: report"
-            with self.store.opened() as client:
-                tags = {PAGE_OF: sweep.name, "status": "done"}
-                made = client.create_run(experiment_id, tags=tags, run_name=title)
-            link = LoggedRun(self.store.shown, experiment_id, made.info.run_id, 0, closed=True)
+        link = self._link_of(sweep)
+        if link is None:
+            tags, name = {PAGE_OF: sweep.name, "status": "done"}, f"{sweep.name}: report"
+            link = replace(self._create(0, tags=tags, run_name=name), closed=True)
             link.write(sweep)
         with self.store.opened() as client:
             client.log_artifact(link.run_id, str(page))
@@ -159,24 +162,25 @@ class MlflowTracker:
 
     def _create_run(self, folder: Path) -> LoggedRun:
         run = read_run(folder)
+        return self._create(
+            beginning_of(folder),
+            start_time=int(labels.start_time(run) * 1000),
+            tags=labels.run_tags(run, "running"),
+            run_name=run.name,
+        )
+
+    def _create(self, attempt: int, **settings: Any) -> LoggedRun:
         experiment_id = self.store.experiment_id
         with self.store.opened() as client:
-            made = client.create_run(
-                experiment_id,
-                start_time=int(labels.start_time(run) * 1000),
-                tags=labels.run_tags(run, "running"),
-                run_name=run.name,
-            )
-        return LoggedRun(self.store.shown, experiment_id, made.info.run_id, beginning_of(folder))
+            made = client.create_run(experiment_id, **settings)
+        return LoggedRun(self.store.shown, experiment_id, made.info.run_id, attempt)
 
-    def _close(self, folder: Path, run_id: str, status: str, ended: float) -> None:
+    def _close(self, folder: Path, link: LoggedRun, status: str, ended: float) -> None:
         with self.store.opened() as client:
             for path in labels.artifacts(folder):
                 if path.is_dir():
-                    client.log_artifacts(run_id, str(path), path.name)
+                    client.log_artifacts(link.run_id, str(path), path.name)
                 else:
-                    client.log_artifact(run_id, str(path))
-            client.set_terminated(run_id, status, int(ended * 1000))
-        link = LoggedRun.read(folder)
-        assert link is not None
+                    client.log_artifact(link.run_id, str(path))
+            client.set_terminated(link.run_id, status, int(ended * 1000))
         replace(link, closed=True).write(folder)
