@@ -13,7 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from queue import SimpleQueue
+from queue import Queue
 
 from zeroexp.config.keys import DamagedFile, TrackingConfig, load
 from zeroexp.process import signals
@@ -35,7 +35,7 @@ class Uploads:
         self._views: list[tuple[str, str]] = []
         self._worker = _Worker()
         self._looked: dict[Path, float] = {}  # time.monotonic() of the last look at each run
-        self._worker.do(lambda: self._write_views(sweep))
+        self._worker.do(lambda: self._views.extend(self._tracker.write_views(sweep)))
 
     @property
     def failed(self) -> bool:
@@ -81,9 +81,6 @@ class Uploads:
         if (address := self._tracker.log_page(folder)) is not None:
             self._views.append(("report", address))
 
-    def _write_views(self, sweep: str) -> None:
-        self._views = self._tracker.write_views(sweep)
-
 
 def open_uploads(folders: Iterable[Path]) -> Uploads | None:
     """Return the uploads to the store of these runs of a sweep; None where MLflow tracks none of them."""
@@ -101,17 +98,16 @@ class _Worker:
 
     def __init__(self) -> None:
         self.error: Exception | None = None
-        self._to_do: SimpleQueue[Callable[[], object]] = SimpleQueue()
-        self._num_open, self._stands_still = 0, False
+        self._to_do: Queue[Callable[[], object]] = Queue()
+        self._stands_still = False
         self._thread = threading.Thread(target=self._work, daemon=True)
         self._thread.start()
 
     def do(self, action: Callable[[], object]) -> None:
-        self._num_open += 1
         self._to_do.put(action)
 
     def idle(self) -> bool:
-        return self._num_open == 0
+        return not self._to_do.unfinished_tasks
 
     def wait(self, still_seconds: float, *, at_end: bool = False) -> bool:
         """Wait until all is done, no work was done for `still_seconds`, or the user is impatient.
@@ -144,4 +140,4 @@ class _Worker:
                 print(f"zeroexp: MLflow lacks a run: {error}", file=sys.stderr)
             except Exception as error:  # a database, a server or the network may raise anything
                 self.error = error
-            self._num_open -= 1
+            self._to_do.task_done()
