@@ -35,9 +35,8 @@ VERSION = "select version_num from alembic_version"
 METRICS_PER_CALL = 500
 PARAMS_PER_CALL = 100  # a server's limit
 UI_PORT = 5000
-BUSY_SECONDS = (
-    5.0  # for a sqlite file's lock that another program holds; MLflow itself waits for 20
-)
+# For a sqlite file's lock that another program holds; MLflow itself waits for 20.
+BUSY_SECONDS = 5.0
 # MLflow's own limits are minutes: 7 retries of 120 s. Whatever a store does not accept now is sent later.
 CLIENT_DEFAULTS = {
     "MLFLOW_DISABLE_TELEMETRY": "true",
@@ -62,7 +61,6 @@ class Store:
         self.waits_for: str | None = None  # the lock it waits for now
         # Maps key -> reason for the entries that MLflow refused; all others were sent.
         self.refused: dict[str, str] = {}
-        self._client: MlflowClient | None = None
 
     @contextmanager
     def opened(self) -> Iterator[MlflowClient]:
@@ -72,19 +70,21 @@ class Store:
         waiting too long for another.
         """
         if not self._is_file:
-            self._client = self._client or _open_server(self.uri)
             yield self._client
             return
         _client_class()  # whoever imports for seconds holds up nobody else
         database = _database(self.uri)
         with self.locked(Path(f"{database}.lock")):
             try:
-                self._client = self._client or _open_file(database)
                 yield self._client
             except Exception as error:
                 if cause := _error_of_sqlite(error):
                     raise _explain(database, cause) from error
                 raise
+
+    @cached_property
+    def _client(self) -> MlflowClient:
+        return _open_file(_database(self.uri)) if self._is_file else _open_server(self.uri)
 
     @property
     def _is_file(self) -> bool:
@@ -260,9 +260,8 @@ def _client_class() -> type[MlflowClient]:
     """Import MLflow's client, which takes seconds the first time, and keep it quiet."""
     for name, value in CLIENT_DEFAULTS.items():
         os.environ.setdefault(name, value)
-    with importing_cheaply(
-        "pandas"
-    ):  # half a second, for MLflow's own data sets, of which we send none
+    # Half a second, for MLflow's own data sets, of which we send none.
+    with importing_cheaply("pandas"):
         from mlflow import MlflowClient
 
     logging.getLogger("alembic").setLevel(logging.WARNING)
