@@ -33,22 +33,22 @@ def run_params(run: Run) -> dict[str, str]:
 
 
 def run_tags(run: Run, status: str) -> dict[str, str]:
-    told = {tag: run.environment.get(key, "null") for tag, key in ENVIRONMENT.items()}
-    drift = run.summary.drift if run.summary else {}
-    return {
+    summary = run.summary
+    tags = {
         "sweep": run.sweep,
         "strategy": run.label,
         "status": status,
-        **({"attempts": str(run.num_attempts)} if run.num_attempts > 1 else {}),
-        **({"reason": run.reason} if run.reason else {}),
-        **({"verdict": run.summary.verdict} if run.summary and run.summary.verdict else {}),
-        **({"drift": "; ".join(map(" ".join, drift.items()))} if drift else {}),
-        **({"data": run.summary.data_source} if run.summary and run.summary.data_source else {}),
-        **({"peak_flops": run.summary.peak_flops_name} if run.summary and run.summary.mfu else {}),
-        **{tag: value for tag, value in told.items() if value != "null"},
+        "attempts": str(run.num_attempts) if run.num_attempts > 1 else None,
+        "reason": run.reason,
+        "verdict": summary and summary.verdict,
+        "drift": summary and "; ".join(map(" ".join, summary.drift.items())),
+        "data": summary and summary.data_source,
+        "peak_flops": summary.peak_flops_name if summary and summary.mfu else None,
+        **{tag: run.environment.get(key) for tag, key in ENVIRONMENT.items()},
         # These are tags, since another attempt may find other links, and MLflow writes a param only once.
-        **{f"engine.{key}": value for key, value in run.engine.items() if value != "null"},
+        **{f"engine.{key}": value for key, value in run.engine.items()},
     }
+    return {tag: value for tag, value in tags.items() if value and value != "null"}
 
 
 def artifacts(folder: Path) -> list[Path]:
