@@ -56,15 +56,12 @@ class RecordWriter:
         os.fsync(self._file.fileno())
         sync(self._folder)
 
-    def close(self) -> None:
-        self.sync()
-        self._file.close()
-
     def __enter__(self) -> RecordWriter:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.close()
+        self.sync()
+        self._file.close()
 
 
 def read_timed_records(folder: Path) -> list[tuple[float, StepRecord]]:
@@ -73,8 +70,6 @@ def read_timed_records(folder: Path) -> list[tuple[float, StepRecord]]:
     Raises DamagedFile for a curve with a hole.
     """
     path = folder / RECORDS
-    if not path.exists():
-        return []
     rows = read_rows(lines := _lines_of(path))
     if len(rows) < len(lines):
         raise DamagedFile(path, f"{len(lines) - len(rows)} lines are no steps")
@@ -99,8 +94,11 @@ def read_rows(lines: Iterable[str]) -> list[dict[str, Any]]:
 
 
 def _lines_of(path: Path) -> list[str]:
-    """Return the whole lines: the text after the last newline is empty or incomplete."""
-    return path.read_text(encoding="utf-8", errors="replace").split("\n")[:-1]
+    """Return the whole lines, none where there is no file: the text after the last newline is empty or incomplete."""
+    try:
+        return path.read_text(encoding="utf-8", errors="replace").split("\n")[:-1]
+    except FileNotFoundError:
+        return []
 
 
 def _require_no_hole(path: Path, steps: Sequence[int], until: int | None = None) -> None:
@@ -140,7 +138,7 @@ def drop_records(folder: Path, *, from_step: int | None = None, rests_on: bool =
     This replaces the file, which matters to its readers and to a writer left over from an earlier attempt.
     """
     path = folder / RECORDS
-    rows = read_rows(_lines_of(path)) if path.exists() else []
+    rows = read_rows(_lines_of(path))
     kept = [row for row in rows if from_step is None or row["step"] < from_step]
     _require_no_hole(path, [row["step"] for row in kept], until=from_step if rests_on else None)
     if path.exists():
