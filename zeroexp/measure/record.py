@@ -5,8 +5,9 @@ Bytes and seconds are those of one rank unless a name says otherwise; seconds ar
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from statistics import fmean
 
 MOMENTS = ("at_rest", "after_forward", "after_backward", "after_step")
 # secondary: copies of parameters for gathers inside of a node (strategy.secondary_partition); runs of earlier versions
@@ -149,6 +150,20 @@ class RankTimes:
     def exposed_seconds(self) -> float:
         """Seconds of a step in which this rank did nothing but wait for others, as far as its engine shows it."""
         return sum(verb.exposed for verb in self.verbs.values())
+
+    @property
+    def overlapped_seconds(self) -> float:
+        """Seconds in flight while this rank computes, which cost its step nothing."""
+        return sum(verb.overlapped for verb in self.verbs.values())
+
+
+def mean_verb_seconds(ranks: Sequence[RankTimes], part: str) -> dict[str, float]:
+    """Return the mean over ranks of this field of VerbSeconds, by verb."""
+    verbs = dict.fromkeys(verb for rank in ranks for verb in rank.verbs)
+    none = VerbSeconds()
+    return {
+        verb: fmean(getattr(rank.verbs.get(verb, none), part) for rank in ranks) for verb in verbs
+    }
 
 
 @dataclass

@@ -11,7 +11,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import NamedTuple
 
-from zeroexp.measure.record import STEP_SECONDS, RunSummary, Spread, StepRecord
+from zeroexp.measure.record import STEP_SECONDS, RunSummary, Spread, StepRecord, mean_verb_seconds
 from zeroexp.tracking.json_files import loads
 
 MIB = 2**20
@@ -58,7 +58,7 @@ def step_entries(written_at: float, record: StepRecord) -> list[Entry]:
         exposed = sum(verb.exposed for verb in record.verbs.values())
         values["time/step_exposed_ms"] = _milliseconds(exposed)
     values[LAST_OF_STEP] = _mib(sum(record.traffic.bytes_by_kind.values()))
-    return [Entry(key, value, _timestamp(written_at), record.step) for key, value in values.items()]
+    return _entries(values, written_at, record.step)
 
 
 def summary_entries(at: float, summary: RunSummary) -> list[Entry]:
@@ -66,7 +66,6 @@ def summary_entries(at: float, summary: RunSummary) -> list[Entry]:
 
     Metrics that scale with the world size use it as their step: grouped by strategy, MLflow then draws scaling curves.
     """
-    world_size = summary.world_size
     scaling = {
         "scaling/step_ms": _milliseconds(summary.step_seconds_median),
         "scaling/tokens_per_s": _digits(summary.tokens_per_second),
@@ -79,12 +78,9 @@ def summary_entries(at: float, summary: RunSummary) -> list[Entry]:
         **_memory_entries(summary),
         **_traffic_entries(summary),
         **_plan_entries(summary),
+        "world_size": summary.world_size,
     }
-    plain["world_size"] = world_size
-    return [
-        *(Entry(key, value, _timestamp(at), 0) for key, value in plain.items()),
-        *(Entry(key, value, _timestamp(at), world_size) for key, value in scaling.items()),
-    ]
+    return [*_entries(plain, at, 0), *_entries(scaling, at, summary.world_size)]
 
 
 def system_entries(folder: Path) -> list[Entry]:
@@ -94,8 +90,8 @@ def system_entries(folder: Path) -> list[Entry]:
         node = path.name.removeprefix("system.").removesuffix(".jsonl")
         for number, line in enumerate(path.read_text(encoding="utf-8").split("\n")[:-1]):
             row = loads(line)
-            at = _timestamp(row.pop("written_at"))
-            made += [Entry(f"system/{node}/{name}", n, at, number) for name, n in row.items()]
+            at = row.pop("written_at")
+            made += _entries({f"system/{node}/{name}": n for name, n in row.items()}, at, number)
     return made
 
 
@@ -123,18 +119,15 @@ def _speed_entries(summary: RunSummary) -> dict[str, float]:
 def _verb_entries(summary: RunSummary) -> dict[str, float]:
     """Return what each verb costs in a step, mean over ranks: seconds in which ranks only wait, and all of them."""
     ranks = summary.times
-    verbs = dict.fromkeys(verb for rank in ranks for verb in rank.verbs)
-    parts = ("working", "overlapped", "exposed")
+    parts = {part: mean_verb_seconds(ranks, part) for part in ("working", "overlapped", "exposed")}
     values = {
-        f"verb/{verb}_{part}_ms": _milliseconds(
-            fmean(getattr(rank.verbs[verb], part) if verb in rank.verbs else 0.0 for rank in ranks)
-        )
-        for verb in verbs
-        for part in parts
+        f"verb/{verb}_{part}_ms": _milliseconds(means[verb])
+        for verb in parts["working"]
+        for part, means in parts.items()
     }
     if ranks:
         exposed = fmean(rank.exposed_seconds for rank in ranks)
-        hidden = fmean(sum(verb.overlapped for verb in rank.verbs.values()) for rank in ranks)
+        hidden = fmean(rank.overlapped_seconds for rank in ranks)
         values["time/exposed_ms"] = _milliseconds(exposed)
         if exposed + hidden:  # by the name and definition of PyTorch's Holistic Trace Analysis
             values["comp_comm_overlap_pctg"] = _digits(100 * hidden / (exposed + hidden))
@@ -192,5 +185,7 @@ def _milliseconds(seconds: float) -> float:
     return round(seconds * 1e3, 3)
 
 
-def _timestamp(seconds: float) -> int:
-    return int(seconds * 1000)
+def _entries(values: Mapping[str, float], at: float, step: int) -> list[Entry]:
+    """Return values of one moment, `at` in Unix seconds."""
+    timestamp = int(at * 1000)
+    return [Entry(key, value, timestamp, step) for key, value in values.items()]

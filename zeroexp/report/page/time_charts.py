@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from math import log10
 from statistics import fmean
 
-from zeroexp.measure.record import ALL_RANKS, RankTimes
+from zeroexp.measure.record import ALL_RANKS, RankTimes, mean_verb_seconds
 from zeroexp.report.compare import Conclusions
 from zeroexp.report.measured_points import Point
 from zeroexp.report.page.chart import (
@@ -59,17 +59,15 @@ def step_time_chart(points: Sequence[Point]) -> Chart:
 
 def exposed_chart(points: Sequence[Point]) -> Chart:
     done = {point.name: s.times for point in points if (s := point.median_run.summary) and s.times}
-    waits = {row: _exposed_seconds(ranks) for row, ranks in done.items()}
+    waits = {row: mean_verb_seconds(ranks, "exposed") for row, ranks in done.items()}
     verbs = dict.fromkeys(verb for one in waits.values() for verb in one if one[verb] > 0)
     exposed = {f"{verb}, exposed": part_colour(verb, n) for n, verb in enumerate(verbs, start=1)}
     numbers: dict[str, dict[str, float]] = {}
-    hidden: dict[str, float] = {}
     for row, ranks in done.items():
         rest = fmean(rank.step_seconds for rank in ranks) - sum(waits[row].values())
         parts = {f"{verb}, exposed": seconds for verb, seconds in waits[row].items()}
         numbers[row] = {"all else": rest, **parts}
-        overlapped = (sum(verb.overlapped for verb in rank.verbs.values()) for rank in ranks)
-        hidden[row] = 1e3 * fmean(overlapped)
+    hidden = {row: 1e3 * fmean(r.overlapped_seconds for r in ranks) for row, ranks in done.items()}
     circles = row_marks("overlapped with compute", hidden, "circle", "#fff")
     # White with a dark edge is seen on a light bar and beside it, in dark mode too.
     circles["marker"]["line"] = {"width": 1.5, "color": "#1b1b1b"}
@@ -90,15 +88,6 @@ def exposed_chart(points: Sequence[Point]) -> Chart:
         marks=[circles],
         nothing="No run tells its time by verb; runs of this version do.",
     )
-
-
-def _exposed_seconds(ranks: Sequence[RankTimes]) -> dict[str, float]:
-    """Return the exposed seconds of each verb, mean over ranks."""
-    verbs = dict.fromkeys(verb for rank in ranks for verb in rank.verbs)
-    return {
-        verb: fmean(rank.verbs[verb].exposed if verb in rank.verbs else 0.0 for rank in ranks)
-        for verb in verbs
-    }
 
 
 def _longest_wait(done: Mapping[str, Sequence[RankTimes]]) -> str:
