@@ -41,9 +41,8 @@ def describe_shortage(error: BaseException, peak_bytes: int | None) -> Shortage 
     return Shortage(num_bytes, peak_bytes)
 
 
-def gib(num_bytes: float | None) -> str:
+def gib(num_bytes: float) -> str:
     """Format bytes: 1.50 GiB, 12.0 MiB."""
-    num_bytes = num_bytes or 0
     return f"{num_bytes / 2**30:.2f} GiB" if num_bytes >= 2**30 else f"{num_bytes / 2**20:.1f} MiB"
 
 
