@@ -69,6 +69,14 @@ def test_intervals_of_verdicts_are_drawn(tmp_path: Path) -> None:
     assert axes.get_xscale() == "log"
 
 
+def test_scaling_has_a_tick_for_each_number_of_ranks_and_no_other(tmp_path: Path) -> None:
+    for size in (2, 16):
+        write_run(tmp_path / f"zero3-n{size}", world_size=size)
+    made = points(tmp_path)
+    (axes,) = draw_figure(chart_of("scaling", made, conclude(made))).axes
+    assert [label.get_text() for label in axes.get_xticklabels(which="both")] == ["2", "16"]
+
+
 def test_every_chart_can_be_printed(sweep: list[Point], tmp_path: Path) -> None:
     for make in CHARTS:
         name = make.__name__.removesuffix("_chart")

@@ -88,14 +88,15 @@ def draw_figure(chart: Chart) -> Figure:
 def _set_axis(axes: Axes, which: str, words: dict[str, Any]) -> None:
     """Take title, range, scale and ticks from plotly's words for an axis."""
     is_log, limits = words.get("type") == "log", words.get("range")
-    getattr(axes, f"set_{which}label")(words["title"]["text"])
+    looks: dict[str, Any] = {"label": words["title"]["text"]}
     if is_log:
-        getattr(axes, f"set_{which}scale")("log")
+        looks["scale"] = "log"
     if limits:
-        getattr(axes, f"set_{which}lim")([10**end for end in limits] if is_log else limits)
+        looks["lim"] = [10**end for end in limits] if is_log else limits
     if "tickvals" in words:
-        getattr(axes, f"set_{which}ticks")(words["tickvals"], words["ticktext"], minor=False)
-        getattr(axes, f"{which}axis").set_minor_locator(axes.xaxis.get_minor_locator().__class__())
+        looks |= {"ticks": words["tickvals"], "ticklabels": words["ticktext"]}
+    axes.set(**{f"{which}{part}": value for part, value in looks.items()})
+    axes.minorticks_off()  # a logarithm would name its powers of ten beside the ticks
 
 
 def _draw_bar(axes: Axes, trace: Trace, rows: Sequence[str], ends: dict[str, float]) -> None:
