@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from itertools import chain
 from typing import Any
@@ -154,16 +154,21 @@ MEBIBYTES = (",.1f", 1 / MIB)
 def _numbers(points: Sequence[Point]) -> list[Column]:
     """Return losses, times, memory, what was planned of them, and traffic."""
     peaks = peak_flops_by_name(points)
-    losses, times, plan = (1, "losses"), (1, "times"), (*MEBIBYTES, "plan")
+    losses, times, plan = (1, "losses"), (",.1f", 1e3, "times"), (*MEBIBYTES, "plan")
     return [
-        _number("final_loss", "final_loss", "loss", "last step", ".4f", *losses),
-        _number("validation_loss", "validation_loss", "validation", "loss", ".4f", *losses),
+        _number("final_loss", "loss", "last step", ".4f", *losses),
+        _number("validation_loss", "validation", "loss", ".4f", *losses),
+        _number("validation_accuracy", "accuracy", "%", ".2f", 100, "losses"),
         _number(
-            "validation_accuracy", "validation_accuracy", "accuracy", "%", ".2f", 100, "losses"
+            "step_seconds",
+            "step",
+            "ms median",
+            *times,
+            path="step_seconds_median",
+            doubt=why_doubtful,
         ),
-        replace(_step("step_seconds", "step_seconds_median", "ms median"), doubt=why_doubtful),
-        _step("step_seconds_p95", "step_seconds_p95", "ms p95"),
-        _number("tokens_per_second", "tokens_per_second", "tokens/s", "all ranks", ",.0f", *times),
+        _number("step_seconds_p95", "step", "ms p95", *times),
+        _number("tokens_per_second", "tokens/s", "all ranks", ",.0f", 1, "times"),
         Column("mfu", lambda p: utilisation(p, peaks), "MFU", "%", ".1f", 100, "times"),
         *chain.from_iterable(
             _spread(f"{kind}_bytes", f"memory.by_kind.{kind}", SHORT.get(kind, kind))
@@ -171,16 +176,16 @@ def _numbers(points: Sequence[Point]) -> list[Column]:
         ),
         *_spread("total_bytes", "memory.total", "total"),
         *_spread("peak_bytes", "memory.peak", "peak", bool),  # unknown without a compiler: –
-        _number("planned_peak_bytes", "rehearsed.peak", "planned", "peak", *plan),
+        _number("planned_peak_bytes", "planned", "peak", *plan, path="rehearsed.peak"),
         *_spread("build_peak_bytes", "memory.build_peak", "build"),
         *_spread("host_bytes", "memory.host", "host"),
         *_spread("host_peak_bytes", "memory.host_peak", "host peak"),
         *_spread("files_bytes", "memory.files", "files"),
         *_spread("resident_bytes", "memory.resident", "resident"),
         Column("predicted", _predicted, "predicted", "step, ms", part="plan"),
-        *(_number(f"planned_{name}", f"rehearsed.{name}") for name in STEP_SECONDS),
-        _number("planned_bytes", "plan.total"),
-        _number("not_rehearsed", "not_rehearsed"),
+        *(_number(f"planned_{name}", path=f"rehearsed.{name}") for name in STEP_SECONDS),
+        _number("planned_bytes", path="plan.total"),
+        _number("not_rehearsed"),
         *_spread("sent_bytes_per_step", "sent_bytes_per_step", "sent/step"),
         *_spread("wire_bytes_per_step", "wire_bytes_per_step", "by TCP", shares_memory),
         *_spread("link_bytes_per_step", "link_bytes_per_step", "by link"),
@@ -189,38 +194,39 @@ def _numbers(points: Sequence[Point]) -> list[Column]:
 
 
 def _number(
-    key: str, path: str, *looks: Any, of: Callable[[Point], Any] = lambda p: p.pooled.summary
+    key: str,
+    *looks: Any,
+    path: str = "",
+    of: Callable[[Point], Any] = lambda p: p.pooled.summary,
+    **more: Any,
 ) -> Column:
-    """Return the column of what lies at this path of something of a point; times are medians over repeats."""
+    """Return the column of what lies at this path, by default the key, of something of a point.
+
+    Times are medians over repeats.
+    """
 
     def value(point: Point) -> Any:
         found = of(point)
-        for name in path.split("."):
+        for name in (path or key).split("."):
             found = found.get(name) if isinstance(found, dict) else getattr(found, name, None)
         return found
 
-    return Column(key, value, *looks)
-
-
-def _step(key: str, path: str, unit: str) -> Column:
-    return _number(key, path, "step", unit, ",.1f", 1e3, "times")
+    return Column(key, value, *looks, **more)
 
 
 def _spread(
     key: str, path: str, name: str, is_needed: Callable[[Sequence[Point]], bool] | None = None
 ) -> list[Column]:
     """Return a column of the fullest rank, and one of the mean over ranks, shown if the ranks of some run differ."""
-    looks = ("MiB", *MEBIBYTES, "traffic" if key.endswith("_per_step") else "memory")
-    fullest = replace(_number(key, f"{path}.fullest", name, *looks), is_needed=is_needed)
-    mean = _number(f"{key}_mean", f"{path}.mean", "mean", *looks)
-
-    def differs(points: Sequence[Point]) -> bool:
-        return any((fullest.value(p) or 0) > SKEW * (mean.value(p) or 0) for p in points)
 
     def needs_mean(points: Sequence[Point]) -> bool:
-        return fullest.is_shown(points) and (name == "total" or differs(points))
+        skewed = any((fullest.value(p) or 0) > SKEW * (mean.value(p) or 0) for p in points)
+        return fullest.is_shown(points) and (name == "total" or skewed)
 
-    return [fullest, replace(mean, is_needed=needs_mean)]
+    looks = ("MiB", *MEBIBYTES, "traffic" if key.endswith("_per_step") else "memory")
+    fullest = _number(key, name, *looks, path=f"{path}.fullest", is_needed=is_needed)
+    mean = _number(f"{key}_mean", "mean", *looks, path=f"{path}.mean", is_needed=needs_mean)
+    return [fullest, mean]
 
 
 def _predicted(point: Point) -> str | None:
@@ -271,17 +277,16 @@ def _conclusion_columns(conclusions: Conclusions) -> list[Column]:
     qualities = {quality.name: quality for quality in conclusions.qualities}
     reached = partial(_number, of=lambda p: qualities.get(p.name))
     compared = partial(_number, of=lambda p: conclusions.comparisons.get(p.name))
-    losses, verdict = (1, "losses"), (1, "verdict")
     return [
-        reached("quality_deviation", "deviation", "±", "over seeds", ".4f", *losses),
-        reached("quality_verdict", "verdict", "quality", "over seeds", "", *losses),
-        reached("num_seeds", "num_seeds", "seeds", "", "d", *losses),
-        compared("ratio", "ratio", "ratio", "", ".2f", *verdict),
-        compared("interval", "interval", "95 %", "", "", *verdict),
-        compared("verdict", "verdict", "verdict", "", "", *verdict),
-        compared("ratio_low", "low"),
-        compared("ratio_high", "high"),
-        compared("num_pairs", "num_pairs"),
+        reached("quality_deviation", "±", "over seeds", ".4f", part="losses", path="deviation"),
+        reached("quality_verdict", "quality", "over seeds", part="losses", path="verdict"),
+        reached("num_seeds", "seeds", "", "d", part="losses"),
+        compared("ratio", "ratio", "", ".2f", part="verdict"),
+        compared("interval", "95 %", part="verdict"),
+        compared("verdict", "verdict", part="verdict"),
+        compared("ratio_low", path="low"),
+        compared("ratio_high", path="high"),
+        compared("num_pairs"),
     ]
 
 
@@ -298,14 +303,14 @@ def _columns_for_programs(points: Sequence[Point]) -> list[Column]:
         Column("num_runs", lambda p: len(p.runs)),
         Column("status", lambda p: p.pooled.status),
         Column("reason", lambda p: p.pooled.reason),
-        _number("step_seconds_low", "low", of=step_time_interval),
-        _number("step_seconds_high", "high", of=step_time_interval),
-        _number("interval_over", "over", of=step_time_interval),
-        *(_number(f"{each}_phase_seconds", f"phase_seconds_median.{each}") for each in phases),
-        _number("model_flops_per_second", "model_flops_per_second"),
+        _number("step_seconds_low", path="low", of=step_time_interval),
+        _number("step_seconds_high", path="high", of=step_time_interval),
+        _number("interval_over", path="over", of=step_time_interval),
+        *(_number(f"{each}_phase_seconds", path=f"phase_seconds_median.{each}") for each in phases),
+        _number("model_flops_per_second"),
         Column("peak_flops_per_second", lambda p: peaks.get(named_peak(p) or "")),
         Column("peak_flops", named_peak),
-        _number("diverged_at", "diverged_at"),
+        _number("diverged_at"),
         Column("doubt", why_doubtful),
         Column("drift", lambda p: " ".join(drift_lines([p])) or None),
     ]

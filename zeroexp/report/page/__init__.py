@@ -25,11 +25,7 @@ from zeroexp.report.compare import Conclusions, conclude
 from zeroexp.report.measured_points import Point
 from zeroexp.report.page.byte_charts import causes_chart, memory_chart, traffic_chart
 from zeroexp.report.page.chart import DEFAULTS, Chart
-from zeroexp.report.page.html_tables import (
-    differences_table,
-    provenance_table,
-    results_table,
-)
+from zeroexp.report.page.html_tables import differences_table, provenance_table, results_table
 from zeroexp.report.page.losses import loss_chart
 from zeroexp.report.page.step_timeline import timeline_charts
 from zeroexp.report.page.time_charts import (
