@@ -365,7 +365,7 @@ def _doubts(points: Sequence[Point]) -> list[str]:
     if doubtful:
         who = ", ".join(doubtful)
         if len(doubtful) > MOST_DOUBTS:
-            timed = sum(point.step_seconds is not None for point in points)
+            timed = sum(bool(point.seconds_by_round) for point in points)
             who = f"{len(doubtful)} of {timed} points, as of {doubtful[0]}"
         told = "run them again by themselves"
         lines.append(f"In doubt, and marked with ?, are the times of {who}: {told}.")

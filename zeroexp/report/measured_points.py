@@ -83,12 +83,6 @@ class Point:
         """The results of the first finished run of each seed."""
         return {seed_of(run): run.summary for run in reversed(self.finished_runs) if run.summary}
 
-    @property
-    def step_seconds(self) -> float | None:
-        """Median over repeats; None if no run came to its end."""
-        seconds = self.seconds_by_round.values()
-        return median(seconds) if seconds else None
-
     @cached_property
     def records(self) -> list[StepRecord]:
         """The steps of `run`."""
@@ -141,11 +135,10 @@ class Point:
         return replace(run, summary=summary)
 
 
-def settings_of(run: Run, *but: str) -> tuple[str, ...]:
-    """Return the settings of what ran, without keys that begin with one of `but`."""
-    outside = (*OUTSIDE, *but)
+def settings_of(run: Run) -> tuple[str, ...]:
+    """Return the settings of what ran."""
     return tuple(
-        f"{key}={value}" for key, value in run.config.items() if not key.startswith(outside)
+        f"{key}={value}" for key, value in run.config.items() if not key.startswith(OUTSIDE)
     )
 
 
@@ -157,10 +150,9 @@ def points_of(runs: Sequence[Run]) -> list[Point]:
     folders = {run.folder.parent: run.sweep for run in runs}
     if len({*folders.values()}) < len(folders):  # before/compare and after/compare
         folders = {folder: str(folder) for folder in folders}
-    if len(folders) == 1:
-        return [Point(_name(group), tuple(group)) for group in groups.values()]
+    sweeps = {folder: f"{name}/" if len(folders) > 1 else "" for folder, name in folders.items()}
     return [
-        Point(f"{folders[group[0].folder.parent]}/{_name(group)}", tuple(group))
+        Point(f"{sweeps[group[0].folder.parent]}{_name(group)}", tuple(group))
         for group in groups.values()
     ]
 
