@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable, Sequence
 from textwrap import wrap
 
-from zeroexp.report.columns import Column, columns_of
+from zeroexp.report.columns import Column, columns_of, of_parts
 from zeroexp.report.meanings import meanings_of
 from zeroexp.report.measured_points import Point
 from zeroexp.report.tables import Table
@@ -55,8 +55,7 @@ def render(points: Sequence[Point], width: int | None = None) -> str:
 
     columns, caption, left_out = columns_of(points), "", []
     if not fits(columns):
-        tell_apart = [c for c in columns if c.part == "point" and c.differs(points)]
-        shared = [c for c in columns if c.part == "point" and c not in tell_apart]
+        shared = [c for c in of_parts(columns, "point") if not c.differs(points)]
         same = ", ".join(f"{c.name} {c.text(points[0])}" for c in shared)
         caption = f"all points: {same}\n\n" if same else ""
         columns = [column for column in columns if column not in shared]
@@ -71,7 +70,7 @@ def _brief_columns(
     columns: Sequence[Column], fits: Callable[[Sequence[Column]], bool]
 ) -> list[Column]:
     """Return the columns of a point and those of BRIEF that fit beside them, the first ones first."""
-    point = [column for column in columns if column.part == "point"]
+    point = of_parts(columns, "point")
     if [column.name for column in point[:2]] == ["strategy", "implementation"]:
         point = [Column("engine", lambda p: p.run.label, "engine"), *point[2:]]
     chosen: list[Column] = []

@@ -9,6 +9,7 @@ from __future__ import annotations
 import shutil
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TextIO
@@ -62,7 +63,7 @@ class Progress:
         self._stream, self._clock = stream or sys.stderr, clock
         self._live = self._stream.isatty()
         self._running: dict[int, _Point] = {}
-        self._ended: list[str] = []  # status of every ended point
+        self._ended: Counter[str] = Counter()  # ended points by status
         self._num_lines = 0  # of the frame on the screen
         self._drawn = float("-inf")
 
@@ -96,7 +97,7 @@ class Progress:
         if point is not None:
             name, seconds = point.name, self._clock() - point.started
             took = f" in {duration(seconds)}"
-        self._ended.append(status)
+        self._ended[status] += 1
         self.note(f"[{number}/{self._num_points}] {name}: {status}{took}{why}")
 
     def again(self) -> None:
@@ -140,10 +141,9 @@ class Progress:
         return [*shown, self._sweep_line()]
 
     def _sweep_line(self) -> str:
-        counts = {status: self._ended.count(status) for status in dict.fromkeys(self._ended)}
-        parts = [f"{len(self._ended)}/{self._num_points} points ended"]
-        parts += [f"{count} {status}" for status, count in counts.items()]
-        return " | ".join(parts)
+        counts = (f"{count} {status}" for status, count in self._ended.items())
+        ended = f"{self._ended.total()}/{self._num_points} points ended"
+        return " | ".join([ended, *counts])
 
     def _step_line(self, point: _Point, now: float) -> str:
         head = f"[{point.number}/{self._num_points}] {point.name}"

@@ -49,7 +49,9 @@ class Table:
     def as_latex(self) -> str:
         """Return a `tabular` with three rules of the booktabs package."""
         names = [", ".join(filter(None, head)) for head in self.heads]
-        head, *body = (" & ".join(map(_escaped, row)) + r" \\" for row in [names, *self.rows])
+        escapes = str.maketrans(LATEX)
+        escaped = ([cell.translate(escapes) for cell in row] for row in [names, *self.rows])
+        head, *body = (" & ".join(row) + r" \\" for row in escaped)
         form = "".join("l" if left else "r" for left in self.lefts)
         rules = [r"\toprule", head, r"\midrule", *body, r"\bottomrule"]
         return "\n".join([rf"\begin{{tabular}}{{{form}}}", *rules, r"\end{tabular}"])
@@ -67,10 +69,6 @@ class Table:
 
 def _padded(text: str, width: int, left: bool) -> str:
     return text.ljust(width) if left else text.rjust(width)
-
-
-def _escaped(text: str) -> str:
-    return "".join(LATEX.get(letter, letter) for letter in text)
 
 
 def _html_cell(text: str, left: bool) -> str:
