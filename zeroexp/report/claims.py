@@ -17,8 +17,7 @@ from zeroexp.measure.record import RunSummary
 from zeroexp.report.measured_points import Point
 from zeroexp.report.statistics import losses_of
 
-MIB = 1 << 20
-PEAK_BYTES, PEAK_SHARE = MIB, 0.001  # of a rehearsed peak, whichever is more
+PEAK_BYTES, PEAK_SHARE = 1 << 20, 0.001  # of a rehearsed peak, whichever is more
 MUST_HOLD = "study.plan_must_hold"
 
 

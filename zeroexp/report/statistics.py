@@ -31,9 +31,8 @@ FEWEST, MOST = 3, 100  # pairs: with fewer nothing is claimed, and more are not 
 DOUBT = (
     "A time with ? is in doubt: others used more than 10 % of the cores, or runs or steps scatter."
 )
-SPOILT = (
-    0.10  # a larger share of the cores that others used, or a wider interval of a time, is a doubt
-)
+# A larger share of the cores that others used, or a wider interval of a time, is a doubt.
+SPOILT = 0.10
 AGAIN = "again"  # in the environment of a run whose first times were in doubt, in earlier/
 UNSTEADY = 1.25  # slowest over fastest run
 MUST_FALL, AGREEMENT = "study.loss_must_fall", "study.loss_agreement"
@@ -71,12 +70,10 @@ class Comparison:
         elif self.num_pairs < FEWEST:
             runs = "one run" if self.num_pairs == 1 else f"{self.num_pairs} runs"
             remedy = f" from {runs} each; repeats={FEWEST} at least"
+        elif self.needed:
+            remedy = f"; repeats={self.needed} would"
         else:
-            remedy = (
-                f"; repeats={self.needed} would"
-                if self.needed
-                else f"; not even with repeats={MOST}"
-            )
+            remedy = f"; not even with repeats={MOST}"
         return f"{numbers}: {self.verdict}{remedy}"
 
 
@@ -233,7 +230,7 @@ def drift_lines(points: Sequence[Point]) -> list[str]:
 def _interval_of_mean(logs: Sequence[float], alpha: float) -> tuple[float, float]:
     """Return Student's interval. At least two values are needed."""
     mean, scatter = fmean(logs), stdev(logs)
-    reach = _reach_of_student(scatter, len(logs), alpha) if scatter else 0.0
+    reach = _reach_of_student(scatter, len(logs), alpha)
     return mean - reach, mean + reach
 
 
@@ -268,9 +265,8 @@ class Curve:
     difference: float  # the largest relative one; inf if a step is missing or not finite
     step: int  # at which it is largest
     falls: bool
-    agrees: (
-        bool | None
-    )  # whether it lies within the bound, which one that is apart never does; None without a bound
+    # Whether it lies within the bound, which one that is apart never does; None without a bound.
+    agrees: bool | None
     is_apart: bool = False  # by design not equal to the reference: its distance is no verdict
 
 
