@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import json
-import math
 import os
 import re
 from collections.abc import Callable
@@ -29,8 +28,11 @@ def dumps(content: Any, *, indent: int | None = None) -> str:
     """Serialize to JSON that every reader of JSON accepts."""
     try:
         return json.dumps(content, indent=indent, allow_nan=False)
-    except ValueError:
-        return json.dumps(_as_words(content), indent=indent)
+    except (
+        ValueError
+    ):  # json writes numbers that are not finite as words of no JSON, which become strings here
+        in_words = json.loads(json.dumps(content), parse_constant=str)
+        return json.dumps(in_words, indent=indent)
 
 
 def loads(text: str) -> Any:
@@ -39,22 +41,12 @@ def loads(text: str) -> Any:
     return _as_numbers(content) if any(f'"{word}"' in text for word in NOT_FINITE) else content
 
 
-def _as_words(content: Any) -> Any:
-    if isinstance(content, float) and not math.isfinite(content):
-        return "NaN" if math.isnan(content) else "Infinity" if content > 0 else "-Infinity"
-    return _mapped(_as_words, content)
-
-
 def _as_numbers(content: Any) -> Any:
-    if isinstance(content, str) and content in NOT_FINITE:
-        return float(content)
-    return _mapped(_as_numbers, content)
-
-
-def _mapped(change: Callable[[Any], Any], content: Any) -> Any:
     if isinstance(content, dict):
-        return {key: change(value) for key, value in content.items()}
-    return [change(value) for value in content] if isinstance(content, list) else content
+        return {key: _as_numbers(value) for key, value in content.items()}
+    if isinstance(content, list):
+        return [_as_numbers(value) for value in content]
+    return float(content) if content in NOT_FINITE else content
 
 
 def write_json(path: Path, content: dict[str, Any]) -> None:
