@@ -11,7 +11,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import NamedTuple
 
-from zeroexp.measure.record import STEP_SECONDS, RunSummary, Spread, StepRecord, mean_verb_seconds
+from zeroexp.measure.record import STEP_SECONDS, RunSummary, StepRecord, mean_verb_seconds
 from zeroexp.tracking.json_files import loads
 
 MIB = 2**20
@@ -71,12 +71,15 @@ def summary_entries(at: float, summary: RunSummary) -> list[Entry]:
         "scaling/tokens_per_s": _digits(summary.tokens_per_second),
         "scaling/memory_total_mib": _mib(summary.memory.total.fullest),
     }
+    phases = summary.phase_seconds_median  # one phase is called step, like the whole step
     plain = {
-        **_time_entries(summary),
+        "time/step_ms_median": scaling["scaling/step_ms"],
+        "time/step_ms_p95": _milliseconds(summary.step_seconds_p95),
+        "tokens_per_s_mean": scaling["scaling/tokens_per_s"],
+        **{f"phase/{name}_ms_median": _milliseconds(s) for name, s in phases.items()},
         **_speed_entries(summary),
         **_verb_entries(summary),
-        **_memory_entries(summary),
-        **_traffic_entries(summary),
+        **_byte_entries(summary),
         **_plan_entries(summary),
         "world_size": summary.world_size,
     }
@@ -93,16 +96,6 @@ def system_entries(folder: Path) -> list[Entry]:
             at = row.pop("written_at")
             made += _entries({f"system/{node}/{name}": n for name, n in row.items()}, at, number)
     return made
-
-
-def _time_entries(summary: RunSummary) -> dict[str, float]:
-    phases = summary.phase_seconds_median  # one phase is called step, like the whole step
-    return {
-        "time/step_ms_median": _milliseconds(summary.step_seconds_median),
-        "time/step_ms_p95": _milliseconds(summary.step_seconds_p95),
-        "tokens_per_s_mean": _digits(summary.tokens_per_second),
-        **{f"phase/{name}_ms_median": _milliseconds(s) for name, s in phases.items()},
-    }
 
 
 def _speed_entries(summary: RunSummary) -> dict[str, float]:
@@ -134,28 +127,19 @@ def _verb_entries(summary: RunSummary) -> dict[str, float]:
     return values
 
 
-def _memory_entries(summary: RunSummary) -> dict[str, float]:
-    memory = summary.memory
-    spreads = dict(memory.by_kind)
-    for name in ("total", "peak", "build_peak", "host", "host_peak", "files", "resident"):
-        spreads[name] = getattr(memory, name)
-    return _spread_entries({f"memory/{NAMES.get(n, n)}_mib": ranks for n, ranks in spreads.items()})
-
-
-def _traffic_entries(summary: RunSummary) -> dict[str, float]:
-    spreads = {
-        f"traffic/{name}_mib_per_step": getattr(summary, f"{name}_bytes_per_step")
-        for name in ("sent", "wire", "link", "bus")
-    }
-    kinds = summary.sent_bytes_by_kind.items()
-    return _spread_entries(spreads) | {f"traffic/{k}_mib_per_step": _mib(n) for k, n in kinds}
-
-
-def _spread_entries(spreads: Mapping[str, Spread | None]) -> dict[str, float]:
-    """Return the fullest rank's MiB under each name, and the mean over ranks under `<name>_mean`."""
-    known = {name: ranks for name, ranks in spreads.items() if ranks is not None}
-    fullest = {name: _mib(ranks.fullest) for name, ranks in known.items()}
-    return fullest | {f"{name}_mean": _mib(ranks.mean) for name, ranks in known.items()}
+def _byte_entries(summary: RunSummary) -> dict[str, float]:
+    """Return the fullest rank's MiB under each name, and the mean over ranks under `<name>_mean`; then what is sent."""
+    held = ("total", "peak", "build_peak", "host", "host_peak", "files", "resident")
+    memory = summary.memory.by_kind | {name: getattr(summary.memory, name) for name in held}
+    spreads = {f"memory/{NAMES.get(name, name)}_mib": ranks for name, ranks in memory.items()}
+    for name in ("sent", "wire", "link", "bus"):
+        spreads[f"traffic/{name}_mib_per_step"] = getattr(summary, f"{name}_bytes_per_step")
+    values: dict[str, float] = {}
+    for name, ranks in spreads.items():
+        if ranks is not None:
+            values |= {name: _mib(ranks.fullest), f"{name}_mean": _mib(ranks.mean)}
+    sent = summary.sent_bytes_by_kind.items()
+    return values | {f"traffic/{kind}_mib_per_step": _mib(number) for kind, number in sent}
 
 
 def _plan_entries(summary: RunSummary) -> dict[str, float]:
