@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from operator import attrgetter
 from statistics import fmean, median
 
 from zeroexp.measure.record import OFF_DEVICE, RunSummary, StepRecord
@@ -59,12 +60,8 @@ class Point:
     @property
     def median_run(self) -> Run:
         """The run whose step time is the median of the repeats, or the one below it: its parts belong together."""
-        ordered = sorted(
-            (run.summary.step_seconds_median, index)
-            for index, run in enumerate(self.runs)
-            if run.summary
-        )
-        return self.runs[ordered[(len(ordered) - 1) // 2][1]] if ordered else self.run
+        ordered = sorted(self.finished_runs, key=attrgetter("summary.step_seconds_median"))
+        return ordered[(len(ordered) - 1) // 2] if ordered else self.run
 
     @property
     def seconds_by_round(self) -> dict[Round, float]:

@@ -73,7 +73,7 @@ def read_timed_records(folder: Path) -> list[tuple[float, StepRecord]]:
     rows = read_rows(lines := _lines_of(path))
     if len(rows) < len(lines):
         raise DamagedFile(path, f"{len(lines) - len(rows)} lines are no steps")
-    _require_no_hole(path, [row["step"] for row in rows])
+    _require_no_hole(path, rows)
     by_step = {row["step"]: row for row in rows}
     return [(row["written_at"], step_record(row)) for _, row in sorted(by_step.items())]
 
@@ -101,12 +101,11 @@ def _lines_of(path: Path) -> list[str]:
         return []
 
 
-def _require_no_hole(path: Path, steps: Sequence[int], until: int | None = None) -> None:
+def _require_no_hole(path: Path, rows: Sequence[dict[str, Any]], until: int | None = None) -> None:
     """Raise DamagedFile if a step is missing between the first and the last, or before `until`."""
-    names = set(steps)
-    first, last = min(names, default=0), max(names, default=-1)
-    last = last if until is None else until - 1
-    if missing := [step for step in range(first, last + 1) if step not in names]:
+    steps = {row["step"] for row in rows}
+    end = max(steps, default=-1) + 1 if until is None else until
+    if missing := [step for step in range(min(steps, default=0), end) if step not in steps]:
         what = f"{len(missing)} steps are missing from {missing[0]} on"
         raise DamagedFile(path, what, "restore it, or run the steps again with --rerun")
 
@@ -140,7 +139,7 @@ def drop_records(folder: Path, *, from_step: int | None = None, rests_on: bool =
     path = folder / RECORDS
     rows = read_rows(_lines_of(path))
     kept = [row for row in rows if from_step is None or row["step"] < from_step]
-    _require_no_hole(path, [row["step"] for row in kept], until=from_step if rests_on else None)
+    _require_no_hole(path, kept, until=from_step if rests_on else None)
     if path.exists():
         replace_durably(path, "".join(f"{dumps(row)}\n" for row in kept).encode())
 

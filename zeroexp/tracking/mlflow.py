@@ -81,16 +81,21 @@ class MlflowTracker:
 
     def _opened_link(self, folder: Path) -> LoggedRun:
         """Return the link to a run that MLflow takes for running."""
-        link = self._link_of(folder)
-        if link is None:
-            return self._create_run(folder)
-        if link.attempt != beginning_of(folder):
+        link, beginning = self._link_of(folder), beginning_of(folder)
+        if link and link.attempt == beginning:
+            if link.closed:
+                with self.store.opened() as client:
+                    client.update_run(link.run_id, status=labels.RUNNING)
+            return link
+        if link:
             self.store.send(link.run_id, tags={"sweep": f"{folder.parent.name}/earlier"})
-            return self._create_run(folder)
-        if link.closed:
-            with self.store.opened() as client:
-                client.update_run(link.run_id, status=labels.RUNNING)
-        return link
+        run = read_run(folder)
+        return self._create(
+            beginning,
+            start_time=int(labels.start_time(run) * 1000),
+            tags=labels.run_tags(run, "running"),
+            run_name=run.name,
+        )
 
     def log_run(self, folder: Path, status: str | None = None) -> str | None:
         """Send everything the folder holds; call this at any time, also while the run goes on.
@@ -160,20 +165,12 @@ class MlflowTracker:
                 client.delete_experiment_tag(experiment_id, tag)
         return [(view.title, view.url(self.store.address, experiment_id)) for view in saved]
 
-    def _create_run(self, folder: Path) -> LoggedRun:
-        run = read_run(folder)
-        return self._create(
-            beginning_of(folder),
-            start_time=int(labels.start_time(run) * 1000),
-            tags=labels.run_tags(run, "running"),
-            run_name=run.name,
-        )
-
-    def _create(self, attempt: int, **settings: Any) -> LoggedRun:
+    def _create(self, beginning: int, **settings: Any) -> LoggedRun:
+        """Make a run of MLflow, for which `settings` are arguments of its client's create_run."""
         experiment_id = self.store.experiment_id
         with self.store.opened() as client:
             made = client.create_run(experiment_id, **settings)
-        return LoggedRun(self.store.shown, experiment_id, made.info.run_id, attempt)
+        return LoggedRun(self.store.shown, experiment_id, made.info.run_id, beginning)
 
     def _close(self, folder: Path, link: LoggedRun, status: str, ended: float) -> None:
         with self.store.opened() as client:

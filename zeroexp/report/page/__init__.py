@@ -17,7 +17,7 @@ from html import escape
 from importlib.resources import files
 from math import isfinite
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from zeroexp.config.keys import ConfigError
 from zeroexp.process.locks import temporary_folder
@@ -136,10 +136,9 @@ def _drawn(chart: Chart) -> dict[str, Any]:
 
 def _plain(part: Any, key: str = "") -> Any:
     if isinstance(part, dict):
-        named = cast(dict[str, Any], part)
-        return {name: _plain(value, name) for name, value in named.items()}
+        return {name: _plain(value, name) for name, value in part.items()}
     if isinstance(part, list):
-        return [_plain(value, key) for value in cast(list[Any], part)]
+        return [_plain(value, key) for value in part]
     if isinstance(part, str) and key not in TEMPLATES:
         return part.replace("&", "&amp;").replace("<", "&lt;")
     return None if isinstance(part, float) and not isfinite(part) else part
