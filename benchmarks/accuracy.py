@@ -35,7 +35,7 @@ from benchmarks.table import grid, machine, tell
 from zeroexp.calibrate.__main__ import calibrate
 from zeroexp.config.job_shape import JobShape
 from zeroexp.config.keys import Config
-from zeroexp.plan.closed_forms import ShardedForm
+from zeroexp.plan.closed_forms import EngineForm
 from zeroexp.plan.form_of_config import build_on_meta, form_of
 from zeroexp.plan.machines import Machines
 from zeroexp.plan.outcome import RankPeak, RehearsedPeaks, plan_point
@@ -189,7 +189,7 @@ def compare_bytes(points: Sequence[tuple[str, str, str, str]]) -> list[Compared]
 def rehearsed_errors(config: Config) -> dict[str, int]:
     """Return what the rehearsed ranks hold at each moment and send, less what the closed forms say, by name."""
     form = form_of(config, build_on_meta(config), "native")  # a rehearsal moves as GPUs do
-    assert isinstance(form, ShardedForm)
+    assert isinstance(form, EngineForm)
     found: dict[str, int] = {}
     for rank in {0, config.world_size - 1}:
         each = rehearse(config, rank, reads=True)

@@ -30,7 +30,7 @@ from zeroexp.commandline.mistakes import MISTAKES, explain, first_line
 from zeroexp.config import plugins
 from zeroexp.config.keys import Config, ConfigError
 from zeroexp.process import safe_output, signals
-from zeroexp.process.json_output import json_alone, wants_json
+from zeroexp.process.json_output import WORD, json_alone, wants_json
 from zeroexp.process.reachable import without_password
 from zeroexp.tracking import failure
 
@@ -49,8 +49,13 @@ def main() -> int:
 
     0: all went well; 1: something failed; 2: the configuration was refused; 130: the user interrupted.
     """
-    if module := commands.module_of(sys.argv[1:]):
-        return commands.run(module, sys.argv[1:])
+    module, wants = commands.module_of(sys.argv[1:]), WORD in sys.argv[1:]
+    code = commands.run(module, sys.argv[1:]) if module else _run_or_explain()
+    # A sweep whose log is lost has run all the same; an answer that is lost is none.
+    return int(safe_output.has_lost() and (bool(module) or wants)) if code == 0 else code
+
+
+def _run_or_explain() -> int:
     wanted = wants_json()
     arguments = sys.argv[2:] if sys.argv[1:2] == ["run"] else sys.argv[1:]
     safe_output.keep_going()

@@ -1,7 +1,8 @@
 """`zeroexp sync outputs/<sweep>`: send MLflow what the folders of a sweep's runs hold.
 
 Compute nodes only write files. Any machine that reaches those files and the store can send them. Sending again changes
-nothing, so it may run at any time, by cron too. Exit codes: 0 sent, 1 the store did not take it, 2 no such sweep.
+nothing, so it may run at any time, by cron too. Exit codes: 0 sent, 1 the store did not take it, 2 no such sweep, or
+none that MLflow tracks.
 """
 
 from __future__ import annotations
@@ -33,7 +34,11 @@ def _sync(told: list[str] | None) -> int:
     sweep = parser.parse_args().sweep.resolve()
     jobs = jobs_of(sweep)
     refresh(jobs)
-    sent = sync(jobs, open_uploads(job.folder for job in jobs))
+    uploads = open_uploads(job.folder for job in jobs)
+    if uploads is None:
+        problem = "MLflow tracks none of its runs (tracking.mlflow=false, or all were skipped)"
+        raise ConfigError(f"{sweep}: {problem}; run it with tracking=mlflow")
+    sent = sync(jobs, uploads)
     if told is not None:
         told.append(dumps({"sweep": str(sweep), "sent": sent}))
     return 0 if sent else 1
@@ -47,10 +52,8 @@ def jobs_of(sweep: Path) -> list[Job]:
     return sorted(jobs, key=lambda job: (job.state.get("pending_at", 0.0), job.name))
 
 
-def sync(jobs: Sequence[Job], uploads: Uploads | None) -> bool:
+def sync(jobs: Sequence[Job], uploads: Uploads) -> bool:
     """Send every run that is tracked; return False if the store failed."""
-    if uploads is None:
-        return True
     for job in jobs:
         if job.config.tracking.mlflow and job.status != "skipped":
             uploads.send(job.folder)

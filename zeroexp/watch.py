@@ -91,7 +91,8 @@ def watch(arguments: argparse.Namespace) -> int:
         from zeroexp.report import page  # plotly and scipy take a second to import
 
         page.write_into(arguments.sweep, points)
-    sync(jobs, uploads)
+    if uploads:
+        sync(jobs, uploads)
     failed = [job for job in jobs if job.status not in FINE]
     return SOMETHING_FAILED if failed or len(runs) < len(jobs) else EVERYTHING_FINE
 

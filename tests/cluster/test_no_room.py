@@ -122,6 +122,10 @@ def test_a_sweep_and_its_report_end_for_no_output(tmp_path):
     assert list(statuses(tmp_path).values()) == ["done"]
     (sweep,) = tmp_path.glob("outputs/*-*")
     many = [str(sweep)] * 200  # more than a pipe holds
+    for words in (["zeroexp", "report", str(sweep)], ["zeroexp", "plan", "model=tiny", "--json"]):
+        lost = run(tmp_path, *words, redirected=">/dev/full")
+        assert lost.returncode == 1, "an answer that is lost is none"
+        assert "standard output: No space left on device" in lost.stderr.splitlines()[-1]
     first = run(tmp_path, "zeroexp.report", *many, redirected="| head -1")
     assert (first.returncode, first.stdout, first.stderr) == (0, f"{sweep}\n", "")
 

@@ -246,6 +246,8 @@ def test_repeats_run_in_rounds_and_give_verdicts_and_a_broken_claim_fails_the_st
     rounds = [f"{point}-buffer-n1{n}" for n in ("", "-r2") for point in ("ddp", "zero3")]
     order = sorted(jobs(tmp_path).values(), key=lambda job: first_state(job)["running_at"])
     assert [job.name for job in order] == rounds
+    again = sorted(order, key=lambda job: job.state["running_at"])
+    assert [job.name for job in again] == rounds, "times are compared within a round"
     last = max(first_state(job)["done_at"] for job in order)
     for job in order:
         assert [each.name for each in (job.folder / "earlier").iterdir()] == ["1"]

@@ -23,7 +23,7 @@ from zeroexp.cut.chunk import Chunk
 from zeroexp.cut.codes import CODE_BITS, CODES_IN_BLOCK, encoded_bytes
 from zeroexp.cut.stage import STAGES
 from zeroexp.measure.traffic import WireMeter
-from zeroexp.plan.closed_forms import ShardedForm
+from zeroexp.plan.closed_forms import EngineForm
 from zeroexp.process.world import World, barrier
 from zeroexp.zero.options import Options
 
@@ -88,7 +88,7 @@ def check_moves(world: World, codec: str, transport: str) -> list[tuple[str, int
         codecs: dict[str, Any] = {"gather_codec": codec, "reduce_codec": codec}
         options, stage = Options(keep="all", **codecs), STAGES["zero3"]
         words = {"transport": wire.traits.name, "world_size": world.size}
-        form = ShardedForm([chunks], stage, options, **words)
+        form = EngineForm([chunks], stage, options, **words)
         _gather(wire, world, codec, chunks)
         _reduce(wire, world, codec, chunks)
         counted = wire.take_traffic()

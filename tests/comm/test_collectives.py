@@ -25,7 +25,7 @@ from zeroexp.cut.chunk import Chunk, ParameterSpec
 from zeroexp.cut.layout import lay_out
 from zeroexp.cut.stage import STAGES
 from zeroexp.measure.traffic import WireMeter
-from zeroexp.plan.closed_forms import ShardedForm
+from zeroexp.plan.closed_forms import EngineForm
 from zeroexp.plan.form_terms import PrecisionForm
 from zeroexp.process import progress
 from zeroexp.process.watchdog.differs import Moves
@@ -182,7 +182,7 @@ def check_all(world: World, name: str, transport: str) -> list[tuple[str, int, i
             # Messages alone travel in segments, and in bfloat16 a rank's part is not long.
             if case == "long-segments" and (transport != "gloo" or dtype != torch.float32):
                 continue
-            form = ShardedForm(
+            form = EngineForm(
                 [chunks_of(case, world.size)],
                 STAGES[stage],
                 world_size=world.size,

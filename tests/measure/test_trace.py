@@ -23,7 +23,7 @@ from tests.trace_events import read_trace
 from zeroexp.check import rules_of_one_key
 from zeroexp.config import keys as configs
 from zeroexp.config.keys import Config, ConfigError
-from zeroexp.measure.allocations import Block, Log, logging_allocations
+from zeroexp.measure.allocations import Allocation, Log, logging_allocations
 from zeroexp.measure.causes import Reading, changes_by_cause
 from zeroexp.measure.chakra import COLLECTIVE, COMPUTE, traced_step, write_chakra
 from zeroexp.measure.instruments import Instruments
@@ -170,7 +170,7 @@ def test_the_history_of_a_gpu_becomes_a_log(monkeypatch):
 
 
 def test_buckets_that_ddp_lays_out_anew_are_never_counted_below_zero():
-    log = Log(base_bytes=100, blocks=[Block(1.0, 40, 7, "", 0)], freed=[(2.0, 9, 40)])
+    log = Log(base_bytes=100, blocks=[Allocation(1.0, 40, 7, "", 0)], freed=[(2.0, 9, 40)])
     reading = Reading(0.5, {5: ("parameters", 60)}, hidden_bytes=40)
     noted = [(1.5, 7, "gradients")]  # the new buckets hold gradients
     changes = changes_by_cause(log, [("backward", 0.0, 3.0)], [], [reading], noted, shared_bytes=0)

@@ -29,7 +29,7 @@ from zeroexp.measure.memory import AllocationMeter, bytes_by_kind, count_cpu_all
 from zeroexp.measure.record import MOMENTS, Traffic
 from zeroexp.models.checkpointing import checkpoint_as_configured
 from zeroexp.models.module import build_model
-from zeroexp.plan.closed_forms import ClosedForm, ShardedForm
+from zeroexp.plan.closed_forms import ClosedForm, EngineForm
 from zeroexp.plan.form_of_config import build_on_meta, form_of
 from zeroexp.plan.hidden_memory import product_scratch_bytes
 from zeroexp.plan.rehearse import UNDISTURBED_STEP, RehearsedRank, prepared
@@ -246,7 +246,7 @@ def product_bytes(left: Tensor, right: Tensor) -> int:
     return (meter.peak_bytes() or 0) - before
 
 
-def agree(found: RehearsedRank | Steps, expected: ShardedForm) -> None:
+def agree(found: RehearsedRank | Steps, expected: EngineForm) -> None:
     """Compare the bytes of every named moment, and the bytes and calls of one step, by kind."""
     for moment, held in found.held_bytes.items():
         assert held == expected.held_bytes(moment, found.rank), moment

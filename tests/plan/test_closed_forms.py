@@ -23,7 +23,7 @@ from zeroexp.cut.codes import CODE_BITS
 from zeroexp.cut.stage import STAGES
 from zeroexp.engines.sharded import Sharded
 from zeroexp.measure.record import MOMENTS, Traffic
-from zeroexp.plan.closed_forms import ShardedForm
+from zeroexp.plan.closed_forms import EngineForm
 from zeroexp.plan.form_of_config import build_on_meta
 from zeroexp.plan.form_of_config import form_of as form_of_config
 from zeroexp.plan.form_terms import OptimizerForm, PrecisionForm
@@ -103,12 +103,12 @@ def form_of(
     accumulation: int,
     precision: PrecisionForm = PRECISIONS[0],
     optimizer: str = "sgd",
-) -> ShardedForm:
+) -> EngineForm:
     """Built as a planner builds it, from the layouts of the units."""
     units = [tuple(tensors.fine for tensors in unit.held) for unit in strategy.units]
     size, transport = strategy.wire.world.size, options.transport
     row = stage_for_world(STAGES[stage], size // options.replicas, options.offload)
-    return ShardedForm(
+    return EngineForm(
         *(units, row, options, transport),
         world_size=size,
         accumulation=accumulation,
@@ -126,7 +126,7 @@ def run_step(
     return strategy.wire.take_traffic()
 
 
-def check_step(strategy: Sharded, form: ShardedForm, accumulation: int) -> None:
+def check_step(strategy: Sharded, form: EngineForm, accumulation: int) -> None:
     rank = strategy.wire.world.rank
     run_step(strategy, accumulation)
     for _ in range(2):

@@ -8,7 +8,7 @@ from __future__ import annotations
 import pytest
 
 from tests.plan.real_steps import config_of
-from zeroexp.plan.closed_forms import ShardedForm
+from zeroexp.plan.closed_forms import EngineForm
 from zeroexp.plan.form_of_config import build_on_meta, form_of
 from zeroexp.plan.rehearse import rehearse
 
@@ -45,7 +45,7 @@ def test_modules_of_recomputed_blocks_are_gathered_a_third_time(keep):
     recomputes = "train.activation_checkpointing=true"
     config = config_of("model=tiny", *STEP, *schedule, recomputes)
     form = form_of(config, build_on_meta(config), "gloo")
-    assert isinstance(form, ShardedForm)
+    assert isinstance(form, EngineForm)
     found = form.traffic(0).calls_by_kind["gather"]
     assert found == 2 * (len(form.units) if keep == "all" else 1 + 2 + 3 * 2 * 9)
     real = rehearse(config, ranks_per_host=1)

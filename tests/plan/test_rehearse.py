@@ -38,7 +38,7 @@ from zeroexp.config.keys import Config, ConfigError, ModelConfig
 from zeroexp.config.optimizer import OPTIMIZERS, OptimizerKind
 from zeroexp.models.mlp import build as build_mlp
 from zeroexp.plan.caching_allocator import replay
-from zeroexp.plan.closed_forms import ShardedForm
+from zeroexp.plan.closed_forms import EngineForm
 from zeroexp.plan.form_of_config import build_on_meta, form_of
 from zeroexp.plan.machines import Machines
 from zeroexp.plan.rehearse import RehearsedRank, rehearse
@@ -214,7 +214,7 @@ def test_a_rehearsal_the_closed_forms_and_real_steps_agree(ranks, ranks_per_host
     form = form_of(config, build_on_meta(config), *transports)
     recomputes_modules = RECOMPUTES in words and "strategy.unit=module" in words
     # Of recomputed modules it counts one gather too many.
-    if isinstance(form, ShardedForm) and not recomputes_modules:
+    if isinstance(form, EngineForm) and not recomputes_modules:
         for each in real:
             agree(each, form)
     check(config, [real[0], real[-1]], ranks_per_host)
@@ -239,7 +239,7 @@ def test_one_of_a_thousand_ranks_is_rehearsed_as_the_closed_forms_say():
     before, batch = sys.excepthook, "data.global_batch_size=2048"
     config = config_of(*MLP, *point("zero3", "parameter", "world_size=1024", batch))
     expected = form_of(config, build_on_meta(config), "native")
-    assert isinstance(expected, ShardedForm)
+    assert isinstance(expected, EngineForm)
     last = rehearse(config, 1023, reads=True)
     agree(last, expected)
     assert sys.excepthook is before

@@ -12,8 +12,8 @@ from tests.run_folders import write_run
 from zeroexp.report.compare import (
     conclude,
     differences,
+    lines_of_broken_must_equal,
     lines_of_moved,
-    lines_of_unequal_facts,
     points_that_moved,
 )
 from zeroexp.report.results_table import render
@@ -67,10 +67,10 @@ def test_what_differs_beside_the_strategy_is_listed(sweep: Path) -> None:
 def test_what_a_study_wants_equal_is_a_claim(sweep: Path) -> None:
     edit(sweep / "c/config.yaml", "fused: true", "fused: false")
     (sweep / "c/engine.json").write_text('{"transport": "gloo"}')
-    assert lines_of_unequal_facts(points(sweep), ["data", "precision", "fused"]) == []
-    (line,) = lines_of_unequal_facts(points(sweep), ["optimizer"])
+    assert lines_of_broken_must_equal(points(sweep), ["data", "precision", "fused"]) == []
+    (line,) = lines_of_broken_must_equal(points(sweep), ["optimizer"])
     assert line == "optimizer.fused differs: true, but false in c"
-    assert len(lines_of_unequal_facts(points(sweep), ["optimizer.fused", "transport"])) == 2
+    assert len(lines_of_broken_must_equal(points(sweep), ["optimizer.fused", "transport"])) == 2
     for run in "abc":
         edit(sweep / run / "config.yaml", "must_equal: []", "must_equal: [optimizer]")
     assert conclude(points(sweep)).broken == [f"study.must_equal: {line}"]
@@ -153,6 +153,16 @@ def test_what_the_machine_did_between_two_sweeps_moves_nothing(tmp_path: Path) -
     pairs, _ = points_that_moved(points(tmp_path / "before"), points(tmp_path / "after"))
     ratios = {one.name: one.comparison and one.comparison.ratio for one in pairs}
     assert ratios == {"ddp": pytest.approx(1.364, abs=1e-3), "zero3": pytest.approx(1)}
+
+
+def test_a_peak_moves_a_point_and_what_a_thread_frees_late_does_not(sweeps: Path) -> None:
+    file = sweeps / "after/ddp/summary.json"
+    peak = json.loads(file.read_text())["memory"]["peak"]["fullest"]
+    for more, words in ((1.0009, []), (2.0, [f"peak bytes: {peak:.0f} and {2 * peak:.0f}"])):
+        change(file, {"memory.peak.fullest": more * peak})
+        pairs, _ = points_that_moved(points(sweeps / "before"), points(sweeps / "after"))
+        (ddp,) = [one for one in pairs if one.name == "ddp"]
+        assert ddp.changes == words
 
 
 def test_a_byte_and_a_bit_of_a_loss_move_a_point(sweeps: Path) -> None:

@@ -24,6 +24,7 @@ from zeroexp.report.columns import (
     chosen_columns,
     column_name,
     exported_columns,
+    point_columns,
     printed_columns,
     setting_text,
 )
@@ -219,6 +220,17 @@ def test_a_table_fits_its_terminal(tmp_path: Path, width: int) -> None:
     assert {"step", "status"} <= {*head.split()}
     assert ("grads" in head) == (width >= 160) == ("--csv" not in text)
     assert "total" in head
+
+
+def test_a_table_shortens_a_setting_and_an_export_has_all_of_it(tmp_path: Path) -> None:
+    texts = [f"[{letter}.and.a.list.longer.than.a.column]" for letter in "ab"]
+    for letter, text in zip("ab", texts, strict=True):
+        run = write_run(tmp_path / letter)
+        edit(run / "config.yaml", "freeze: []", f"freeze: {text}")
+    both = points(tmp_path)
+    (column,) = [each for each in point_columns(both) if each.key == "model.freeze"]
+    assert [column.value(point) for point in both] == texts
+    assert {len(column.text(point)) for point in both} == {LONGEST} and column.differs(both)
 
 
 def test_a_narrow_terminal_joins_strategy_and_implementation(folder: Path) -> None:

@@ -44,7 +44,7 @@ from zeroexp.cut.matrix_step import orthogonalizing_cost
 from zeroexp.cut.stage import STAGES
 from zeroexp.interface.canonical import merge
 from zeroexp.interface.strategy import CanonicalState, CanonicalTensor
-from zeroexp.plan.closed_forms import ShardedForm
+from zeroexp.plan.closed_forms import EngineForm
 from zeroexp.plan.form_of_config import build_on_meta, form_of
 from zeroexp.process.world import World
 from zeroexp.zero.options import Options
@@ -287,7 +287,7 @@ def test_matrices_are_balanced_by_the_cost_of_orthogonalizing_them() -> None:
         "data.global_batch_size=4",
     )
     form = form_of(config, build_on_meta(config), "native")
-    assert isinstance(form, ShardedForm)
+    assert isinstance(form, EngineForm)
     (batch,) = form.matrices
     costs = [
         sum(orthogonalizing_cost(m.shape) for m in batch if m.whole_on == (rank,))

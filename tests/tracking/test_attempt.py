@@ -19,7 +19,7 @@ from zeroexp.tracking.files import (
     read_summary,
     write_summary,
 )
-from zeroexp.tracking.json_files import RESERVE, reserve, with_room
+from zeroexp.tracking.json_files import RESERVE, reserve, write_with_reserve
 
 
 @pytest.fixture
@@ -111,5 +111,5 @@ def test_last_words_find_room(tmp_path: Path) -> None:
             raise OSError(errno.ENOSPC, "No space left on device")
         said.append("it is full")
 
-    with_room(tmp_path, say)
+    write_with_reserve(tmp_path, say)
     assert said == ["it is full"]

@@ -160,6 +160,18 @@ def test_sending_again_changes_nothing(tracker: MlflowTracker, outputs: Path, sw
     assert status(outputs, run_id) == "FINISHED"
 
 
+def test_sent_to_another_store_and_back_it_is_the_same_run(
+    tracker: MlflowTracker, outputs: Path, sweep: Path, tmp_path: Path
+) -> None:
+    folder = write_run(sweep / "run")
+    run_id = tracker.log_run(folder)
+    other = MlflowTracker(f"sqlite:///{tmp_path}/other.db", tracker.store.experiment, outputs)
+    assert other.log_run(folder) != run_id
+    before = num_metrics(outputs, run_id)
+    assert MlflowTracker(None, tracker.store.experiment, outputs).log_run(folder) == run_id
+    assert num_metrics(outputs, run_id) == before
+
+
 def test_a_run_can_be_followed_and_a_resumed_one_goes_on(
     tracker: MlflowTracker, outputs: Path, sweep: Path
 ) -> None:

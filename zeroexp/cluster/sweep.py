@@ -270,9 +270,10 @@ class Sweep:
                 self._send(job)
 
     def _run_spoilt_again(self, numbered: Mapping[int, Job], progress: Progress) -> None:
-        """Run once more what others have spoilt of a sweep on this machine that repeats its points for their times.
+        """Run rounds once more in which others have spoilt a run, of points that this machine repeats for their times.
 
-        A run with a checkpoint stays as it is: it would go on from there.
+        Whole rounds, in their order, since times are compared within one. A run with a checkpoint stays as it is: it
+        would go on from there.
         """
         timed = {
             job.folder: number
@@ -280,7 +281,10 @@ class Sweep:
             if job.status == "done" and job.config.cluster.kind == "local"
             if job.config.repeats > 1 and not complete_checkpoints(job.folder)
         }
-        for run in [*in_doubt(runs_as_points(read_runs(timed)))]:
+        runs = read_runs(timed)
+        rounds = {run.environment.get("repeat") for run in in_doubt(runs_as_points(runs))}
+        again = [run for run in runs if run.environment.get("repeat") in rounds]
+        for run in sorted(again, key=lambda run: timed[run.folder]):
             number, file = timed[run.folder], run.folder / "environment.json"
             _set_aside(numbered[number])
             write_json(file, {**(read_json(file) or {}), AGAIN: True})

@@ -26,7 +26,7 @@ CHANGE, SPAN = Struct("=qqQii"), Struct("=qqii")
 
 
 @dataclass(slots=True)
-class Block:
+class Allocation:
     """One allocation of the logged time."""
 
     began_at: float  # seconds of time.perf_counter
@@ -51,7 +51,7 @@ class Span:
 @dataclass
 class Log:
     base_bytes: int  # held when the log began
-    blocks: list[Block] = field(default_factory=list[Block])
+    blocks: list[Allocation] = field(default_factory=list[Allocation])
     # (when, address, bytes) of blocks from before the log.
     freed: list[tuple[float, int, int]] = field(default_factory=list[tuple[float, int, int]])
     spans: list[Span] = field(default_factory=list[Span])
@@ -60,10 +60,10 @@ class Log:
 
     def add(self, changes: Iterable[tuple[float, int, int, str, int]]) -> None:
         """Add changes (when, bytes, address, operator, thread), in order; bytes are negative where a block ends."""
-        live: dict[int, Block] = {}
+        live: dict[int, Allocation] = {}
         for when, num_bytes, address, operator, thread in changes:
             if num_bytes > 0:
-                live[address] = Block(when, num_bytes, address, operator, thread)
+                live[address] = Allocation(when, num_bytes, address, operator, thread)
                 self.blocks.append(live[address])
             elif address in live:
                 live.pop(address).ended_at = when

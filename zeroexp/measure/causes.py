@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from torch import UntypedStorage
 
 from zeroexp.interface.strategy import ModelStates
-from zeroexp.measure.allocations import FOREVER, Block, Log, is_counted
+from zeroexp.measure.allocations import FOREVER, Allocation, Log, is_counted
 from zeroexp.measure.intervals import Interval, interval_at
 from zeroexp.measure.memory import local_tensor
 from zeroexp.measure.record import KINDS, OUTER
@@ -28,7 +28,7 @@ COLLECTIVES = ("c10d::", "gloo:", "nccl:")
 # Ranges that FSDP2 names itself.
 RANGES = {"FSDP::all_gather": "pools", "FSDP::post_backward_reduce": "buckets"}
 # When, the block that came or None, and bytes by cause from then on.
-Change = tuple[float, Block | None, dict[str, int]]
+Change = tuple[float, Allocation | None, dict[str, int]]
 
 
 @dataclass
@@ -75,7 +75,7 @@ def changes_by_cause(
     move or waited for it, "logits" from the model's output to its gradient, "activations" in a forward inside of
     backward. noted: (when, address, cause) of single tensors that hooks saw.
     """
-    blocks_at: dict[int, list[Block]] = defaultdict(list)
+    blocks_at: dict[int, list[Allocation]] = defaultdict(list)
     ranges = _ranges(log)
     for block in log.blocks:
         block.cause = _cause_by_birth(block, ranges, phases, births)
@@ -108,7 +108,7 @@ def changes_by_cause(
 
 def _changes(base: Counter[str], log: Log, before: dict[int, str]) -> Iterator[Change]:
     """Yield what is held after each change, in order of time, the first from before the log."""
-    rows: list[tuple[float, Block | None, str | None, int]] = []
+    rows: list[tuple[float, Allocation | None, str | None, int]] = []
     for block in log.blocks:
         rows.append((block.began_at, block, block.cause, block.num_bytes))
         if block.ended_at < FOREVER:
@@ -131,7 +131,7 @@ def _ranges(log: Log) -> list[Interval]:
 
 
 def _cause_by_birth(
-    block: Block,
+    block: Allocation,
     ranges: Sequence[Interval],
     phases: Sequence[Interval],
     births: Sequence[Interval],

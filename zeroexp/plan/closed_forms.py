@@ -1,6 +1,6 @@
 """Closed forms of what rests on a rank and what a step sends, from layout and stage row.
 
-    form = ShardedForm(units, stage, world_size=8)
+    form = EngineForm(units, stage, world_size=8)
     form.traffic(rank=3)                          what `Collectives` counts in one step, by kind
     form.held_bytes("after_backward", rank=3)     what `Strategy.model_states` returns at that moment, by kind
 
@@ -140,7 +140,7 @@ class UnitsOfOneShape(NamedTuple):
 
 
 @dataclass(frozen=True)
-class ShardedForm(ClosedForm):
+class EngineForm(ClosedForm):
     """The traffic and memory of one model, stage and world size.
 
     units: the root first, then the others as the model lists them, as `Options.lay_out` cuts them. stage: the row as

@@ -16,7 +16,7 @@ from zeroexp.cut.stage import Placement
 from zeroexp.engines.build import options_of, row_dtypes, stage_of
 from zeroexp.models.module import BuiltModel
 from zeroexp.models.outline import outline_of
-from zeroexp.plan.closed_forms import ClosedForm, ShardedForm
+from zeroexp.plan.closed_forms import ClosedForm, EngineForm
 from zeroexp.plan.form_terms import OptimizerForm, PrecisionForm
 from zeroexp.zero.grouping import group_parameters, specs_of, stage_for_world
 
@@ -46,7 +46,7 @@ def form_of(
     return form(config, model)
 
 
-def _sharded_form(config: Config, model: BuiltModel, transport: str, between: str) -> ShardedForm:
+def _sharded_form(config: Config, model: BuiltModel, transport: str, between: str) -> EngineForm:
     strategy, world_size = config.strategy, config.world_size
     of_optimizer = parameter_groups(model.module, config.optimizer, model.blocks)
     options = options_of(strategy).with_ranks_of(of_optimizer)
@@ -60,7 +60,7 @@ def _sharded_form(config: Config, model: BuiltModel, transport: str, between: st
         between = "gloo"
     groups = group_parameters(model.module, model.blocks, options.unit, of_optimizer)
     layout = options.lay_out([specs_of(group) for group in groups], world_size)
-    form = ShardedForm(
+    form = EngineForm(
         *(layout, stage, options, transport, between),
         outer_share=_outer_share(config),
         **of_any_engine(config),
@@ -69,7 +69,7 @@ def _sharded_form(config: Config, model: BuiltModel, transport: str, between: st
     return replace(form, matrices=matrices, gathers=gathers)
 
 
-def _matrices(form: ShardedForm, config: Config, model: BuiltModel) -> list[list[CutMatrix]]:
+def _matrices(form: EngineForm, config: Config, model: BuiltModel) -> list[list[CutMatrix]]:
     is_alone = form.group_size == 1 and not form.shares_updates
     if form.stage.optimizer is not Placement.SHARD or is_alone:
         return []
@@ -80,7 +80,7 @@ def _matrices(form: ShardedForm, config: Config, model: BuiltModel) -> list[list
     return [b for kind in sorted(kinds) for b in cut_matrices(form.units, shapes, step, kind)]
 
 
-def _gathers(form: ShardedForm, config: Config, model: BuiltModel) -> list[int]:
+def _gathers(form: EngineForm, config: Config, model: BuiltModel) -> list[int]:
     """Return how often a microbatch gathers each unit: for forward, backward, and inside of blocks that recompute.
 
     What the model lists before its first trainable parameter has no backward, and is not recomputed.

@@ -14,7 +14,7 @@ from zeroexp.config.keys import Config
 from zeroexp.measure.record import FILES, HOST, MOMENTS, Spread, kinds_in, on_device
 from zeroexp.measure.summary import spread
 from zeroexp.models.module import BuiltModel
-from zeroexp.plan.closed_forms import ClosedForm, ShardedForm
+from zeroexp.plan.closed_forms import ClosedForm, EngineForm
 from zeroexp.plan.form_of_config import build_on_meta, form_of
 from zeroexp.plan.machines import Machines, machines_of
 
@@ -253,10 +253,10 @@ def plan_beside(
     ranks = planned_ranks(form)
     most = {name: max(rank.figures[name] for rank in ranks) for name in ranks[0].figures}
     names = [*kinds_in([most]), "total", "after_backward"]
-    if isinstance(form, ShardedForm):
+    if isinstance(form, EngineForm):
         names += ["sent", *(name for name in (HOST, "bus", FILES) if most[name])]
     planned = {name: float(most[name]) for name in names}
-    if isinstance(form, ShardedForm) and config.cluster.link is not None:
+    if isinstance(form, EngineForm) and config.cluster.link is not None:
         machines = machines_of(config, "cpu")
         sent = fmean(rank.figures["sent"] for rank in ranks)
         between = sent - _sent_inside(form, machines, ranks)

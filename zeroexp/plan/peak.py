@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING
 from zeroexp.config.keys import Config, ConfigError
 from zeroexp.measure.record import STEP_SECONDS
 from zeroexp.plan.caching_allocator import OutOfDeviceMemory, expands_segments, replay
-from zeroexp.plan.closed_forms import ClosedForm, ShardedForm
+from zeroexp.plan.closed_forms import ClosedForm, EngineForm
 from zeroexp.plan.outcome import PlannedPoint, RankPeak, RehearsedPeaks, plan_point
 from zeroexp.plan.speed import NOT_CALIBRATED, Speed, prior_speed, speed_of
 from zeroexp.plan.torch_closed_forms import DdpForm
@@ -113,7 +113,7 @@ def rehearsed_beside(config: Config, device: str) -> dict[str, float]:
     rehearsed = {"peak": float(peaks.fullest.num_bytes)}
     if NOT_CALIBRATED not in peaks.speed:
         rehearsed |= zip(STEP_SECONDS, peaks.step_seconds, strict=True)
-    if isinstance(planned.form, ShardedForm):
+    if isinstance(planned.form, EngineForm):
         calls = [planned.form.traffic(rank).calls_by_kind for rank in range(config.world_size)]
         rehearsed["calls"] = float(max(sum(each.values()) for each in calls))
     return rehearsed
@@ -131,7 +131,7 @@ def _telling_ranks(planned: PlannedPoint) -> list[int]:
 
 def _most_microbatches(form: ClosedForm) -> int:
     """Return after how many microbatches further ones hold no more."""
-    if not isinstance(form, ShardedForm):
+    if not isinstance(form, EngineForm):
         return MOST_MICROBATCHES_OF_OTHERS
     waits = form.resolved.reduce_each == "step" or not form.options.overlap
     return MOST_MICROBATCHES + (0 if waits else form.traits.reductions_in_flight)

@@ -1,16 +1,21 @@
-"""Standard output and error whose failures end no work, as on a full disk or into a closed pipe or terminal."""
+"""Standard output and error whose failures end no work, as on a full disk or into a closed pipe or terminal.
+
+What is lost for another reason than that nobody reads it any more is told at the end.
+"""
 
 from __future__ import annotations
 
-import contextlib
+import errno
 import io
 import os
 import sys
 from typing import Any, TextIO
 
+NOBODY_READS = (errno.EPIPE, errno.EBADF, errno.EIO)  # a closed pipe, descriptor or terminal
+
 
 def keep_going() -> None:
-    """Make standard output and error drop silently what can not be written, since nobody could be told."""
+    """Make standard output and error drop what can not be written; `has_lost` tells of it."""
     for descriptor in (0, 1, 2):
         try:
             os.fstat(descriptor)
@@ -22,12 +27,27 @@ def keep_going() -> None:
         sys.stderr = sys.__stderr__ = _text(sys.stderr, 2)
 
 
+def has_lost() -> bool:
+    """Whether some of standard output could not be written; a line on standard error says why."""
+    sys.stdout.flush()
+    if _lost:
+        why = f"{_lost[0].strerror}; what was printed is lost"
+        print(f"zeroexp: standard output: {why}", file=sys.stderr)
+    return bool(_lost)
+
+
+_lost: list[OSError] = []  # errors of standard output
+
+
 class _Lenient(io.FileIO):
     """A descriptor whose writes always succeed."""
 
     def write(self, content: Any, /) -> int:
-        with contextlib.suppress(OSError):
+        try:
             return super().write(content)
+        except OSError as error:
+            if self.fileno() == 1 and error.errno not in NOBODY_READS:
+                _lost.append(error)
         return len(content)
 
 

@@ -39,6 +39,7 @@ class Column:
     doubt: Callable[[Point], str | None] = lambda _: None  # why a reader should not trust it
     # Whether a table for readers needs it; without a rule it does where some point has a value.
     is_needed: Callable[[Sequence[Point]], bool] | None = None
+    spelled: Callable[[str], str] = str  # a word as a table for readers has it
 
     @property
     def is_left(self) -> bool:
@@ -50,11 +51,12 @@ class Column:
         if value is None:
             return ABSENT
         if not self.form:
-            return str(value)
+            return self.spelled(str(value))
         return format(value * self.scale, self.form) + (" ?" if self.doubt(point) else "")
 
     def differs(self, points: Sequence[Point]) -> bool:
-        return len({self.text(point) for point in points}) > 1
+        texts = self.text if self.form else self.value
+        return len({texts(point) for point in points}) > 1
 
     def is_shown(self, points: Sequence[Point]) -> bool:
         if self.is_needed is not None:
@@ -117,10 +119,10 @@ def point_columns(points: Sequence[Point]) -> list[Column]:
 
     def setting(key: str) -> Column:
         def value(point: Point) -> str | None:
-            word = point.run.config.get(key)
-            return None if word is None else setting_text(word)
+            return point.run.config.get(key)
 
-        return Column(key, value, column_name(key, keys), part="point")
+        name = column_name(key, keys)
+        return Column(key, value, name, spelled=setting_text, part="point")
 
     return [
         Column("strategy", lambda p: p.run.strategy, "strategy", part="point"),

@@ -38,6 +38,7 @@ from zeroexp.tracking.run import Run
 
 ONCE = "Step times are of one run each; repeats=5 would tell which differences are real."
 MOST_DOUBTS = 3  # points in doubt that are all named
+PEAK_NOISE = 0.001  # of a peak
 MOST_CHANGES = 3  # exact numbers of one point that are listed; the rest are counted
 # Sums of these transports, or of their GPU, may change order from run to run.
 INEXACT = ("nccl", "native")
@@ -100,6 +101,20 @@ def _changed_numbers(one: Run, two: Run) -> list[str]:
     first, second = exact_numbers(one), exact_numbers(two)
     pairs = {name: (first.get(name), second.get(name)) for name in [*first, *second]}
     return [f"{name}: {a} and {b}" for name, (a, b) in pairs.items() if a != b]
+
+
+def _changed_peaks(before: Run, after: Run) -> list[str]:
+    """Say which peaks of the fullest rank moved; a thread of the backend may let go a little later in one run."""
+    if not (before.summary and after.summary):
+        return []
+    memory = before.summary.memory, after.summary.memory
+    peaks = {"peak": "peak bytes", "build_peak": "peak bytes of building", "host_peak": "host peak"}
+    lines: list[str] = []
+    for key, name in peaks.items():
+        one, two = (getattr(each, key) for each in memory)
+        if one and two and abs(two.fullest - one.fullest) > PEAK_NOISE * one.fullest:
+            lines.append(f"{name}: {one.fullest:.0f} and {two.fullest:.0f}")
+    return lines
 
 
 def _changed_losses(one: Sequence[float], two: Sequence[float]) -> list[str]:
@@ -202,7 +217,8 @@ def _aligned(texts: Mapping[str, str]) -> list[str]:
 
 
 def _moved(old: Point, new: Point, unchanged: tuple[Point, Point] | None, number: int) -> Moved:
-    changes = _changed_numbers(old.run, new.run) + _changed_losses(old.losses, new.losses)
+    changes = [*_changed_numbers(old.run, new.run), *_changed_peaks(old.run, new.run)]
+    changes += _changed_losses(old.losses, new.losses)
     if len(old.losses) != len(new.losses):
         changes.append(f"steps: {len(old.losses)} and {len(new.losses)}")
     before, after = old.seconds_by_round, new.seconds_by_round
@@ -253,7 +269,7 @@ def differences(points: Sequence[Point]) -> dict[str, dict[str, list[str]]]:
     }
 
 
-def lines_of_unequal_facts(points: Sequence[Point], must_equal: Iterable[str]) -> list[str]:
+def lines_of_broken_must_equal(points: Sequence[Point], must_equal: Iterable[str]) -> list[str]:
     """Return one line for each fact that a study wants equal and that differs, also where it was swept."""
     wanted = tuple("engine.transport" if word == "transport" else word for word in must_equal)
     return [
@@ -326,7 +342,7 @@ def conclude(points: Sequence[Point], reference: str | None = None) -> Conclusio
     broken = [line for point in points for line in lines_of_varied_numbers(point)]
     studies = [json.loads(point.run.config.get("study.must_equal", "[]")) for point in points]
     must_equal = dict.fromkeys(word for words in studies for word in words)
-    broken += [f"study.must_equal: {x}" for x in lines_of_unequal_facts(points, must_equal)]
+    broken += [f"study.must_equal: {x}" for x in lines_of_broken_must_equal(points, must_equal)]
     claims = claims_of(points)
     broken += [claim.line for claim in claims if not claim.holds]
     qualities = _qualities(points, chosen)

@@ -19,7 +19,7 @@ from pathlib import Path
 
 from zeroexp.process.durable import write_durably
 from zeroexp.tracking import attempt
-from zeroexp.tracking.json_files import read_json, with_room
+from zeroexp.tracking.json_files import read_json, write_with_reserve
 from zeroexp.tracking.out_of_memory import Shortage, describe_shortage, gib, kills_by_kernel
 
 FAILURE = "failure.json"
@@ -141,7 +141,7 @@ def write(
         return
     text = json.dumps(cause, indent=2) + "\n"
     beside = folder / f".{FAILURE}.{socket.gethostname()}.{os.getpid()}"
-    with_room(folder, lambda: write_durably(beside, text.encode()))
+    write_with_reserve(folder, lambda: write_durably(beside, text.encode()))
     if over:
         beside.replace(folder / FAILURE)
         return

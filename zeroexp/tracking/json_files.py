@@ -52,7 +52,7 @@ def _as_numbers(content: Any) -> Any:
 def write_json(path: Path, content: dict[str, Any]) -> None:
     """Write a file that appears whole."""
     text = f"{dumps(content, indent=2)}\n"
-    with_room(path.parent, lambda: replace_durably(path, text.encode()))
+    write_with_reserve(path.parent, lambda: replace_durably(path, text.encode()))
 
 
 def remove_unfinished(folder: Path) -> None:
@@ -82,7 +82,7 @@ def reserve(folder: Path) -> None:
         os.posix_fallocate(file.fileno(), 0, RESERVE_BYTES)
 
 
-def with_room(folder: Path, write: Callable[[], None]) -> None:
+def write_with_reserve(folder: Path, write: Callable[[], None]) -> None:
     """Call `write`; if the disk is full, free the folder's reserve and call it again."""
     try:
         write()

@@ -16,7 +16,7 @@ from zeroexp.measure.record import StepRecord
 from zeroexp.tracking import attempt, labels, mlflow_metrics, views
 from zeroexp.tracking.files import RECORDS, read_json, read_timed_records, write_json
 from zeroexp.tracking.labels import LINK
-from zeroexp.tracking.run import read_run
+from zeroexp.tracking.run import Run, read_run
 from zeroexp.tracking.store import Store
 
 PAGE = "report.html"  # of a sweep's folder, see report/page
@@ -81,7 +81,8 @@ class MlflowTracker:
 
     def _opened_link(self, folder: Path) -> LoggedRun:
         """Return the link to a run that MLflow takes for running."""
-        link, beginning = self._link_of(folder), beginning_of(folder)
+        run, beginning = read_run(folder), beginning_of(folder)
+        link = self._link_of(folder) or self._found(run, beginning)
         if link and link.attempt == beginning:
             if link.closed:
                 with self.store.opened() as client:
@@ -89,10 +90,9 @@ class MlflowTracker:
             return link
         if link:
             self.store.send(link.run_id, tags={"sweep": f"{folder.parent.name}/earlier"})
-        run = read_run(folder)
         return self._create(
             beginning,
-            start_time=int(labels.start_time(run) * 1000),
+            start_time=_milliseconds(labels.start_time(run)),
             tags=labels.run_tags(run, "running"),
             run_name=run.name,
         )
@@ -165,6 +165,18 @@ class MlflowTracker:
                 client.delete_experiment_tag(experiment_id, tag)
         return [(view.title, view.url(self.store.address, experiment_id)) for view in saved]
 
+    def _found(self, run: Run, beginning: int) -> LoggedRun | None:
+        """Return the run that this store has of a folder which has been sent to another store since."""
+        experiment_id, began = self.store.experiment_id, _milliseconds(labels.start_time(run))
+        with self.store.opened() as client:
+            alike = client.search_runs([experiment_id], f"attributes.start_time = {began}")
+        ids = [
+            each.info.run_id
+            for each in alike
+            if (each.info.run_name, each.data.tags.get("sweep")) == (run.name, run.sweep)
+        ]
+        return LoggedRun(self.store.shown, experiment_id, ids[0], beginning, True) if ids else None
+
     def _create(self, beginning: int, **settings: Any) -> LoggedRun:
         """Make a run of MLflow, for which `settings` are arguments of its client's create_run."""
         experiment_id = self.store.experiment_id
@@ -179,5 +191,9 @@ class MlflowTracker:
                     client.log_artifacts(link.run_id, str(path), path.name)
                 else:
                     client.log_artifact(link.run_id, str(path))
-            client.set_terminated(link.run_id, status, int(ended * 1000))
+            client.set_terminated(link.run_id, status, _milliseconds(ended))
         replace(link, closed=True).write(folder)
+
+
+def _milliseconds(seconds: float) -> int:
+    return int(seconds * 1000)
