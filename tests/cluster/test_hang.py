@@ -38,7 +38,8 @@ def test_a_stopped_rank_is_named_and_leaves_its_stack(local: LocalCluster, tmp_p
     assert "(cluster.hang_s)" in cause["message"]
     for rank in (0, 1):
         _, asked, stack = log_of(job, rank).partition(f" rank {rank}: no progress for ")
-        assert asked and "loop.py" in stack and "most recent call first" in stack
+        # It may stand outside of the loop, where it writes a record.
+        assert asked and "zeroexp/run/rank.py" in stack and "most recent call first" in stack
 
 
 def test_a_rank_that_never_comes_to_the_first_step_is_named(

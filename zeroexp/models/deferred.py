@@ -16,7 +16,7 @@ are thrown away at once, but they must be drawn, since the generator advances wi
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -289,20 +289,17 @@ def defer(
     for name, parameter in parameters.items():
         if not parameter.is_meta:
             raise CannotDefer(f"{name} has values already")
-    _require_known(tape.operations, parameters)
+    _require_known(tape.operations)
     return made, Drawn(tape.operations, parameters, seed)
 
 
-def _require_known(operations: Sequence[_Operation], parameters: Mapping[str, Tensor]) -> None:
+def _require_known(operations: Sequence[_Operation]) -> None:
     """Raise CannotDefer if memory is read that no operation has made or overwritten: nobody knows its values."""
     known: set[int] = set()
     for operation in operations:
         if operation.given().keys() - known - {operation.overwrites}:
             raise CannotDefer(f"{operation.function} reads what nothing on the tape has made")
         known |= operation.memories()
-    for name, parameter in parameters.items():
-        if _memory_of(parameter) not in known:
-            raise CannotDefer(f"nothing on the tape has made {name}")
 
 
 def ranges_of(held: list[Tensor]) -> Read:
