@@ -139,7 +139,8 @@ class Sweep:
         going_on = unfinished(jobs).values()  # jobs that go on in Slurm
         again = [job for job in jobs if job.status not in FINE and job not in going_on]
         if not again and not self._num_damaged:
-            raise ConfigError(f"--rerun {folder}: nothing there has failed; give a sweep's folder")
+            remedy = "there is nothing to run again" if every else "give a sweep's folder"
+            raise ConfigError(f"--rerun {folder}: nothing there has failed; {remedy}")
         for job in again:
             plugins.load(job.config.plugins, working_folder_of(job.folder))
         self._jobs, self._folder = jobs, folder

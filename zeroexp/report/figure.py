@@ -39,7 +39,10 @@ MARKERS = {
     **{"circle": "o", "square": "s", "diamond": "D", "triangle-up": "^", "triangle-left": "<"},
     **{"triangle-right": ">", "cross": "P", "star": "*", "x": "x", "hexagon": "h", "line-ns": "|"},
 }
-DASHES = {"solid": "-", "dash": "--", "dot": ":", "dashdot": "-.", "longdash": (0, (8, 3))}
+DASHES: dict[str, Any] = {
+    **{"solid": "-", "dash": "--", "dot": ":", "dashdot": "-."},
+    **{"longdash": (0, (8, 3)), "longdashdot": (0, (8, 3, 1, 3))},
+}
 SMALL = 20  # below this length of the longest row, sums have decimals
 NARROWEST = 0.03  # a part narrower than this fraction of the longest bar shows no number
 
@@ -139,7 +142,7 @@ def _draw_marks(axes: Axes, trace: Trace, rows: Sequence[str]) -> None:
     colour = _ink(marker.get("color") or line.get("color"))
     label = trace["name"]
     if "lines" in mode:
-        dash: Any = DASHES.get(line.get("dash", "solid"), "-")
+        dash = DASHES[line.get("dash", "solid")]
         axes.plot(across, up, color=colour, ls=dash, lw=line.get("width", 1.5), label=label)
         label = None
     if "markers" in mode:
