@@ -28,9 +28,8 @@ def dumps(content: Any, *, indent: int | None = None) -> str:
     """Serialize to JSON that every reader of JSON accepts."""
     try:
         return json.dumps(content, indent=indent, allow_nan=False)
-    except (
-        ValueError
-    ):  # json writes numbers that are not finite as words of no JSON, which become strings here
+    except ValueError:
+        # json writes numbers that are not finite as words that are no JSON, and reads them as strings here.
         in_words = json.loads(json.dumps(content), parse_constant=str)
         return json.dumps(in_words, indent=indent)
 
