@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 
 from tests.run_folders import record, write_run
+from zeroexp import sync
 from zeroexp.config.keys import ConfigError, load, save
 from zeroexp.tracking import attempt, views
 from zeroexp.tracking.files import RecordWriter, read_timed_records, write_json
@@ -170,6 +171,15 @@ def test_sent_to_another_store_and_back_it_is_the_same_run(
     before = num_metrics(outputs, run_id)
     assert MlflowTracker(None, tracker.store.experiment, outputs).log_run(folder) == run_id
     assert num_metrics(outputs, run_id) == before
+
+
+def test_a_sweep_that_mlflow_does_not_track_is_refused(sweep: Path, monkeypatch, capsys) -> None:
+    file = write_run(sweep / "run") / "config.yaml"
+    config = load(file)
+    save(replace(config, tracking=replace(config.tracking, mlflow=False)), file)
+    monkeypatch.setattr(sys, "argv", ["zeroexp sync", str(sweep)])
+    assert sync.main() == 2
+    assert "MLflow tracks none of its runs" in capsys.readouterr().err
 
 
 def test_a_run_can_be_followed_and_a_resumed_one_goes_on(

@@ -36,7 +36,7 @@ def has_lost() -> bool:
     return bool(_lost)
 
 
-_lost: list[OSError] = []  # errors of standard output
+_lost: list[OSError] = []  # the first error of standard output
 
 
 class _Lenient(io.FileIO):
@@ -46,7 +46,7 @@ class _Lenient(io.FileIO):
         try:
             return super().write(content)
         except OSError as error:
-            if self.fileno() == 1 and error.errno not in NOBODY_READS:
+            if self.fileno() == 1 and error.errno not in NOBODY_READS and not _lost:
                 _lost.append(error)
         return len(content)
 
