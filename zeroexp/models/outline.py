@@ -49,8 +49,16 @@ def outline_of(config: ModelConfig, vocab_size: int | None) -> BuiltModel:
 
 
 def longest_sequence(model: BuiltModel) -> int | None:
-    """Return the most positions that the model's own config names; None where it names none, as Mamba's."""
-    return getattr(getattr(model.module, "config", None), POSITIONS, None)
+    """Return the most positions that the model's own config names; None where it names none, as Mamba's.
+
+    RoBERTa and its relatives count them from the row of padding in their table, and leave the rows before it unused.
+    """
+    longest = getattr(getattr(model.module, "config", None), POSITIONS, None)
+    for name, module in model.module.named_modules():
+        padding = getattr(module, "padding_idx", None)
+        if padding is not None and name.endswith("position_embeddings"):
+            return longest - padding - 1
+    return longest
 
 
 def _file_of(config: ModelConfig, vocab_size: int | None) -> Path | None:
