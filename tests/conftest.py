@@ -8,12 +8,15 @@ from __future__ import annotations
 import gc
 import multiprocessing
 import os
+import shutil
 import signal
+import warnings
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack
 from datetime import date
 from multiprocessing import forkserver
+from pathlib import Path
 from typing import Any
 
 # Before torch is imported anywhere: two ranks on two cores each compute with one thread.
@@ -30,6 +33,7 @@ from tests.run_folders import log_study
 from tests.warm import Warm, start_servers_with
 from zeroexp.cluster.local import LocalCluster
 from zeroexp.config.keys import Config
+from zeroexp.tracking.store import SQLITE, Store
 
 torch.set_num_threads(1)
 
@@ -66,13 +70,25 @@ def local(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalCluster]:
 
 @pytest.fixture(scope="session")
 def mlflow(
-    tmp_path_factory: pytest.TempPathFactory,
+    tmp_path_factory: pytest.TempPathFactory, empty_store: Path
 ) -> Iterator[tuple[MlflowServer, dict[str, str]]]:
     """One server for all tests, since it starts for ten seconds of a core; its store holds a study."""
     folder = tmp_path_factory.mktemp("mlflow")
+    shutil.copy(empty_store, folder)
     links = log_study(folder)
     with MlflowServer(folder) as server:
         yield server, links
+
+
+@pytest.fixture(scope="session")
+def empty_store(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A sqlite store of MLflow without runs, to be copied: all processes of this run share one, as its tables cost
+    seconds.
+    """
+    own = tmp_path_factory.getbasetemp()
+    store = Store(None, "x", own.parent if "PYTEST_XDIST_WORKER" in os.environ else own)
+    with warnings.catch_warnings(action="ignore"), store.opened():
+        return Path(store.uri.removeprefix(SQLITE))
 
 
 @pytest.fixture(autouse=True)

@@ -245,6 +245,7 @@ def wheel(tmp_path_factory) -> Path:
     return wheel
 
 
+@pytest.mark.slow
 def test_installed_package_brings_its_yaml_and_launcher(wheel, tmp_path):
     """From a wheel, far from the checkout: conf/ lies inside the package there."""
     site = tmp_path / "site"

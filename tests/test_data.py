@@ -741,6 +741,7 @@ def test_a_killed_writer_blocks_nobody(cache):
     assert {path.name for path in folder.iterdir()} == {"all", packed.DIGESTS}
 
 
+@pytest.mark.slow
 def test_a_rank_that_finds_the_cache_imports_neither_datasets_nor_transformers():
     opened("offline", seq_len=40)
     code = (

@@ -7,6 +7,7 @@ import re
 import tokenize
 import xml.etree.ElementTree as ET
 from collections.abc import Iterator
+from functools import cache
 from io import StringIO
 from pathlib import Path
 
@@ -105,17 +106,21 @@ def names_that_exist() -> set[str]:
         if path.suffix in (".yaml", ".toml"):
             names |= set(re.findall(r"[A-Za-z_]\w+", path.read_text()))
         elif path.suffix == ".py":
-            for token in tokens_of(path):
-                short = "\n" not in token.string and len(token.string) < 60
-                if token.type == tokenize.NAME or (token.type == tokenize.STRING and short):
-                    names |= set(re.findall(r"[A-Za-z_]\w*", token.string))
+            for kind, text in tokens_of(path):
+                if kind == tokenize.NAME:
+                    names.add(text)
+                elif kind == tokenize.STRING and "\n" not in text and len(text) < 60:
+                    names |= set(re.findall(r"[A-Za-z_]\w*", text))
     return names
 
 
-def tokens_of(path: Path) -> Iterator[tokenize.TokenInfo]:
-    return tokenize.generate_tokens(StringIO(path.read_text(encoding="utf-8")).readline)
+@cache
+def tokens_of(path: Path) -> list[tuple[int, str]]:
+    tokens = tokenize.generate_tokens(StringIO(path.read_text(encoding="utf-8")).readline)
+    return [(token.type, token.string) for token in tokens]
 
 
+@cache
 def docstrings_of(path: Path) -> list[str]:
     documented = (ast.Module, ast.ClassDef, ast.FunctionDef)
     nodes = ast.walk(ast.parse(path.read_text(encoding="utf-8")))
@@ -129,7 +134,7 @@ def prose_of(path: Path) -> str:
         return re.sub(
             r"^```.*?^```", "", path.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL
         )
-    comments = [token.string for token in tokens_of(path) if token.type == tokenize.COMMENT]
+    comments = [text for kind, text in tokens_of(path) if kind == tokenize.COMMENT]
     return "\n".join([*docstrings_of(path), *comments])
 
 

@@ -536,6 +536,7 @@ def test_what_can_not_be_trained_is_one_line(case, here):
     assert expected in refusal_of(*words)
 
 
+@pytest.mark.slow
 def test_a_run_from_a_folder(here, monkeypatch, capsys):
     """Through the command line, with a frozen embedding; what was trained is exported and read again as that says.
 

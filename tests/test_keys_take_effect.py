@@ -372,6 +372,7 @@ def test_deepspeed_takes_no_setting_of_our_engine_and_none_of_torch():
         assert f"strategy.{key}" in [refused for refused, *_ in check_effects(config)]
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("files")
 def test_every_key_takes_effect_under_one_engine_and_one_refuses_it(ranks):
     """Engines take turns of ten keys, which share the run without a change."""

@@ -136,9 +136,10 @@ def called(world: World, transport: str, file: str) -> dict[str, int]:
     return growth_of(loop, world, transport, file)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("loop", "transport"),
-    [pytest.param(trained, "direct", marks=pytest.mark.slow), (called, "gloo")],
+    [(trained, "direct"), (called, "gloo")],
 )
 def test_memory_does_not_grow_with_the_steps(
     ranks: Any, loop: Callable[..., Any], transport: str, tmp_path: Path

@@ -93,6 +93,7 @@ def test_saving_is_in_no_step_but_in_the_record(undisturbed):
     assert summary.tokens_per_second == pytest.approx(sum(r.num_tokens for r in measured) / seconds)
 
 
+@pytest.mark.slow
 def test_run_again_behind_its_end_it_is_done(local, undisturbed, copied):
     assert run_again(local, copied) == []
     for read in (read_summary, read_records):

@@ -78,6 +78,7 @@ def killed(tmp_path_factory) -> tuple[Path, str]:
     return folder, refused.stderr.replace(str(process.pid), "<pid>")
 
 
+@pytest.mark.slow
 def test_a_sweep_is_not_run_twice_at_once(killed):
     _, line = killed
     assert line.startswith("zeroexp: ") and line.count("\n") == 1

@@ -280,6 +280,7 @@ def busy_cores() -> Iterator[ExitStack]:
         yield running
 
 
+@pytest.mark.slow
 def test_a_failed_point_leaves_the_others_and_is_run_again_alone(tmp_path):
     """One seed fails in the ranks alone; the points before and after it run."""
     (tmp_path / "thirteen_fails.py").write_text(THIRTEEN_FAILS)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import sqlite3
 from contextlib import closing
 from pathlib import Path
@@ -29,8 +30,12 @@ def losses(outputs: Path) -> list[Any]:
 
 
 def test_a_run_is_there_from_its_start_followed_and_closed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path,
+    empty_store: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
+    shutil.copy(empty_store, tmp_path)
     folder = write_run(tmp_path / "sweep" / "run", status="running", num_steps=0)
     sent = Uploads(TrackingConfig(), tmp_path, "sweep")
     sent.begin(folder)

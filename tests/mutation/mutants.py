@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import ast
 import copy
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -55,22 +55,24 @@ class Mutant:
         return f"{self.file}::{self.function}: {self.before} -> {self.after}"
 
 
-def mutants_of(tree: Path, file: str) -> list[Mutant]:
-    """In the order of the file; two ways to the same text count once."""
+def mutants_of(tree: Path, file: str, functions: Collection[str] | None = None) -> list[Mutant]:
+    """In the order of the file, or of some of its functions; two ways to the same text count once."""
     source = (tree / file).read_text()
     found: dict[str, Mutant] = {}
-    for mutant in _mutants(file, source):
+    for mutant in _mutants(file, source, functions):
         found.setdefault(mutant.source, mutant)
     found.pop(ast.unparse(ast.parse(source)), None)
     return list(found.values())
 
 
-def _mutants(file: str, source: str) -> Iterator[Mutant]:
+def _mutants(file: str, source: str, functions: Collection[str] | None) -> Iterator[Mutant]:
     module = ast.parse(source)
     for path, node in _nodes(module, ()):
+        function = _function(module, path)
+        if functions is not None and function not in functions:
+            continue
         statement, depth = _statement(module, path)
-        line, function = getattr(node, "lineno", statement.lineno), _function(module, path)
-        before = _head(statement)
+        line, before = getattr(node, "lineno", statement.lineno), _head(statement)
         for replacement in _replacements(node, path):
             _put(module, path, replacement)
             after, changed = _head(_at(module, path[:depth])), ast.unparse(module)

@@ -77,6 +77,7 @@ def test_scaling_has_a_tick_for_each_number_of_ranks_and_no_other(tmp_path: Path
     assert [label.get_text() for label in axes.get_xticklabels(which="both")] == ["2", "16"]
 
 
+@pytest.mark.slow
 def test_every_chart_can_be_printed(sweep: list[Point], tmp_path: Path) -> None:
     for make in CHARTS:
         name = make.__name__.removesuffix("_chart")

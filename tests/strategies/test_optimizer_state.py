@@ -147,7 +147,7 @@ def saved(ranks) -> Saved:
 @pytest.mark.parametrize(
     ("size", "sources"),
     [
-        pytest.param(3, [(n, ONE_SOURCE[n]) for n in QUICK], id="quick ones to 3"),
+        pytest.param(3, [(n, ONE_SOURCE[n]) for n in QUICK], id="quick ones to 3", marks=slow),
         pytest.param(3, list(ONE_SOURCE.items()), id="one by turns to 3", marks=slow),
         *(
             pytest.param(

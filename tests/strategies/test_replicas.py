@@ -215,6 +215,7 @@ def train_on(
     return loaded, pieces_of(strategy)
 
 
+@pytest.mark.slow
 def test_a_state_goes_from_replicas_to_any_ranks_and_back(ranks):
     """Each element is given once, by one of the replicas that hold it; the state is the same bits everywhere."""
     recipe, saved = Recipe(precision="bf16_master"), None

@@ -27,8 +27,6 @@ from zeroexp.tracking.uploads import Uploads
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 
-EMPTY = "empty.db"  # a copy of the store as it was made
-
 
 def statuses_in_mlflow(outputs: Path) -> list[str]:
     with closing(sqlite3.connect(outputs / "mlflow.db")) as connection:
@@ -57,23 +55,22 @@ def kill_a_maker(database: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def outputs() -> Iterator[Path]:
-    """A folder that everybody may enter, with a store whose first maker was killed."""
+def outputs(empty_store: Path) -> Iterator[Path]:
+    """A folder that everybody may enter, with a store."""
     with open_to_all() as folder:
-        kill_a_maker(folder / "mlflow.db")
-        MlflowTracker(None, "x", folder).write_views("made")
-        shutil.copy(folder / "mlflow.db", folder / EMPTY)
+        shutil.copy(empty_store, folder)
         yield folder
 
 
 @pytest.mark.slow
-def test_a_store_whose_maker_was_killed_is_made_by_the_next(outputs: Path) -> None:
-    sent = Uploads(TrackingConfig(), outputs, "sweep")
-    folder = write_run(outputs / "sweep" / "run", num_steps=4)
+def test_a_store_whose_maker_was_killed_is_made_by_the_next(tmp_path: Path) -> None:
+    kill_a_maker(tmp_path / "mlflow.db")
+    sent = Uploads(TrackingConfig(), tmp_path, "sweep")
+    folder = write_run(tmp_path / "sweep" / "run", num_steps=4)
     sent.send(folder)
     sent.conclude(folder.parent)
-    assert "FINISHED" in statuses_in_mlflow(outputs)
-    assert list(outputs.glob(".mlflow.db*")) == []
+    assert statuses_in_mlflow(tmp_path) == ["FINISHED"]
+    assert list(tmp_path.glob(".mlflow.db*")) == []
 
 
 def interrupted(path: Path) -> None:
@@ -116,7 +113,7 @@ def end(process: subprocess.Popen[str]) -> tuple[str, str]:
 
 @pytest.mark.slow
 def test_a_store_that_is_held_delays_no_step_and_no_ctrl_c_and_an_open_one_hears_of_it(
-    outputs: Path, tmp_path: Path
+    empty_store: Path, tmp_path: Path
 ) -> None:
     words = [*LIGHT, FOR_EVER, "tracking=mlflow", "world_size=1"]
     with held(tmp_path / "outputs" / "mlflow.db.lock"):
@@ -132,7 +129,7 @@ def test_a_store_that_is_held_delays_no_step_and_no_ctrl_c_and_an_open_one_hears
     assert "mlflow.db.lock, which another process holds)" in out
 
     (sweep,) = {job.folder.parent for job in jobs(tmp_path).values()}
-    shutil.copy(outputs / EMPTY, tmp_path / "outputs" / "mlflow.db")
+    shutil.copy(empty_store, tmp_path / "outputs")
     again = start(tmp_path, "--rerun", str(sweep))
     while not statuses_in_mlflow(tmp_path / "outputs"):
         assert again.poll() is None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import multiprocessing
+import shutil
 import sqlite3
 import subprocess
 import sys
@@ -34,9 +35,11 @@ METRICS_PER_STEP = 11
 
 
 @pytest.fixture(scope="module")
-def outputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """One store for all tests, since making one takes seconds; each test has its own experiment."""
-    return tmp_path_factory.mktemp("outputs")
+def outputs(tmp_path_factory: pytest.TempPathFactory, empty_store: Path) -> Path:
+    """One store for all tests, each of which has its own experiment."""
+    folder = tmp_path_factory.mktemp("outputs")
+    shutil.copy(empty_store, folder)
+    return folder
 
 
 @pytest.fixture
@@ -162,11 +165,12 @@ def test_sending_again_changes_nothing(tracker: MlflowTracker, outputs: Path, sw
 
 
 def test_sent_to_another_store_and_back_it_is_the_same_run(
-    tracker: MlflowTracker, outputs: Path, sweep: Path, tmp_path: Path
+    tracker: MlflowTracker, outputs: Path, sweep: Path, empty_store: Path, tmp_path: Path
 ) -> None:
     folder = write_run(sweep / "run")
     run_id = tracker.log_run(folder)
-    other = MlflowTracker(f"sqlite:///{tmp_path}/other.db", tracker.store.experiment, outputs)
+    there = shutil.copy(empty_store, tmp_path / "other.db")
+    other = MlflowTracker(f"sqlite:///{there}", tracker.store.experiment, outputs)
     assert other.log_run(folder) != run_id
     before = num_metrics(outputs, run_id)
     assert MlflowTracker(None, tracker.store.experiment, outputs).log_run(folder) == run_id
@@ -380,12 +384,14 @@ def quiet(
     return folder, subprocess.run(words, capture_output=True, text=True, timeout=600)
 
 
+@pytest.mark.slow
 def test_mlflow_is_imported_late_and_makes_its_store_in_silence(quiet) -> None:
     _, process = quiet
     assert process.returncode == 0, process.stderr
     assert (process.stdout, process.stderr) == ("", "")
 
 
+@pytest.mark.slow
 def test_a_store_that_was_thrown_away_is_made_again_from_the_folders(quiet) -> None:
     """By another process: mlflow keeps a store open for good."""
     folder, _ = quiet
