@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import os
+import re
+import subprocess
 import sys
+import time
 from concurrent.futures import ProcessPoolExecutor
+from contextlib import ExitStack
 from dataclasses import replace
 from multiprocessing import get_context
 
@@ -15,7 +20,7 @@ from zeroexp.calibrate.factors import fit_factors
 from zeroexp.calibrate.practice import PHASES, POINTS, PracticeRun, measured, rehearsed_phases
 from zeroexp.config.job_shape import JobShape
 from zeroexp.plan.machines import Machines
-from zeroexp.plan.speed import Speed, calibrated_speed, this_machine
+from zeroexp.plan.speed import Calibration, Speed, calibrated_speed, this_machine
 
 SPEED = Speed(
     label="made up",
@@ -84,6 +89,29 @@ def test_a_machine_without_gpus_says_so_in_one_line(monkeypatch, capsys, tmp_pat
     told = capsys.readouterr()
     assert told.out == "" and told.err.count("\n") == 1 and "--device cuda: torch" in told.err
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("limit", [0.1, 1.1])  # of all cores: others use more, less
+def test_others_that_use_the_cores_meanwhile_are_told(monkeypatch, capsys, tmp_path, limit):
+    """Programs of our own count as others while they run."""
+
+    def calibrate() -> Calibration:
+        time.sleep(0.5)
+        return Calibration(this_machine(), "2.13", {"float32": {"1": 1e9}}, 1e9, 1e-5, {})
+
+    monkeypatch.setattr(command, "calibrate", calibrate)
+    monkeypatch.setattr(command, "SPOILT", limit)
+    monkeypatch.setattr(sys, "argv", ["calibrate", "--outputs", str(tmp_path)])
+    with ExitStack() as running:
+        for _ in range((os.cpu_count() or 1) // 2 + 1):
+            program = subprocess.Popen([sys.executable, "-S", "-c", "while True: pass"])
+            running.callback(program.wait)
+            running.callback(program.kill)
+        assert command.main() == 0
+    told = capsys.readouterr()
+    assert f"kept in {tmp_path}/links/calibration.json" in told.out
+    line = r"zeroexp: others used [\d.]+ of \d+ cores meanwhile, so that plans will be slow; .*\n"
+    assert re.fullmatch(line if limit < 1 else "", told.err)
 
 
 def test_the_points_differ_in_every_respect():

@@ -16,6 +16,7 @@ copy it there. Links between nodes are not measured; those of a plan are a named
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 import time
 from dataclasses import replace
@@ -27,6 +28,7 @@ from zeroexp.calibrate.factors import fit_factors
 from zeroexp.calibrate.practice import NUM_RANKS, practise
 from zeroexp.calibrate.rates import measure_rates
 from zeroexp.check.rules_machine import num_gpus
+from zeroexp.cluster.machine_load import begin_load
 from zeroexp.config.job_shape import JobShape
 from zeroexp.config.keys import ConfigError
 from zeroexp.plan.machines import Machines
@@ -40,6 +42,7 @@ from zeroexp.plan.speed import (
 )
 from zeroexp.process.json_output import answer
 from zeroexp.process.on_ranks import on_ranks
+from zeroexp.report.statistics import SPOILT
 
 
 def main() -> int:
@@ -57,7 +60,7 @@ def _measure(told: list[str] | None) -> int:
         problem = "torch finds no GPU here; run it on a machine that has one"
         raise ConfigError(f"--device cuda: {problem}")
     torch.set_num_threads(1)
-    began = time.perf_counter()
+    began, load_since = time.perf_counter(), begin_load(os.getpid())
     calibration = calibrate() if args.device == "cpu" else rates("cuda", num_gpus())
     path = calibration_path(args.outputs, args.device)
     try:
@@ -68,6 +71,10 @@ def _measure(told: list[str] | None) -> int:
         told.append(path.read_text(encoding="utf-8"))
     print(_summary_lines(calibration))
     print(f"kept in {path}, after {time.perf_counter() - began:.0f} s")
+    load, cores = load_since(), os.cpu_count() or 1
+    if load is not None and load.other_cores > SPOILT * cores:
+        used = f"others used {load.other_cores:.1f} of {cores} cores meanwhile"
+        print(f"zeroexp: {used}, so that plans will be slow; run it again alone", file=sys.stderr)
     return 0
 
 

@@ -1,14 +1,16 @@
-"""Load of the machine by other programs while a run was measured, from the kernel's own counts.
+"""Load of the machine by other programs while something was measured, from the kernel's own counts.
 
-The machine's busy CPU seconds, less those of this process and of the server with its ranks, are everybody else's. The
+The machine's busy CPU seconds, less those of this process and of the parent of the ranks, are everybody else's. The
 kernel adds a process to its parent's count when it has ended, so the difference is taken after the ranks have ended.
 """
 
 from __future__ import annotations
 
+import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import psutil
@@ -19,22 +21,39 @@ from zeroexp.tracking.run import LOAD_FILE
 
 @contextmanager
 def measured_load(folder: Path, server: int) -> Iterator[None]:
-    """Write the mean number of cores that others used during the block; nothing where the kernel does not say.
-
-    server: the process whose children the ranks are.
-    """
-    began, before = time.monotonic(), _seconds_of_others(server)
+    """Write the load during the block; nothing where the kernel does not say. server: the parent of the ranks."""
+    load_since = begin_load(server)
     yield
-    after, seconds = _seconds_of_others(server), time.monotonic() - began
-    if before is not None and after is not None:
-        load = {"seconds": seconds, "other_cores": max(0.0, after - before) / seconds}
-        write_json(folder / LOAD_FILE, load)
+    if (load := load_since()) is not None:
+        write_json(folder / LOAD_FILE, asdict(load))
 
 
-def _seconds_of_others(server: int) -> float | None:
+@dataclass(frozen=True)
+class Load:
+    """What others used of the machine."""
+
+    seconds: float  # that it was looked at
+    other_cores: float  # mean number of cores that they used
+
+
+def begin_load(parent: int) -> Callable[[], Load | None]:
+    """Return what tells the load since this call; None: the kernel does not say. parent: pid of the ranks' one."""
+    began, before = time.monotonic(), _seconds_of_others(parent)
+
+    def load_since() -> Load | None:
+        after, seconds = _seconds_of_others(parent), time.monotonic() - began
+        if before is None or after is None:
+            return None
+        return Load(seconds, max(0.0, after - before) / seconds)
+
+    return load_since
+
+
+def _seconds_of_others(parent: int) -> float | None:
     try:
-        ours = sum(psutil.Process(server).cpu_times()[:4])  # user, system, and both of children
-        return busy_seconds() - ours - time.process_time()
+        ours = sum(psutil.Process(parent).cpu_times()[:4])  # user, system, and both of children
+        ours += time.process_time() if parent != os.getpid() else 0.0
+        return busy_seconds() - ours
     except (OSError, psutil.Error):
         return None
 
