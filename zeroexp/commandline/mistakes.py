@@ -31,12 +31,24 @@ HINTS = {
     "": "zeroexp/config/keys.py tells its type",
 }
 
+# What Hydra's composer, and Hydra 1.4, begin with.
+_OF_WHICH_WORD = re.compile(r"\A(Error when parsing index: |Error parsing override ).*\n")
 _KEY_OF_TABLE = re.compile(r"""(?<=[{,])\s*(['"]?)([^'"{}:,]+)\1\s*:""")  # as 'a.*': in {'a.*':1}
 
 
 def explain(error: Exception) -> str:
     """Return the line for the user, without the passwords of any address in it."""
     return " ".join(without_password(_explain(error)).split("\n")).strip()
+
+
+def _of_grammar(reason: str) -> str:
+    """Say where Hydra's parser stopped, without the names of its tokens."""
+    if reason.startswith("missing EQUAL"):
+        return "it has no ="
+    if stopped := re.search(r"input '(.+?)'( expecting |\Z)", reason):
+        at = stopped[1]
+        return "it ends too early" if at == "<EOF>" else f"Hydra can not read {at}"
+    return reason
 
 
 def first_line(error: BaseException) -> str:
@@ -47,8 +59,7 @@ def _explain(error: Exception) -> str:
     if isinstance(error, MissingConfigException) and error.missing_cfg_file:
         return _unknown_option(error)
     if isinstance(error, OverrideParseException):
-        # Hydra 1.4 begins with a line of which word it was.
-        reason = re.sub(r"\AError when parsing index: .*\n", "", str(error)).partition("\n")[0]
+        reason = _OF_WHICH_WORD.sub("", str(error)).partition("\n")[0]
         if "LexerNoViableAlt" in reason:
             reason = "a character in it has a meaning of its own for Hydra"
             return f"{error.override}: {reason}; put the value in quotes: 'key=\"value\"'"
@@ -56,7 +67,7 @@ def _explain(error: Exception) -> str:
         if spelled != word:
             reason = "Hydra takes no quotes around a key, and brackets behind a backslash alone"
             return f"{word}: {reason}; use '{spelled}'"
-        return f"{word}: {reason}; write key=value, lists as key=[1,2]"
+        return f"{word}: {_of_grammar(reason)}; write key=value, lists as key=[1,2]"
     text = str(error)
     # Our own text must not be parsed as Hydra's.
     if isinstance(error, ConfigError):
