@@ -68,6 +68,7 @@ def test_the_fastest_that_fits_is_named_beside_the_one_that_leaves_most_memory()
 def test_of_two_that_are_as_fast_the_one_that_holds_less_is_named():
     found = advice(candidate("zero1", 2, 2.0, 6), candidate("zero2", 2, 2.01, 4))
     assert found.best and found.best.outcome.strategy == "zero2"
+    assert "(1.61-2.41), as fast as zero1;" in " ".join(as_text(found).split())
     found = advice(candidate("zero1", 2, 2.0, 6), candidate("zero2", 2, 2.1, 4))
     assert found.best and found.best.outcome.strategy == "zero1"
 

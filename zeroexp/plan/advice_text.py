@@ -98,8 +98,8 @@ def _first_line(advice: Advice) -> str:
     )
     others = [each for each in advice.fitting if each.outcome.strategy != outcome.strategy]
     if others:
-        next_best = others[0]
-        use += f", {next_best.seconds / best.seconds:.3g} x as fast as {next_best.outcome.strategy}"
+        ratio = others[0].seconds / best.seconds  # below 1 for one that is as fast and holds more
+        use += f",{f' {ratio:.3g} x' * (ratio > 1)} as fast as {others[0].outcome.strategy}"
     parts, lean = [use], advice.leanest
     if lean and way_of(lean) != way_of(best):
         held, again = lean.outcome.peak_bytes, " with recomputation" if lean.recomputes else ""
