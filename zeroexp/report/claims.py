@@ -51,10 +51,10 @@ def claims_of(points: Sequence[Point]) -> list[Claim]:
     claimed = [Claim(losses.lines()[0], losses.agree)] if losses and losses.bound else []
     return [
         *claimed,
-        _of_all("bytes held", done, _held_error, "to the byte"),
-        _of_all("bytes sent", done, lambda s: s.plan_errors.get("sent"), "to the byte"),
-        _of_all("operations", done, _calls_error, "to the call"),
-        _of_all("peaks", done, _peak_error, "within 1 MiB or 0.1 % of a rehearsal", _near),
+        _of_all("bytes held", done, _held_error, "bytes", "to the byte"),
+        _of_all("bytes sent", done, lambda s: s.plan_errors.get("sent"), "bytes", "to the byte"),
+        _of_all("operations", done, _calls_error, "calls", "to the call"),
+        _of_all("peaks", done, _peak_error, "bytes", "within 1 MiB or 0.1 % of a rehearsal", _near),
     ]
 
 
@@ -66,15 +66,16 @@ def _of_all(
     what: str,
     points: Sequence[Point],
     error_of: Error,
+    unit: str,
     within: str,
     allowed: Callable[[RunSummary], float] = lambda _: 0.0,
 ) -> Claim:
     """Return what holds of all points whose error is known, and which of them are wrong; of none it is not proved."""
     done = [(point.name, point.summary) for point in points if point.summary]
     known = [(name, error, s) for name, s in done if (error := error_of(s)) is not None]
-    wrong = [f"{name} {error:+,.0f}" for name, error, s in known if abs(error) > allowed(s)]
+    wrong = [f"{name} {error:+,.0f} {unit}" for name, error, s in known if abs(error) > allowed(s)]
     worst = max((abs(error) for _, error, _ in known), default=0)
-    named = f" ({', '.join(wrong)})" if wrong else f" (worst {worst:,.0f})" if worst else ""
+    named = f" ({', '.join(wrong)})" if wrong else f" (worst {worst:,.0f} {unit})" if worst else ""
     held = f"{len(known) - len(wrong)} of {len(known)} points as planned"
     text = held if known else "no point has something planned to compare with"
     return Claim(f"{what}: {text}, {within}{named}", bool(known) and not wrong)
