@@ -51,7 +51,10 @@ def test_what_is_as_planned_holds_and_is_on_the_page(sweep: Path) -> None:
     [
         ({"plan.total": 5}, "bytes held: 1 of 2 points as planned, to the byte (ours +"),
         ({"plan.sent": 5}, "bytes sent: 0 of 1 points"),
-        ({"rehearsed.calls": 5}, "operations: 0 of 1 points as planned, to the call (ours +11 calls)"),
+        (
+            {"rehearsed.calls": 5},
+            "operations: 0 of 1 points as planned, to the call (ours +11 calls)",
+        ),
         ({"rehearsed.peak": 5}, "peaks: 1 of 2 points"),
     ],
 )

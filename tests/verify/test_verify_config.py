@@ -5,10 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.verify.test_verify import HERE, answers
 from zeroexp.verify.__main__ import source_of
-from zeroexp.verify.loop_to_verify import NoLoop
+from zeroexp.verify.loop_to_verify import NoLoop, as_dtype, batch_of, make_loop, plain_model
 
 TINY = (
     "model=tiny model.hf_config.vocab_size=64 model.hf_config.num_hidden_layers=1 data=synthetic data.seq_len=16 "
@@ -17,6 +18,7 @@ TINY = (
 ENGINES = [
     ("strategy=zero2 optimizer=muon strategy.replicas=2 world_size=4", 4),
     ("strategy=zero3 strategy.implementation=tensor", 2),
+    ("strategy=zero2 strategy.implementation=parameter model=mixtral_tiny", 2),
     ("strategy=zero1 strategy.implementation=torch", 2),
     ("strategy=zero3 strategy.implementation=torch", 3),
     ("strategy=ddp precision=bf16_master train.activation_checkpointing=true", 2),
@@ -50,6 +52,19 @@ def test_an_engine_is_equal_and_faults_are_named(tmp_path: Path):
     assert halved[0] == "scale"
     assert "0.5" in halved[1]
     assert rounded[0] == "dtype"
+
+
+def test_the_plain_model_of_fused_experts_computes_in_float64():
+    """Torch's grouped product, by which transformers multiplies them, takes none."""
+    words = "model=mixtral_tiny data=synthetic data.seq_len=16 world_size=2"
+    loop = make_loop(source_of(words.split()))
+    batch = batch_of(loop, 0, 0, 0)
+    losses = []
+    for dtype in (torch.float32, torch.float64):
+        result = loop.loss(plain_model(loop, dtype), as_dtype(batch, dtype))
+        losses.append(result[0] if isinstance(result, tuple) else result)
+    assert losses[1].dtype is torch.float64
+    torch.testing.assert_close(losses[0].double(), losses[1], rtol=1e-6, atol=0)
 
 
 def test_numbers_of_ranks_that_a_run_would_refuse_are_left_out():

@@ -30,6 +30,14 @@ def check_experts(model: nn.Module, dtype: torch.dtype) -> None:
                 raise ConfigError(f"{_named(shape.to_dict(), size)}: {problem}; {remedy}")
 
 
+def multiply_one_by_one(model: nn.Module) -> None:
+    """Let fused experts of `model` be multiplied one after the other: torch's grouped product takes no float64."""
+    for module in model.modules():
+        if hasattr(module, "is_concatenated"):
+            shape: Any = module.config
+            shape._experts_implementation = "eager"
+
+
 def _named(keys: dict[str, Any], size: int) -> str:
     """Name the key that is a size of an expert; the halves of its first matrix lie side by side."""
     sizes = {key: value for key, value in keys.items() if key.endswith(("_size", "_dim"))}

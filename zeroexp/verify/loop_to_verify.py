@@ -16,6 +16,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_map
 
+from zeroexp.models.fused_experts import multiply_one_by_one
+
 Step = Callable[[Sequence[Any]], object]  # takes this rank's microbatches
 
 
@@ -107,7 +109,7 @@ def _refuse_wrong_words(loop: Loop) -> None:
 
 def _refuse_what_differs_by_itself(loop: Loop) -> None:
     """Run the plain model on one microbatch: twice as drawn, and drawn once more."""
-    model = copy.deepcopy(loop.model).double()  # as the oracle; weights may have several dtypes
+    model = plain_model(loop, torch.float64)  # as the oracle; weights may have several dtypes
     batch, redraw = (as_dtype(batch_of(loop, 0, 0, 0), torch.float64) for _ in range(2))
     loss, again, redrawn = (_value(loop.loss(model, each)) for each in (batch, batch, redraw))
     if not math.isclose(loss, again, rel_tol=1e-6):
@@ -128,6 +130,14 @@ def _refuse_what_differs_by_itself(loop: Loop) -> None:
     held = {id(each) for group in groups for each in group["params"]}
     if not held <= {id(each) for each in model.parameters()}:
         raise NoLoop("Loop(optimizer=...): holds others than the weights of the model it is given")
+
+
+def plain_model(loop: Loop, dtype: torch.dtype) -> nn.Module:
+    """Return a copy of the loop's model, and of its buffers, that computes in `dtype`."""
+    model = copy.deepcopy(loop.model).to(dtype)
+    if dtype is torch.float64:
+        multiply_one_by_one(model)
+    return model
 
 
 def optimizers_of(loop: Loop, model: nn.Module) -> Sequence[Optimizer]:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from zeroexp.verify.local_elements import Piece
-from zeroexp.verify.loop_to_verify import Loop, as_dtype, batch_of, optimizers_of
+from zeroexp.verify.loop_to_verify import Loop, as_dtype, batch_of, optimizers_of, plain_model
 from zeroexp.verify.observe import Settings, settings_of
 
 # How many times the measured rounding a right loop may be away: it adds its own to the oracle's, and both are one
@@ -42,7 +42,7 @@ class Oracle:
 
         untied: a weight that several modules share has a row for each of its uses.
         """
-        model = copy.deepcopy(self.loop.model).to(dtype)  # and its buffers
+        model = plain_model(self.loop, dtype)
         _fill(model, weights)
         uses = _uses(model, untied)
         rows: dict[str, list[Tensor]] = {name: [] for name in uses}
