@@ -80,23 +80,24 @@ def run(config: Config, world: World, **options) -> tuple[PlainStrategy, list[St
 
 
 def test_what_is_asked_of_an_engine_and_when(world):
-    strategy, records = run(make_config(warmup=1, steps=2), world)
+    strategy, records = run(make_config(warmup=2, steps=2), world)
     lrs = [record.lr for record in records]
     step = [
         [f"lr={lr:g}", "microbatch", f"lr={lr:g}", "last microbatch", "step", "zero_grad"]
         for lr in lrs
     ]
-    for end_of_the_window in (step[0], step[2]):
+    for end_of_the_window in (step[1], step[3]):
         end_of_the_window[4] = "step and drain"
-    reading = step[0].copy()
+    reading = step[1].copy()
     reading.insert(3, "model_states")  # after_forward, inside of the last microbatch
     reading.insert(5, "model_states")  # after_backward
     reading.insert(7, "model_states")  # after_step
     assert strategy.calls == [
+        *step[0],
         *reading,
         "model_states",  # at_rest
-        *step[1],
         *step[2],
+        *step[3],
     ]
     assert lrs[0] == 0.1 and lrs[-1] == pytest.approx(0.05)
 
@@ -135,9 +136,12 @@ def test_positions_tokens_and_warm_up(world):
         assert record.step_seconds == pytest.approx(sum(record.phase_seconds.values()))
 
 
-@pytest.mark.parametrize(("warmup", "start", "reading"), [(2, 0, 1), (0, 0, 1), (1, 2, 2)])
+@pytest.mark.parametrize(
+    ("warmup", "start", "reading"),
+    [(2, 0, 1), (2, 1, 1), (0, 0, 1), (1, 0, 2), (1, 2, 2)],
+)
 def test_memory_is_read_in_one_step(world, warmup, start, reading):
-    """The last of warm-up, and where there is none the last of all."""
+    """The last of warm-up, or the last of all: never the first, in which an optimizer has no moments yet."""
     config = make_config(warmup=warmup, steps=2)
     _, records = run(config, world, start_step=start)
     assert [r.step for r in records if r.memory_bytes is not None] == [reading]

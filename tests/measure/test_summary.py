@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from tests.run_folders import record
-from zeroexp.measure.record import KINDS, Traffic
+from zeroexp.measure.record import KINDS, OUTER, Traffic
 from zeroexp.measure.summary import summarise, summarise_rank
 
 MIB = 2**20
@@ -45,6 +45,16 @@ def test_at_each_moment_the_fullest_reading_of_the_fullest_rank_counts() -> None
     assert summarise(first, ranks).memory.fullest_at == reading(1, 12)
     ranks[1].memory_bytes_at = {}  # a mean of some ranks alone would mislead
     assert summarise(first, ranks).memory.mean_at == {}
+
+
+def test_a_rank_that_has_none_of_a_kind_holds_nothing_of_it() -> None:
+    """Of whole parameters a rank may own none, and keeps nothing for outer steps."""
+    held = [{"at_rest": {"parameters": 4}}, {"at_rest": {"parameters": 4, OUTER: 8}}]
+    steps = [record(3, memory_bytes=each) for each in held]
+    ranks = [summarise_rank(rank, [step]) for rank, step in enumerate(steps)]
+    for first in (0, 1):
+        of = summarise([steps[first]], ranks if first == 0 else ranks[::-1]).memory.by_kind[OUTER]
+        assert (of.fullest, of.mean) == (8, 4)
 
 
 def test_peak_is_over_all_steps_and_unknown_if_one_rank_cannot_know_it() -> None:

@@ -45,14 +45,13 @@ class Instruments:
 
     @contextmanager
     def watching(
-        self, step: int, strategy: Strategy, *, reading: bool
+        self, step: int, strategy: Strategy, *, reading: bool, by_cause: bool
     ) -> Generator[StepTrace | None]:
         """Watch this step inside; yields None where nobody asked for its trace.
 
-        reading: the step's memory is read anyway. Where it is a warm-up step too, its peak is told by cause.
+        reading: its memory is read anyway. by_cause: its peak is told by cause.
         """
-        wanted = step in self.settings.trace_steps
-        in_warmup = reading and step < self.settings.warmup_steps
+        wanted = by_cause or step in self.settings.trace_steps
         with ExitStack() as stack:
             if self._profiles(step):
                 stack.enter_context(profiling(self.folder, self.world, step))
@@ -60,7 +59,7 @@ class Instruments:
                 # A hook on a part of a compiled block would have it compiled again.
                 parts = () if self.settings.compile else self.module.modules()
                 stack.enter_context(self.dtypes.watching(parts))
-            if not (wanted or in_warmup):
+            if not wanted:
                 yield None
                 return
             yield stack.enter_context(tracing_step(strategy.model, self.blocks, self.world.device))

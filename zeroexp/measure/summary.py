@@ -174,7 +174,7 @@ def _memory(ranks: Sequence[RankSummary]) -> MemorySummary:
         name: _spread_if_known([r.memory[name] for r in ranks]) for name in ranks[0].memory
     }
     return MemorySummary(
-        by_kind={kind: spread([r.memory_bytes[kind] for r in ranks]) for kind in kinds},
+        by_kind={kind: spread([r.memory_bytes.get(kind, 0) for r in ranks]) for kind in kinds},
         **spreads,
         fullest_at=_fullest_at([r.memory_bytes_at for r in ranks]),
         mean_at=_mean_at([r.memory_bytes_at for r in ranks]),

@@ -5,7 +5,8 @@ all-gathers in flight, since the next step waits for them. At both ends of the m
 last warm-up step and the last step of the run drain the engine and meet at a barrier, and their time includes both.
 
 [Note: reading memory] The bytes held are read at the four MOMENTS of the last warm-up step, which counts in no time.
-A run without warm-up, or one resumed after it, reads them in its last step. The clock stands still meanwhile.
+A run resumed after it reads them in its last step, and so does one with less than two warm-up steps, since in the first
+step of all the optimizer has no moments yet. The clock stands still meanwhile.
 
 [Note: validation] It runs between two steps, and no step counts its time, bytes or memory. The step before it drains
 the engine within its own time, and the ranks meet before the next one begins.
@@ -119,13 +120,14 @@ class _Run:
         self._window_ends = {num_warmup - 1, self.num_steps - 1}
         # torch's profiler corrupts memory where it ends while work of gloo is in flight.
         self._drained = {*self._window_ends, *self.validated, *config.train.profile_steps}
-        warms_up = num_warmup > start_step
-        self._reading_step = num_warmup - 1 if warms_up else self.num_steps - 1
+        in_warmup = num_warmup > max(start_step, 1)
+        self._reading_step = num_warmup - 1 if in_warmup else self.num_steps - 1
 
     def take_step(self, index: int) -> _Step:
         """Train one step, and let the instruments write what they saw of it."""
         reads, instruments = index == self._reading_step, self._instruments
-        watching = instruments.watching(index, self._strategy, reading=reads)
+        by_cause = index == self._config.train.warmup_steps - 1
+        watching = instruments.watching(index, self._strategy, reading=reads, by_cause=by_cause)
         with watching as trace, self._timing_moves(index, trace) as moves:
             dtypes = instruments.dtypes if reads else None
             step = _Step(self._world, index, self._config, dtypes=dtypes, trace=trace)
