@@ -282,6 +282,25 @@ def leaves_out_a_step() -> Loop:
     return clipped("step")
 
 
+def batch_of_rank_0() -> Loop:
+    """All ranks train on rank 0's first microbatch: on rank 0 alone this looks like a sum that was left out."""
+    loop = scheduled()
+    train: Any = loop.train
+
+    def copied(model: nn.Module) -> Any:
+        wrapped, step = train(model)
+
+        def step_on_copies(batches: Sequence[Batch]) -> None:
+            for tensor in batches[0]:
+                dist.broadcast(tensor, 0)
+            step(batches)
+
+        return wrapped, step_on_copies
+
+    loop.train = copied
+    return loop
+
+
 def not_a_number() -> Loop:
     """One gradient overflows on its way on rank 1."""
     loop = scheduled()

@@ -91,6 +91,7 @@ BY_HAND = {
     "rate_of_zero": "optimizer",
     "scheduled": None,
     "scheduled_faster": "optimizer",
+    "batch_of_rank_0": "data",
     "not_a_number": "unknown",
     "keeps_clipped_gradients": "stale",
     "leaves_out_a_step": "optimizer",

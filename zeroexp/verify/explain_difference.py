@@ -122,7 +122,7 @@ class GradientLook:
             r: {i for i, row in enumerate(f) if not _is_zero(row, f)} for r, f in factors.items()
         }
         if any(len(ranks) == self.oracle.world_size for ranks in used.values()):
-            yield from self._of_microbatches(*next(iter(factors.items())))
+            yield from self._of_microbatches(factors)
         if all(ranks == {rank} for rank, ranks in used.items()):
             yield UNSUMMED
         yield (
@@ -130,7 +130,8 @@ class GradientLook:
             f"it is made of the batches of rank {_listed(set.union(*used.values()))} alone",
         )
 
-    def _of_microbatches(self, rank: int, factors: Tensor) -> Iterator[Story]:
+    def _of_microbatches(self, of_ranks: dict[int, Tensor]) -> Iterator[Story]:
+        factors = next(iter(of_ranks.values()))
         columns = range(factors.shape[1])
         kept = [m for m in columns if not _is_zero(factors[:, m], factors)]
         if len(kept) < len(columns):
@@ -142,8 +143,18 @@ class GradientLook:
                     "mean of means",
                     f"it is a mean of the means of each {of}, whose labels are unequal",
                 )
-        others = factors[torch.arange(len(factors)) != rank]
-        if alone := [m for m in columns if _is_zero(others[:, m], factors)]:
+        alone: list[int] = []
+        for m in columns if self.oracle.world_size > 1 else ():
+            used = {
+                rank: [i for i, each in enumerate(found[:, m]) if not _is_zero(each, found)]
+                for rank, found in of_ranks.items()
+            }
+            if all(ranks == [rank] for rank, ranks in used.items()):
+                alone.append(m)
+            elif len(used) > 1 and all(len(ranks) == 1 for ranks in used.values()):
+                made = {rank for ranks in used.values() for rank in ranks}
+                yield "data", f"microbatch {m} is made of the batch of rank {_listed(made)} alone"
+        if alone:
             yield "no sum", f"microbatch {_listed(alone)} is not summed between ranks"
         shown = "; ".join(" ".join(f"{each:.2f}" for each in row) for row in factors.tolist())
         yield "weighting", f"microbatches count [{shown}] times, a rank after the other"
