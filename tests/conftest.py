@@ -82,9 +82,7 @@ def mlflow(
 
 @pytest.fixture(scope="session")
 def empty_store(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A sqlite store of MLflow without runs, to be copied: all processes of this run share one, as its tables cost
-    seconds.
-    """
+    """A sqlite store of MLflow without runs, to be copied; one for all workers, since its tables take seconds."""
     own = tmp_path_factory.getbasetemp()
     store = Store(None, "x", own.parent if "PYTEST_XDIST_WORKER" in os.environ else own)
     with warnings.catch_warnings(action="ignore"), store.opened():

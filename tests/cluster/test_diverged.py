@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 
-import pytest
-
 from tests.cluster.test_sweep import LIGHT, jobs, statuses, write_study, zeroexp
 from tests.run_folders import write_run
 from zeroexp.cluster.sweep import Sweep
@@ -19,7 +17,6 @@ from zeroexp.tracking.run import read_run
 WORDS = ["-m", "world_size=1", "optimizer=sgd", *LIGHT, "train.steps=6"]
 
 
-@pytest.mark.slow
 def test_a_sweeper_that_learns_gets_losses_and_none_of_a_run_that_diverged(tmp_path):
     """It launches one point after another, and may take no loss for the best of all. The study has its verdict."""
     study = write_study(tmp_path, "loss_agreement: 1e-5")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import subprocess
 import sys
@@ -91,9 +90,9 @@ def test_a_machine_without_gpus_says_so_in_one_line(monkeypatch, capsys, tmp_pat
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("limit", [0.1, 1.1])  # of all cores: others use more, less
+@pytest.mark.parametrize("limit", [0.0, 1.1])  # of all cores: others use more, less
 def test_others_that_use_the_cores_meanwhile_are_told(monkeypatch, capsys, tmp_path, limit):
-    """Programs of our own count as others while they run."""
+    """A program of our own counts as another while it runs."""
 
     def calibrate() -> Calibration:
         time.sleep(0.5)
@@ -103,14 +102,13 @@ def test_others_that_use_the_cores_meanwhile_are_told(monkeypatch, capsys, tmp_p
     monkeypatch.setattr(command, "SPOILT", limit)
     monkeypatch.setattr(sys, "argv", ["calibrate", "--outputs", str(tmp_path)])
     with ExitStack() as running:
-        for _ in range((os.cpu_count() or 1) // 2 + 1):
-            program = subprocess.Popen([sys.executable, "-S", "-c", "while True: pass"])
-            running.callback(program.wait)
-            running.callback(program.kill)
+        program = subprocess.Popen([sys.executable, "-S", "-c", "while True: pass"])
+        running.callback(program.wait)
+        running.callback(program.kill)
         assert command.main() == 0
     told = capsys.readouterr()
     assert f"kept in {tmp_path}/links/calibration.json" in told.out
-    line = r"zeroexp: others used [\d.]+ of \d+ cores meanwhile, so that plans will be slow; .*\n"
+    line = r"zeroexp: others used [\d.]+ of \d+ cores meanwhile, so the rates are too low; .*\n"
     assert re.fullmatch(line if limit < 1 else "", told.err)
 
 

@@ -74,7 +74,7 @@ def _measure(told: list[str] | None) -> int:
     load, cores = load_since(), os.cpu_count() or 1
     if load is not None and load.other_cores > SPOILT * cores:
         used = f"others used {load.other_cores:.1f} of {cores} cores meanwhile"
-        print(f"zeroexp: {used}, so that plans will be slow; run it again alone", file=sys.stderr)
+        print(f"zeroexp: {used}, so the rates are too low; run it again alone", file=sys.stderr)
     return 0
 
 

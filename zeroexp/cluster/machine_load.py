@@ -37,7 +37,7 @@ class Load:
 
 
 def begin_load(parent: int) -> Callable[[], Load | None]:
-    """Return what tells the load since this call; None: the kernel does not say. parent: pid of the ranks' one."""
+    """Return what tells the load since this call; None: the kernel does not say. parent: the ranks', by pid."""
     began, before = time.monotonic(), _seconds_of_others(parent)
 
     def load_since() -> Load | None:

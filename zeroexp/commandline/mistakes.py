@@ -41,7 +41,7 @@ def explain(error: Exception) -> str:
     return " ".join(without_password(_explain(error)).split("\n")).strip()
 
 
-def _of_grammar(reason: str) -> str:
+def _without_tokens(reason: str) -> str:
     """Say where Hydra's parser stopped, without the names of its tokens."""
     if reason.startswith("missing EQUAL"):
         return "it has no ="
@@ -67,7 +67,7 @@ def _explain(error: Exception) -> str:
         if spelled != word:
             reason = "Hydra takes no quotes around a key, and brackets behind a backslash alone"
             return f"{word}: {reason}; use '{spelled}'"
-        return f"{word}: {_of_grammar(reason)}; write key=value, lists as key=[1,2]"
+        return f"{word}: {_without_tokens(reason)}; write key=value, lists as key=[1,2]"
     text = str(error)
     # Our own text must not be parsed as Hydra's.
     if isinstance(error, ConfigError):

@@ -56,7 +56,7 @@ def longest_sequence(model: BuiltModel) -> int | None:
     longest = getattr(getattr(model.module, "config", None), POSITIONS, None)
     for name, module in model.module.named_modules():
         padding = getattr(module, "padding_idx", None)
-        if padding is not None and name.endswith("position_embeddings"):
+        if longest and padding is not None and name.endswith("position_embeddings"):
             return longest - padding - 1
     return longest
 
