@@ -227,7 +227,7 @@ class StepRunner:
             cpu_seconds=cpu_seconds / order,
             peak_bytes=_plus(memory.peak_bytes(), held_shared_bytes()),
             allocated_bytes=_per(order, memory.allocated_bytes()),
-            wire_bytes=_per(order, wire.sent_bytes()),
+            wire_bytes=_per(order, wire.take_bytes()),
             form_bytes=_per(order, sum(take_traffic().bytes_by_kind.values())),
         )
 

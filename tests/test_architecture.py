@@ -338,6 +338,7 @@ import zeroexp.zero, zeroexp.engines.build, zeroexp.models.module, zeroexp.train
 """
 
 
+@pytest.mark.slow
 def test_engine_imports_with_torch_and_transformers_alone():
     subprocess.run(
         [sys.executable, "-c", IMPORT_WITHOUT_LIBRARIES], cwd=ROOT, check=True, timeout=600

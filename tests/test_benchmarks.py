@@ -279,7 +279,7 @@ def stepped(world, engine: str) -> tuple[list[float], int]:
     for _ in range(2):
         meter = WireMeter(world.backend)
         norms.append(float(training.step(drain=True)))
-    return norms, meter.sent_bytes() or 0
+    return norms, meter.take_bytes() or 0
 
 
 @pytest.mark.parametrize("peer", ["ddp", "fsdp2"])

@@ -701,6 +701,7 @@ def test_weights_without_a_tokenizer_are_one_line(tmp_path):
 # --- the cache
 
 
+@pytest.mark.slow
 def test_ranks_that_start_together_write_once(cache):
     context = multiprocessing.get_context("forkserver")
     together, (ours, theirs) = context.Barrier(2), context.Pipe(duplex=False)

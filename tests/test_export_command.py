@@ -41,6 +41,7 @@ def kill_when(sign: Callable[[], object], process: Warm) -> None:
     process.communicate()
 
 
+@pytest.mark.slow
 def test_killed_it_leaves_nothing_under_its_name_or_all_of_it(run, tmp_path):
     target, size = tmp_path / "to", ("--max-shard-size", "100KB")
     process = command(run, "--to", target, *size)

@@ -30,6 +30,7 @@ def test_files_that_get_bugs_are_there() -> None:
     assert [name for name in TARGETS if not (ROOT / name).is_file()] == []
 
 
+@pytest.mark.slow
 def test_what_is_harmless_could_be_put_in() -> None:
     keys = tomllib.loads((ROOT / "tests/mutation/harmless.toml").read_text())["harmless"]
     functions: dict[str, set[str]] = {}

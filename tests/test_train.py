@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.nn import functional
 
@@ -22,6 +23,7 @@ from zeroexp.training.agree_to_stop import Stop
 from zeroexp.training.loop import train
 
 WIDTH = 4
+MEGABYTE = 1_000_000
 WEIGHT_BYTES = WIDTH * WIDTH * 4
 
 
@@ -191,6 +193,26 @@ def test_it_asks_for_a_pause_between_any_two_steps(world):
     asked: list[int] = []
     run(make_config(warmup=1, steps=3), world, start_step=1, pause=asked.append)
     assert asked == [2, 3, 4]
+
+
+def send_after_the_second_step(world: World, pauses: bool) -> list[int]:
+    """What each step counts on the wire where rank 0 sends a megabyte between two of them."""
+    config, counted = make_config(), []
+    asks = (lambda done: done == 2) if pauses else (lambda done: False)
+    steps = train(PlainStrategy(Linear()), Numbers(config), config=config, world=world, pause=asks)
+    for record in steps:
+        counted.append(record.wire_bytes or 0)
+        if record.step == 1:
+            payload = torch.zeros(MEGABYTE, dtype=torch.uint8)
+            dist.send(payload, 1) if world.rank == 0 else dist.recv(payload, 0)
+    return counted
+
+
+def test_what_is_sent_between_two_steps_counts_in_the_next_one(ranks):
+    """So no byte of a gather ahead is lost. After a pause, in which a run is saved, it counts in none."""
+    counted, without = (ranks(send_after_the_second_step, pauses)[0] for pauses in (False, True))
+    assert counted[2] - without[2] > MEGABYTE
+    assert max(without) < MEGABYTE
 
 
 def test_every_rank_hands_on_the_global_loss(world, local, tmp_path):

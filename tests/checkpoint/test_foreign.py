@@ -96,6 +96,7 @@ def goes_on(ranks, *checkpoints: Path) -> list[tuple[State, State]]:
 # -- FSDP2 ------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_fsdp2_is_brought_in_and_goes_on(ranks, tmp_path):
     """Its states nested or flat, and as torchtitan saves them."""
     (saved, ended), _ = ranks(train_fsdp2, tmp_path)

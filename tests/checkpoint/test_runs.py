@@ -273,6 +273,7 @@ def mounted(folder: Path, options: str) -> Iterator[None]:
         subprocess.run(["umount", "--lazy", str(target)], check=True)
 
 
+@pytest.mark.slow
 def test_a_full_disk_costs_no_training_and_no_older_checkpoint(local, undisturbed, tmp_path):
     """Room for one checkpoint and a half: every save but the first fails, and training goes on."""
     job = job_at(tmp_path / "run", 4)

@@ -40,6 +40,7 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
+@pytest.mark.slow
 def test_a_loss_that_is_no_number_ends_the_run_and_is_told(tmp_path: Path) -> None:
     words = [*ONE, "optimizer=sgd", "optimizer.lr=1e6", "train.steps=20", "events.nan=end"]
     done = zeroexp(tmp_path, *words, "events.tell='cat >> told'")

@@ -25,7 +25,10 @@ GROUPS = Path("/sys/fs/cgroup/memory")
 
 @pytest.mark.parametrize(
     ("what", "exception", "asked"),
-    [("ask_python", "MemoryError", None), ("ask_torch", "RuntimeError", 64 << 30)],
+    [
+        pytest.param("ask_python", "MemoryError", None, marks=pytest.mark.slow),
+        ("ask_torch", "RuntimeError", 64 << 30),
+    ],
 )
 def test_what_was_refused_is_told(
     local: LocalCluster, tmp_path: Path, what: str, exception: str, asked: int | None

@@ -164,6 +164,7 @@ def write_study(folder: Path, claim: str, more: str = "") -> list[str]:
     return ["--config-dir", str(folder), "study=mine"]
 
 
+@pytest.mark.slow
 def test_every_defined_point_runs_and_the_others_are_skipped(matrix):
     folder, done = matrix
     assert done.returncode == 0, done.stderr

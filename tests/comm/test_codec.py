@@ -186,7 +186,7 @@ def sent_on_the_wire(world: World, codec: str) -> tuple[int, int | None]:
     meter = WireMeter(world.backend)
     _gather(wire, world, codec, chunks_of("long-segments", world.size))
     _reduce(wire, world, codec, chunks_of("long-segments", world.size))
-    return sum(wire.take_traffic().bytes_by_kind.values()), meter.sent_bytes()
+    return sum(wire.take_traffic().bytes_by_kind.values()), meter.take_bytes()
 
 
 @pytest.mark.parametrize("codec", ["int8", "int4"])

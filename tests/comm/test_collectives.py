@@ -273,7 +273,7 @@ def bytes_on_the_wire(world: World, name: str, transport: str) -> tuple[int, int
     barrier()
     meter = WireMeter(world.backend)
     num_bytes = _check_float32(world, name, transport, "long-segments")
-    return num_bytes, meter.sent_bytes()
+    return num_bytes, meter.take_bytes()
 
 
 @pytest.mark.parametrize(("name", "moves"), [("gather", 2), ("scatter", 3), ("all_reduce", 1)])

@@ -22,7 +22,7 @@ def sent_of_each_payload(world: World) -> list[int]:
             dist.send(payload, 1)
         else:
             dist.recv(payload, 0)
-        seen.append(meter.sent_bytes() or 0)
+        seen.append(meter.take_bytes() or 0)
         barrier()
     return seen
 
@@ -45,11 +45,11 @@ def test_unsent_bytes_count_as_written_and_local_sockets_do_not_count():
         left.sendall(b"x" * 5_000)
         client.setblocking(False)
         written = client.send(b"x" * 100_000_000)  # nobody reads: most stays in the kernel
-        assert meter.sent_bytes() == written
+        assert meter.take_bytes() == written
 
 
 def test_what_passes_no_socket_is_unknown():
-    assert WireMeter("nccl").sent_bytes() is None
+    assert WireMeter("nccl").take_bytes() is None
 
 
 def test_traffic_adds_up_by_kind():

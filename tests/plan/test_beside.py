@@ -42,7 +42,7 @@ def measured(local, folder, *words: str):
 @pytest.mark.parametrize(
     "words",
     [
-        ("strategy=ddp", "strategy.implementation=torch"),
+        pytest.param(("strategy=ddp", "strategy.implementation=torch"), marks=pytest.mark.slow),
         ("strategy=zero1", "strategy.implementation=parameter", "precision=bf16_master"),
         ("strategy=zero3", "strategy.implementation=tensor", "strategy.bucket_mb=0.01"),
     ],

@@ -59,6 +59,7 @@ def test_every_engine_and_what_is_skipped(plans_of):
     assert all(float(row["total_bytes"]) > 0 for row in rows if not row["skipped"])
 
 
+@pytest.mark.slow
 def test_the_table_keeps_to_80_columns(plans_of):
     line = "model=llama_7b world_size=8,64 strategy=ddp,zero1_allreduce precision=fp32,bf16_master"
     words = "strategy.implementation=parameter,torch cluster.device_memory_gib=200"

@@ -83,27 +83,30 @@ CELLS = [*itertools.product(STAGES, LAYOUTS)]
 # What an engine does beside a step is the same whatever is trained.
 OF_ENGINES = [
     *((4, point("zero3", "buffer", *codecs)) for codecs in ((), CODECS)),
-    (FAKE, point("zero3", "parameter", *CODECS)),
     (2, point("zero3", "buffer", COPIES)),
     (FAKE, point("zero3", "parameter", COPIES, *CODECS)),
-    (4, point("zero3", "buffer", CODES, "precision=bf16_master")),
     (FAKE, point("zero3", "parameter", CODES, COPIES, OFFLOAD)),
     (4, point("zero3", "tensor", MASTERS, "precision=bf16_master")),
-    (4, point("zero3", "buffer", OFFLOAD)),
     (4, point("zero3", "buffer", ALL_OFF)),
     (FAKE, point("zero3", "tensor", ALL_OFF, "precision=bf16_master")),
     (FAKE, point("zero1", "parameter", OFFLOAD, "precision=bf16_master")),
-    (4, point("zero2", "tensor", OFFLOAD, PART)),
-    (1, point("zero2", "tensor", OFFLOAD, "precision=paper16")),
     (2, point("zero3", "tensor", ALL_OFF, PART, "precision=bf16_master")),
     (FAKE, point("zero1", "tensor", OFFLOAD, IN_FILES, "precision=paper16")),
     (4, point("zero2", "tensor", GROUPS)),
     (2, point("zero3", "buffer", GROUPS)),  # replicas are on another host
-    (4, point("zero2", "tensor", GROUPS, OVER_ALL)),
     (2, point("zero3", "buffer", GROUPS, OVER_ALL)),
     (FAKE, point("zero1", "parameter", GROUPS, OVER_ALL)),
     (2, point("zero3", "buffer", GROUPS, OUTER)),
     (FAKE, point("zero2", "parameter", GROUPS, OUTER, "precision=bf16_master")),
+]
+# As well, of which each has a sibling above that is hosted, or meets its pair, in another way.
+MORE_OF_ENGINES = [
+    (FAKE, point("zero3", "parameter", *CODECS)),
+    (4, point("zero3", "buffer", CODES, "precision=bf16_master")),
+    (4, point("zero3", "buffer", OFFLOAD)),
+    (4, point("zero2", "tensor", OFFLOAD, PART)),
+    (1, point("zero2", "tensor", OFFLOAD, "precision=paper16")),
+    (4, point("zero2", "tensor", GROUPS, OVER_ALL)),
 ]
 POINTS = [
     # Every stage, and every layout twice or once.
@@ -117,7 +120,7 @@ POINTS = [
     # Tied, and with activations that are not small.
     (FAKE, (*LLAMA, *point("zero3", "buffer", "precision=bf16_master", RECOMPUTES))),
     # Its rows are added once backward is over, when ZeRO-3 guards the weight.
-    (FAKE, (*MIXTRAL, "strategy=zero3")),
+    (FAKE, (*MIXTRAL, "strategy=zero3", "data.micro_batch_size=1", "data.global_batch_size=4")),
     (FAKE, (*LLAMA, *point("zero3", "buffer", ALL_OFF, PART, IN_FILES))),
     (2, (*by_module("tiny", "last", 6, 1), ONE_LAYER)),
     (2, by_module("gpt2_tiny", "none", 2, 1)),
@@ -178,6 +181,11 @@ WIDE = [
 ]
 MORE = [
     *((ranks_per_host, (*LLAMA, *words)) for ranks_per_host, words in OF_ENGINES),
+    *(
+        (ranks_per_host, (*model, *words))
+        for ranks_per_host, words in MORE_OF_ENGINES
+        for model in (LLAMA, MLP)
+    ),
     (1, (*LLAMA, *point("zero2", "tensor"))),
     (FAKE, (*LLAMA, *point("zero3", "torch"))),
     # Replicas are compared in the first steps, which takes real ranks more than the small model's step.

@@ -38,6 +38,7 @@ def test_both_sides_take_as_many_turns_and_a_drift_favours_nobody() -> None:
             assert places[0] == places[1], "even drifts, and bent ones"
 
 
+@pytest.mark.slow
 def test_a_side_that_does_not_run_is_one_line(monkeypatch, capsys) -> None:
     words = ["data.seq_len=0", "data.seq_len=8", "model=tiny", "train.steps=1"]
     monkeypatch.setattr("sys.argv", ["between", *words])

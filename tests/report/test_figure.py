@@ -86,6 +86,7 @@ def test_every_chart_can_be_printed(sweep: list[Point], tmp_path: Path) -> None:
             assert (tmp_path / f"{name}.pdf").read_bytes().startswith(b"%PDF")
 
 
+@pytest.mark.slow
 def test_the_file_has_text_an_opaque_ground_and_the_same_bytes_each_time(
     sweep: list[Point], tmp_path: Path
 ) -> None:

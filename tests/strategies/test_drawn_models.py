@@ -14,7 +14,7 @@ from hypothesis import HealthCheck, Phase, given, settings
 from tests.oracle import assert_same, outcome_of
 from tests.strategies.drawn import Drawn, drawn, oracle, train
 
-FEW, MANY = 8, int(os.environ.get("ZEROEXP_DRAWN_MODELS", "600"))
+FEW, MANY = 5, int(os.environ.get("ZEROEXP_DRAWN_MODELS", "600"))
 without_shrinking = settings(
     deadline=None,
     derandomize=True,

@@ -17,6 +17,7 @@ import torch
 from torch.optim import _muon
 
 from tests.composing import composed
+from tests.crossed import crossed
 from tests.models_for_tests import MODELS
 from tests.oracle import (
     Outcome,
@@ -160,8 +161,12 @@ def oracle_of(recipe: Recipe, replicas: int) -> tuple[Outcome, int]:
     return counted(lambda: _train_oracle.__wrapped__(recipe, rules, MODELS[recipe.model]))
 
 
-@pytest.mark.parametrize("table", [ROWS, pytest.param(ALL, marks=pytest.mark.slow)], ids=len)
-@pytest.mark.parametrize("world_size", AXES["world_size"])
+@crossed(
+    "world_size, table",
+    AXES["world_size"],
+    [ROWS, ALL],
+    quick=lambda world_size, table: table is ROWS and world_size in (2, 4),
+)
 def test_it_equals_one_process_and_steps_each_matrix_once(ranks, world_size, table) -> None:
     """Of `gather` each rank that holds a piece steps it, as the pieces of the saved momentum tell."""
     rows = [row for row in table if row["world_size"] == world_size]

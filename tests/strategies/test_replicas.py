@@ -18,6 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from tests.comm.test_issued import a_step, engine_of_nine_units
+from tests.crossed import crossed
 from tests.oracle import (
     Recipe,
     Rules,
@@ -112,8 +113,12 @@ def check(ranks: Any, rows: list[Row]) -> None:
             raise AssertionError(f"{row}: {error}") from error
 
 
-@pytest.mark.parametrize("rows", [QUICK, pytest.param(ROWS, marks=pytest.mark.slow)], ids=len)
-@pytest.mark.parametrize("stage", STAGES_IN_GROUPS)
+@crossed(
+    "stage, rows",
+    STAGES_IN_GROUPS,
+    [QUICK, ROWS],
+    quick=lambda stage, rows: rows is QUICK and stage in ("zero1", "zero3"),
+)
 def test_four_ranks_on_a_mesh_equal_one_process(ranks, stage, rows):
     """Every stage x mesh, or also x layout; transport, accumulation, clipping and other settings by pairs."""
     check(ranks, [row for row in rows if row["stage"] == stage])

@@ -143,6 +143,7 @@ def test_a_store_that_is_held_delays_no_step_and_no_ctrl_c_and_an_open_one_hears
 # -- a sound store that does not take what is sent now ----------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_store_that_another_program_has_locked_is_told_as_such(
     outputs: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -164,6 +164,7 @@ def test_sending_again_changes_nothing(tracker: MlflowTracker, outputs: Path, sw
     assert status(outputs, run_id) == "FINISHED"
 
 
+@pytest.mark.slow
 def test_sent_to_another_store_and_back_it_is_the_same_run(
     tracker: MlflowTracker, outputs: Path, sweep: Path, empty_store: Path, tmp_path: Path
 ) -> None:

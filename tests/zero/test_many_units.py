@@ -146,6 +146,7 @@ def lines_to_build(
     return counted
 
 
+@pytest.mark.slow
 @crossed(
     "kind, way",
     ["blocks", "tensors"],

@@ -207,6 +207,7 @@ def test_the_backend_mixes_blocks_up_and_every_rank_says_so(ranks, world_size):
         assert found_at_the_end or "the ranks do not do the same, rank 0 is in the gather" in text
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", ["no backward"])
 def test_in_the_backend_ranks_that_differ_end_with_an_error(ranks, way):
     """Each waits in another collective; the second rank to give up finds its peer gone, or the same words."""

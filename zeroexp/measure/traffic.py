@@ -31,11 +31,14 @@ class WireMeter:
 
     def __init__(self, backend: str) -> None:
         self._counts = backend == "gloo"
-        self._before = sent_bytes() if self._counts else 0
+        self._counted = sent_bytes() if self._counts else 0
 
-    def sent_bytes(self) -> int | None:
-        """Return the bytes since the meter was made; None where the backend does not send through TCP."""
-        return sent_bytes() - self._before if self._counts else None
+    def take_bytes(self) -> int | None:
+        """Return the bytes since this was last asked; None where the backend does not send through TCP."""
+        if not self._counts:
+            return None
+        before, self._counted = self._counted, sent_bytes()
+        return self._counted - before
 
 
 def sent_bytes() -> int:

@@ -80,17 +80,17 @@ def train(
     for index in range(start_step, run.num_steps):
         step = run.take_step(index)
         if index in run.validated:  # [Note: validation]
-            found = validate(strategy, data, run.collectives, task=config.model.task, step=index)
-            step.record.validation_loss = found.loss
-            step.record.validation_accuracy = found.accuracy
-            run.link.take_bytes()
+            run.validate_after(step)
         unread.append(step)
-        most_unread = 0 if pause(index + 1) else int(world.timed_device.type == "cuda")
+        pauses = pause(index + 1)
+        most_unread = 0 if pauses else int(world.timed_device.type == "cuda")
         while len(unread) > most_unread:  # [Note: one step late]
             done = unread.popleft()
             record = done.read()
             stop.agreed = stop.agreed or done.num_wishes > 0
             yield record
+        if pauses:
+            run.forget_bytes()
         if stop.agreed and (index + 1) % (config.strategy.outer.every or 1) == 0:
             break  # seldom synchronised replicas can be saved after an outer step alone
     for step in unread:
@@ -111,8 +111,8 @@ class _Run:
         start_step: int,
     ):
         self._strategy, self._data, self._config, self._stop = strategy, data, config, stop
-        self._world, self.collectives = world, Collectives(world)
-        self.link = LinkMeter()
+        self._world, self._collectives = world, Collectives(world)
+        self._wire, self._link = WireMeter(world.backend), LinkMeter()
         self._instruments = instruments or Instruments(TrainConfig(), world, Path())
         num_warmup = config.train.warmup_steps
         self.num_steps = num_warmup + config.train.steps
@@ -134,11 +134,23 @@ class _Run:
             num_tokens = self._accumulate_gradients(step)
             self._update_parameters(step)
         step.end(num_tokens, moves)
+        step.record.wire_bytes = self._wire.take_bytes()
         step.record.traced = instruments.slows(index)
         instruments.write_timeline(index, trace, step.record.peak)
         if step.record.traced:
             barrier()  # no rank waits in its next step for another one that still writes what it saw
         return step
+
+    def validate_after(self, step: _Step) -> None:
+        task, record = self._config.model.task, step.record
+        found = validate(self._strategy, self._data, self._collectives, task=task, step=record.step)
+        record.validation_loss, record.validation_accuracy = found.loss, found.accuracy
+        self.forget_bytes()
+
+    def forget_bytes(self) -> None:
+        """Count what was sent since the last step in none; else it counts in the next, as what a gather ahead sends."""
+        self._wire.take_bytes()
+        self._link.take_bytes()
 
     def _timing_moves(
         self, index: int, trace: StepTrace | None
@@ -178,7 +190,7 @@ class _Run:
         step.enter(progress.STEP)
         if self._stop.asked:
             step.wishes.fill_(1)
-        sums = self.collectives.sum_scalar_later(step.sums, "loss")  # overlaps the engine's step
+        sums = self._collectives.sum_scalar_later(step.sums, "loss")  # overlaps the engine's step
         with step.clock.optimizer(strategy.optimizer):
             step.grad_norm = strategy.step(drain=step.record.step in self._drained)
         step.read_memory("after_step", strategy)
@@ -186,7 +198,7 @@ class _Run:
         sums.wait()
         if ends_window:
             barrier()
-        step.record.link_bytes = self.link.take_bytes()
+        step.record.link_bytes = self._link.take_bytes()
         if ends_window and step.record.link_bytes is not None:
             barrier()  # no rank of a node sends on before the others have read too
         step.read_memory("at_rest", strategy)
@@ -240,7 +252,6 @@ class _Step:
         self.loss, self.wishes = self.sums.unbind()
         self.num_wishes = 0.0  # number of ranks that were asked to stop
         self.grad_norm = self.loss
-        self._wire = WireMeter(world.backend)
         self._allocations = AllocationMeter(world.timed_device)
         read_between_steps(self.record, self._allocations.peak_bytes)  # it has counted nothing yet
         # A trace is of the host's time, on a GPU too.
@@ -281,7 +292,6 @@ class _Step:
         record.host_peak_bytes = self._allocations.host_peak_bytes()
         if record.peak_bytes is not None:
             record.peak_bytes += held_shared_bytes()
-        record.wire_bytes = self._wire.sent_bytes()
         record.traffic = take_traffic()
         if self._trace is not None:
             self._trace.finish(self.clock.marks, moves, held_shared_bytes())
