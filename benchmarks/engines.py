@@ -20,9 +20,9 @@ from zeroexp.config.keys import (
     DataConfig,
     ModelConfig,
     OptimizerConfig,
-    OptimizerRow,
+    OptimizerPlacement,
     PrecisionConfig,
-    Row,
+    StatePlacement,
     StrategyConfig,
 )
 from zeroexp.config.optimizer import optimizer_factory, parameter_groups
@@ -208,8 +208,8 @@ def _strategy(engine: Engine, precision: PrecisionConfig) -> StrategyConfig:
     stage = STAGES[engine.stage]
     return StrategyConfig(
         name=engine.stage,
-        parameters=Row(stage.parameters.value, precision.compute),
-        gradients=Row(stage.gradients.value, precision.reduce),
-        optimizer=OptimizerRow(stage.optimizer.value, precision.master),
+        parameters=StatePlacement(stage.parameters.value, precision.compute),
+        gradients=StatePlacement(stage.gradients.value, precision.reduce),
+        optimizer=OptimizerPlacement(stage.optimizer.value, precision.master),
         **engine.settings,
     )

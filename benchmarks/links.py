@@ -1,4 +1,4 @@
-"""Links between ranks: loopback, or nodes of this machine whose links have a speed (zeroexp/cluster/link.py)."""
+"""Links between ranks: loopback, or links with a speed, of nodes that zeroexp/cluster/simulated_nodes.py makes."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from zeroexp.cluster.link import open_nodes
+from zeroexp.cluster.simulated_nodes import open_nodes
 from zeroexp.config.keys import ClusterConfig, ConfigError
-from zeroexp.measure.traffic import LINK, payload_rate
+from zeroexp.measure.tcp_bytes import LINK, payload_rate
 
 NUM_NODES = 2
 SHAPES = ("1gbit", "200mbit")

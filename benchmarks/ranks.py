@@ -21,10 +21,10 @@ from torch import Tensor
 
 from benchmarks.engines import SEQ_LEN, Timed, build_engine, model_config
 from benchmarks.links import Link
-from zeroexp.cluster.link import enter
+from zeroexp.cluster.simulated_nodes import enter
 from zeroexp.comm.collectives import held_shared_bytes, take_traffic
 from zeroexp.measure.memory import AllocationMeter, count_cpu_allocations
-from zeroexp.measure.traffic import WireMeter
+from zeroexp.measure.tcp_bytes import WireMeter
 from zeroexp.models.loss import loss_sum
 from zeroexp.process import world as worlds
 from zeroexp.process.world import World

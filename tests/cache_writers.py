@@ -8,7 +8,7 @@ from multiprocessing.synchronize import Barrier
 from pathlib import Path
 from typing import Any
 
-from zeroexp.data import packed
+from zeroexp.data import packed_cache
 
 
 def race(cache: Path, together: Barrier, seen: Any) -> None:
@@ -19,7 +19,7 @@ def race(cache: Path, together: Barrier, seen: Any) -> None:
 
     os.environ["ZEROEXP_CACHE"] = str(cache)
     together.wait()
-    seen.send(sorted(path.name for path in packed.cached({"test": "race"}, write).iterdir()))
+    seen.send(sorted(path.name for path in packed_cache.cached({"test": "race"}, write).iterdir()))
 
 
 def die(cache: Path) -> None:
@@ -28,4 +28,4 @@ def die(cache: Path) -> None:
         os._exit(9)
 
     os.environ["ZEROEXP_CACHE"] = str(cache)
-    packed.cached({"test": "kill"}, write_half)
+    packed_cache.cached({"test": "kill"}, write_half)

@@ -33,7 +33,7 @@ from tests.run_folders import log_study
 from tests.warm import Warm, start_servers_with
 from zeroexp.cluster.local import LocalCluster
 from zeroexp.config.keys import Config
-from zeroexp.tracking.store import SQLITE, Store
+from zeroexp.tracking.mlflow_store import SQLITE, Store
 
 torch.set_num_threads(1)
 

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.ports import kept_port
-from zeroexp.tracking.store import UI_PORT, Store
+from zeroexp.tracking.mlflow_store import UI_PORT, Store
 
 STARTING_SECONDS = 600.0
 

@@ -28,9 +28,9 @@ from zeroexp.config.keys import (
     Config,
     ModelConfig,
     OptimizerConfig,
-    OptimizerRow,
+    OptimizerPlacement,
     PrecisionConfig,
-    Row,
+    StatePlacement,
     StrategyConfig,
 )
 from zeroexp.config.optimizer import optimizer_factory, parameter_groups
@@ -281,9 +281,9 @@ class _Configured:
         rows, precision = STAGES[self.stage], PRECISIONS[recipe.precision]
         strategy = StrategyConfig(
             name=self.stage,
-            parameters=Row(rows.parameters.value, precision.compute),
-            gradients=Row(rows.gradients.value, precision.reduce),
-            optimizer=OptimizerRow(rows.optimizer.value, precision.master),
+            parameters=StatePlacement(rows.parameters.value, precision.compute),
+            gradients=StatePlacement(rows.gradients.value, precision.reduce),
+            optimizer=OptimizerPlacement(rows.optimizer.value, precision.master),
             implementation=self.implementation,
             **self.settings,  # pyright: ignore[reportArgumentType]
         )

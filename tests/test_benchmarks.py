@@ -33,7 +33,7 @@ from benchmarks.ranks import Ranks, Spec, Training
 from tests.run_folders import record
 from tests.test_docs import prose
 from zeroexp.measure.summary import summarise, summarise_rank
-from zeroexp.measure.traffic import WireMeter
+from zeroexp.measure.tcp_bytes import WireMeter
 from zeroexp.models.module import build_model
 from zeroexp.report.markdown import BEGIN, END, LINE
 

@@ -29,7 +29,7 @@ from tests.cache_writers import die, race
 from tests.composing import composed
 from zeroexp.check.try_data import check_data
 from zeroexp.config.keys import ConfigError, DataConfig, ModelConfig
-from zeroexp.data import StepBatch, packed, table_rows
+from zeroexp.data import StepBatch, packed_cache, table_rows
 from zeroexp.data.batches import Data, build_data
 from zeroexp.data.epoch_permutation import sample_indices
 from zeroexp.data.sources import CORPUS, choose_tokenizer
@@ -711,7 +711,7 @@ def test_ranks_that_start_together_write_once(cache):
     seen = [ours.recv() for _ in racers]
     for racer in racers:
         racer.join()
-    assert [name[:3] for name in seen[0] if name != packed.DIGESTS] == ["by-", "fir"]
+    assert [name[:3] for name in seen[0] if name != packed_cache.DIGESTS] == ["by-", "fir"]
     assert seen == [seen[0]] * 2
 
 
@@ -722,11 +722,11 @@ def test_a_writer_that_fails_leaves_nothing(cache):
 
     before = {path.name for path in cache.iterdir()}
     with pytest.raises(RuntimeError, match="disk full"):
-        packed.cached({"test": "fail"}, fail)
+        packed_cache.cached({"test": "fail"}, fail)
     left = {path.name for path in cache.iterdir()} - before
     assert all(name.endswith(".lock") for name in left)
-    folder = packed.cached({"test": "fail"}, write_all)
-    assert {path.name for path in folder.iterdir()} == {"all", packed.DIGESTS}
+    folder = packed_cache.cached({"test": "fail"}, write_all)
+    assert {path.name for path in folder.iterdir()} == {"all", packed_cache.DIGESTS}
 
 
 def write_all(folder: Path) -> None:
@@ -738,8 +738,8 @@ def test_a_killed_writer_blocks_nobody(cache):
     process.start()
     process.join()
     assert process.exitcode == 9
-    folder = packed.cached({"test": "kill"}, write_all)
-    assert {path.name for path in folder.iterdir()} == {"all", packed.DIGESTS}
+    folder = packed_cache.cached({"test": "kill"}, write_all)
+    assert {path.name for path in folder.iterdir()} == {"all", packed_cache.DIGESTS}
 
 
 @pytest.mark.slow

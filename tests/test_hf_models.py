@@ -27,8 +27,8 @@ from zeroexp.checkpoint.save import Saver
 from zeroexp.config.keys import Config, ConfigError, ModelConfig
 from zeroexp.config.optimizer import optimizer_factory, parameter_groups
 from zeroexp.data.batches import build_data
-from zeroexp.interface.buffers import persistent_buffers
 from zeroexp.interface.canonical import BUFFER
+from zeroexp.interface.module_buffers import persistent_buffers
 from zeroexp.interface.strategy import Strategy
 from zeroexp.models import huggingface_folder
 from zeroexp.models.loss import loss_sum

@@ -1,4 +1,4 @@
-"""A trace file as measure/timeline.py describes it, small enough to count."""
+"""A trace file as measure/trace_file.py describes it, small enough to count."""
 
 from __future__ import annotations
 

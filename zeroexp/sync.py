@@ -17,7 +17,7 @@ from zeroexp.cluster.job import Job
 from zeroexp.config.keys import ConfigError
 from zeroexp.process.json_output import answer
 from zeroexp.tracking.json_files import dumps
-from zeroexp.tracking.uploads import Uploads, open_uploads
+from zeroexp.tracking.mlflow_uploads import Uploads, open_uploads
 
 
 def main() -> int:

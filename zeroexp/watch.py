@@ -29,8 +29,8 @@ from zeroexp.report.results_table import print_table
 from zeroexp.report.sweep_progress import Progress
 from zeroexp.sync import jobs_of, sync
 from zeroexp.tracking import owner
+from zeroexp.tracking.mlflow_uploads import Uploads, open_uploads
 from zeroexp.tracking.run import UNFINISHED, read_runs
-from zeroexp.tracking.uploads import Uploads, open_uploads
 
 FINE = ("done", "skipped", *UNFINISHED)
 EVERYTHING_FINE, SOMETHING_FAILED, INTERRUPTED = 0, 1, 130

@@ -10,7 +10,7 @@ from tests.run_folders import write_run
 from zeroexp.cluster.sweep import Sweep
 from zeroexp.config.keys import load, save
 from zeroexp.report.measured_points import points_of
-from zeroexp.tracking import labels
+from zeroexp.tracking import mlflow_labels
 from zeroexp.tracking.files import read_records, read_summary, write_summary
 from zeroexp.tracking.run import read_run
 
@@ -37,13 +37,13 @@ def test_a_sweeper_that_learns_gets_losses_and_none_of_a_run_that_diverged(tmp_p
     assert row.startswith("zero3 ")
     assert f"{diverged.name}: done in" in done.stderr and f" s: {verdict}\n" in done.stderr
     run = read_run(diverged.folder)
-    assert labels.run_tags(run, run.status)["verdict"] == verdict
+    assert mlflow_labels.run_tags(run, run.status)["verdict"] == verdict
     assert json.loads((diverged.folder / "summary.json").read_text())["diverged_at"] == first
     assert fine.state["reason"] is None
     final = read_summary(fine.folder).final_loss
     told = json.loads((tmp_path / "halving.json").read_text())
     assert told == [[0.001, final], [1e6, None]]
-    assert "verdict" not in labels.run_tags(read_run(fine.folder), "done")
+    assert "verdict" not in mlflow_labels.run_tags(read_run(fine.folder), "done")
 
 
 def test_the_claim_of_a_study_fails_with_it(tmp_path, capsys):

@@ -22,7 +22,12 @@ from zeroexp.process import ports
 from zeroexp.process.watchdog import lost
 from zeroexp.process.watchdog.connection import Connection, Stranger
 from zeroexp.process.watchdog.hung import WatchedRank
-from zeroexp.process.watchdog.lost import BEATS_PER_PERIOD, START_SECONDS, Heartbeat, Hub
+from zeroexp.process.watchdog.lost import (
+    BEATS_PER_PERIOD,
+    START_SECONDS,
+    Heartbeat,
+    HeartbeatAddress,
+)
 
 PERIOD_SECONDS = 2.0
 BEAT, BYE = b".\n", b"!\n"
@@ -76,7 +81,7 @@ class Task:
     """A Heartbeat that waits for the job's child in a thread."""
 
     def __init__(
-        self, job: Job, rank: int, hub: Hub, world_size: int, start_seconds: float
+        self, job: Job, rank: int, hub: HeartbeatAddress, world_size: int, start_seconds: float
     ) -> None:
         self._threads = ThreadPoolExecutor(max_workers=1)
         child = WatchedRank(rank, job.child.pid, memoryview(b""), Path())
@@ -103,7 +108,10 @@ class Job:
     """Tasks on one clock, whose child ends when the test says so, and who calls them."""
 
     def __init__(self, folder: Path, patch: pytest.MonkeyPatch) -> None:
-        self.clock, self.hub = SteeredClock(patch), Hub("127.0.0.1", folder / "port", SECRET)
+        self.clock, self.hub = (
+            SteeredClock(patch),
+            HeartbeatAddress("127.0.0.1", folder / "port", SECRET),
+        )
         self.child = subprocess.Popen(["sleep", "1000"])
 
     def task(
@@ -112,7 +120,7 @@ class Job:
         world_size: int = 2,
         *,
         start: float = START_SECONDS,
-        hub: Hub | None = None,
+        hub: HeartbeatAddress | None = None,
     ) -> Task:
         return Task(self, rank, hub or self.hub, world_size, start)
 

@@ -22,7 +22,7 @@ from zeroexp.comm.direct import sum_into
 from zeroexp.cut.chunk import Chunk
 from zeroexp.cut.codes import CODE_BITS, CODES_IN_BLOCK, encoded_bytes
 from zeroexp.cut.stage import STAGES
-from zeroexp.measure.traffic import WireMeter
+from zeroexp.measure.tcp_bytes import WireMeter
 from zeroexp.plan.closed_forms import EngineForm
 from zeroexp.process.world import World, barrier
 from zeroexp.zero.options import Options

@@ -24,7 +24,7 @@ from zeroexp.comm.sizes import slot_bytes
 from zeroexp.cut.chunk import Chunk, ParameterSpec
 from zeroexp.cut.layout import lay_out
 from zeroexp.cut.stage import STAGES
-from zeroexp.measure.traffic import WireMeter
+from zeroexp.measure.tcp_bytes import WireMeter
 from zeroexp.plan.closed_forms import EngineForm
 from zeroexp.plan.form_terms import PrecisionForm
 from zeroexp.process import progress

@@ -16,7 +16,7 @@ import pytest
 
 from zeroexp.plan import __main__ as plan
 from zeroexp.plan.explain_plan import explain
-from zeroexp.plan.fewest_ranks import fit_lines
+from zeroexp.plan.fit import fit_lines
 from zeroexp.plan.peak import with_rehearsal
 from zeroexp.plan.plan_points import Plans
 from zeroexp.plan.plan_table import as_csv, as_json, render

@@ -7,7 +7,7 @@ import pytest
 from tests.composing import composed
 from zeroexp.config.keys import resolve
 from zeroexp.plan.changes import planned_change, with_settings
-from zeroexp.plan.fewest_ranks import fewest_ranks, largest
+from zeroexp.plan.fit import fewest_ranks, largest
 from zeroexp.plan.outcome import PlannedPoint, plan_point
 from zeroexp.plan.peak import with_rehearsal
 

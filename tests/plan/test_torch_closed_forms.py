@@ -11,7 +11,7 @@ from tests.composing import composed
 from tests.plan.real_steps import one_step
 from zeroexp.engines.build import build_strategy
 from zeroexp.measure.record import MOMENTS
-from zeroexp.measure.traffic import sent_bytes
+from zeroexp.measure.tcp_bytes import sent_bytes
 from zeroexp.models.module import build_model
 from zeroexp.plan.form_of_config import build_on_meta, form_of
 from zeroexp.plan.torch_closed_forms import DdpForm, FsdpForm, ParameterShape

@@ -10,7 +10,7 @@ import pytest
 
 from tests.report.made import change, edit, points
 from tests.run_folders import write_run
-from zeroexp.report.compare import conclude
+from zeroexp.report.conclusions import conclude
 from zeroexp.report.page import render
 from zeroexp.report.results_table import render as table
 from zeroexp.report.statistics import losses_of

@@ -10,7 +10,7 @@ import pytest
 from tests.report.made import points, repeats
 from tests.run_folders import write_run
 from zeroexp.measure.record import CAUSES
-from zeroexp.report.compare import conclude
+from zeroexp.report.conclusions import conclude
 from zeroexp.report.figure import draw_figure, save_figure
 from zeroexp.report.measured_points import Point
 from zeroexp.report.page import CHARTS, chart_of

@@ -28,13 +28,13 @@ from zeroexp.report.columns import (
     printed_columns,
     setting_text,
 )
-from zeroexp.report.compare import conclude
+from zeroexp.report.conclusions import conclude
 from zeroexp.report.markdown import BEGIN, END, replace_in
 from zeroexp.report.markdown import render as as_markdown
 from zeroexp.report.measured_points import Point
 from zeroexp.report.results_table import print_lines, render
 from zeroexp.report.tables import Table
-from zeroexp.tracking import labels
+from zeroexp.tracking import mlflow_labels
 from zeroexp.tracking.files import write_engine
 
 P = PARAMETER_BYTES / 2**20
@@ -86,7 +86,7 @@ def test_what_rises_with_the_steps_stands_below_but_for_a_time_that_others_spoil
         exports.as_json(made, exported_columns(made, conclude(made)), conclude(made))
     )
     assert content["points"][1]["drift"] == "Drift of spoilt: live objects rise by 10 a step."
-    assert labels.run_tags(made[0].run, "done")["drift"] == (
+    assert mlflow_labels.run_tags(made[0].run, "done")["drift"] == (
         "step time rises by 1 % per 100 steps, rank 0; live objects rise by 10 a step"
     )
 

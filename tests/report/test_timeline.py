@@ -1,4 +1,4 @@
-"""The timeline of one step, from trace files as `measure/timeline.py` describes them."""
+"""The timeline of one step, from trace files as `measure/trace_file.py` describes them."""
 
 from __future__ import annotations
 

@@ -14,8 +14,8 @@ from tests.checkpoint.saving import checkpoint
 from tests.oracle import pieces_of
 from tests.strategies.states_for_tests import build, save
 from zeroexp.checkpoint.load import load
-from zeroexp.interface.buffers import Buffers
 from zeroexp.interface.canonical import merge
+from zeroexp.interface.module_buffers import Buffers
 from zeroexp.process.world import gather_objects
 
 ENGINES = ("ddp torch", "zero3 torch", "zero1 tensor", "zero3 buffer")

@@ -7,17 +7,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from zeroexp.interface.canonical import (
-    BUFFER,
-    WEIGHT,
-    SavedMoment,
-    SavedMoments,
-    canonical_of_one_rank,
-    empty_moment,
-    fill_from_canonical,
-    moments_of,
-)
+from zeroexp.interface.canonical import BUFFER, WEIGHT, canonical_of_one_rank, moments_of
 from zeroexp.interface.held_pieces import HeldPiece, contributed_piece
+from zeroexp.interface.reshard import SavedMoment, SavedMoments, empty_moment, fill_from_canonical
 from zeroexp.interface.strategy import CanonicalTensor, Piece
 
 VALUES = torch.arange(12.0)

@@ -31,7 +31,7 @@ from zeroexp.engines.build import build_strategy
 from zeroexp.interface.canonical import merge
 from zeroexp.interface.strategy import CanonicalState
 from zeroexp.measure.record import MOMENTS
-from zeroexp.measure.traffic import sent_bytes
+from zeroexp.measure.tcp_bytes import sent_bytes
 from zeroexp.models.module import build_model
 from zeroexp.models.weight_files import read_headers, read_tensor
 from zeroexp.plan.form_of_config import build_on_meta, form_of

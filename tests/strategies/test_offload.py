@@ -38,7 +38,7 @@ from tests.strategies.engine import Ours
 from zeroexp.check.sweep_points import point_of
 from zeroexp.check.try_points import try_points
 from zeroexp.cluster.fits_memory import refuse_full_disks
-from zeroexp.comm.mapped_file import MappedFile
+from zeroexp.comm.offload_file import MappedFile
 from zeroexp.cut.chunk import FROZEN, Chunk, Member
 from zeroexp.cut.layout import place_on_host
 from zeroexp.cut.stage import STAGES

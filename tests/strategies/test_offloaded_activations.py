@@ -15,8 +15,8 @@ from tests.engines import ENGINES, check
 from tests.models_for_tests import MODELS, microbatch_of
 from tests.oracle import Make, Recipe, build_on_rank, configured
 from tests.strategies.engine import Ours
-from zeroexp.engines import offloading
-from zeroexp.engines.offloading import offload_blocks
+from zeroexp.engines import activation_offload
+from zeroexp.engines.activation_offload import offload_blocks
 from zeroexp.measure.memory import AllocationMeter, count_cpu_allocations
 from zeroexp.models.module import BuiltModel
 from zeroexp.process.world import World, fake_world
@@ -84,13 +84,13 @@ def _is_alike(one: Tensor, other: Tensor) -> bool:
 def copied_in_a_step(strategy: Any) -> tuple[Counter[str], list[int], int]:
     """Bytes that go to the host and come back, what block units hold after forward, and the host's peak."""
     copied: Counter[str] = Counter()
-    original = offloading.copy_over
+    original = activation_offload.copy_over
 
     def counted(target: Tensor, source: Tensor) -> None:
         copied["forward" if copied.get("turn", 0) == 0 else "backward"] += source.nbytes
         original(target, source)
 
-    offloading.copy_over = counted
+    activation_offload.copy_over = counted
     meter = AllocationMeter(CPU)
     try:
         with strategy.microbatch(last=True):
@@ -100,7 +100,7 @@ def copied_in_a_step(strategy: Any) -> tuple[Counter[str], list[int], int]:
             copied["turn"] = 1
             strategy.backward(output.float().sum())
     finally:
-        offloading.copy_over = original
+        activation_offload.copy_over = original
     del copied["turn"]
     return copied, held, meter.host_peak_bytes() or 0
 

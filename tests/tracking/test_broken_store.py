@@ -21,9 +21,9 @@ from tests.cluster.test_sweep import LIGHT, jobs, start, statuses
 from tests.run_folders import write_run
 from tests.somebody_else import not_root, open_to_all, read_only
 from zeroexp.config.keys import ConfigError, TrackingConfig
-from zeroexp.tracking import store
+from zeroexp.tracking import mlflow_store
 from zeroexp.tracking.mlflow import MlflowTracker
-from zeroexp.tracking.uploads import Uploads
+from zeroexp.tracking.mlflow_uploads import Uploads
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 
@@ -43,8 +43,10 @@ def num_tables(database: Path) -> int:
 
 def kill_a_maker(database: Path) -> None:
     """A fork of this process, which has imported MLflow, dies amid its tables."""
-    store._client_class()
-    maker = multiprocessing.get_context("fork").Process(target=store._make_tables, args=(database,))
+    mlflow_store._client_class()
+    maker = multiprocessing.get_context("fork").Process(
+        target=mlflow_store._make_tables, args=(database,)
+    )
     maker.start()
     while num_tables(database.with_name(f".{database.name}.{maker.pid}")) < 20:
         assert maker.is_alive() and not database.exists()
@@ -147,7 +149,7 @@ def test_a_store_that_is_held_delays_no_step_and_no_ctrl_c_and_an_open_one_hears
 def test_a_store_that_another_program_has_locked_is_told_as_such(
     outputs: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(store, "BUSY_SECONDS", 0.05)
+    monkeypatch.setattr(mlflow_store, "BUSY_SECONDS", 0.05)
     folder = write_run(outputs / "busy" / "run", num_steps=4)
     with closing(sqlite3.connect(outputs / "mlflow.db", isolation_level=None)) as connection:
         connection.execute("begin exclusive")

@@ -20,11 +20,11 @@ import pytest
 from tests.run_folders import record, write_run
 from zeroexp import sync
 from zeroexp.config.keys import ConfigError, load, save
-from zeroexp.tracking import attempt, views
+from zeroexp.tracking import attempt, mlflow_views
 from zeroexp.tracking.files import RecordWriter, read_timed_records, write_json
 from zeroexp.tracking.mlflow import MlflowTracker
-from zeroexp.tracking.store import METRICS_PER_CALL, store_uri
-from zeroexp.tracking.views import filter_of
+from zeroexp.tracking.mlflow_store import METRICS_PER_CALL, store_uri
+from zeroexp.tracking.mlflow_views import filter_of
 
 # What mlflow's own libraries think of one another is none of our business.
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
@@ -303,9 +303,11 @@ def test_several_sweeps_at_once_on_a_fresh_store_lose_no_metric(tmp_path: Path) 
     assert ask(tmp_path, "select count(*) from experiments where name = 'together'") == [(1,)]
     assert ask(tmp_path, "select count(*) from runs where status != 'KILLED'") == [(0,)]
     saved = ask(
-        tmp_path, "select count(*) from experiment_tags where key like ?", f"{views.TAG_PREFIX}%"
+        tmp_path,
+        "select count(*) from experiment_tags where key like ?",
+        f"{mlflow_views.TAG_PREFIX}%",
     )
-    assert saved == [(len(views.of_sweep("a")) * num_sweeps,)]
+    assert saved == [(len(mlflow_views.of_sweep("a")) * num_sweeps,)]
 
 
 def test_views_are_saved_once_however_often_they_are_written(
@@ -320,8 +322,8 @@ def test_views_are_saved_once_however_often_they_are_written(
     ]
     assert all(url.startswith("http://127.0.0.1:5000/#/experiments/") for _, url in links)
     query = "select key from experiment_tags where key like ?"
-    keys = {key for (key,) in ask(outputs, query, f"{views.TAG_PREFIX}%{sweep.name}.%")}
-    assert keys == {view.tag for view in views.of_sweep(sweep.name)}
+    keys = {key for (key,) in ask(outputs, query, f"{mlflow_views.TAG_PREFIX}%{sweep.name}.%")}
+    assert keys == {view.tag for view in mlflow_views.of_sweep(sweep.name)}
 
 
 def test_a_deleted_experiment_is_refused_with_the_remedy(

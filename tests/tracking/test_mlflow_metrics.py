@@ -15,7 +15,7 @@ from tests.run_folders import PARAMETER_BYTES, record, write_run
 from zeroexp.measure import system
 from zeroexp.measure.record import RunSummary, Spread
 from zeroexp.measure.system import sampling_system
-from zeroexp.tracking import labels, mlflow_metrics
+from zeroexp.tracking import mlflow_labels, mlflow_metrics
 from zeroexp.tracking.files import read_timed_records, write_json
 from zeroexp.tracking.run import read_run
 
@@ -135,11 +135,11 @@ def test_a_peak_is_a_metric_where_it_is_known(summary: RunSummary) -> None:
 
 def test_params_are_the_flat_config_and_tags_say_what_it_was(tmp_path: Path) -> None:
     run = read_run(write_run(tmp_path / "sweep" / "run", status="failed", reason="rank 1: boom"))
-    params = labels.run_params(run)
+    params = mlflow_labels.run_params(run)
     assert params["world_size"] == "2"
     assert params["strategy.name"] == "zero3"
     assert params["optimizer.betas"] == "[0.9, 0.95]"
-    assert labels.run_tags(run, "failed") == {
+    assert mlflow_labels.run_tags(run, "failed") == {
         "sweep": "sweep",
         "strategy": "zero3-buffer",
         "status": "failed",
@@ -205,13 +205,15 @@ def test_nobody_samples_unless_asked(tmp_path: Path) -> None:
 
 def test_a_tag_tells_which_data(tmp_path: Path) -> None:
     run = read_run(write_run(tmp_path / "run"))
-    assert "data" not in labels.run_tags(run, "done"), "of a run from before it was written down"
+    assert "data" not in mlflow_labels.run_tags(run, "done"), (
+        "of a run from before it was written down"
+    )
     settled = replace(run, engine={"transport": "direct", "prefetch": "null"})
-    assert labels.run_tags(settled, "done")["engine.transport"] == "direct"
-    assert "engine.prefetch" not in labels.run_tags(settled, "done")
+    assert mlflow_labels.run_tags(settled, "done")["engine.transport"] == "direct"
+    assert "engine.prefetch" not in mlflow_labels.run_tags(settled, "done")
     assert run.summary is not None
     run.summary.data_source = "hub: me/reviews (mit licence)"
-    assert labels.run_tags(run, "done")["data"] == "hub: me/reviews (mit licence)"
+    assert mlflow_labels.run_tags(run, "done")["data"] == "hub: me/reviews (mit licence)"
 
 
 @pytest.mark.parametrize(
@@ -227,5 +229,5 @@ def test_times_come_from_the_state_else_from_the_records(
     folder = write_run(tmp_path / "run")
     write_json(folder / "state.json", {"status": "done", **times})
     run, timed = read_run(folder), read_timed_records(folder)
-    assert labels.start_time(run) == began
-    assert labels.end_time(run, "done", timed) == (timed[-1][0] if ended is None else ended)
+    assert mlflow_labels.start_time(run) == began
+    assert mlflow_labels.end_time(run, "done", timed) == (timed[-1][0] if ended is None else ended)

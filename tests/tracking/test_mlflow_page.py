@@ -10,8 +10,8 @@ import pytest
 from tests.browser import browse, needs_browser
 from tests.mlflow_server import MlflowServer
 from tests.run_folders import STRATEGIES, WORLD_SIZES
-from zeroexp.tracking import views
-from zeroexp.tracking.store import UI_PORT
+from zeroexp.tracking import mlflow_views
+from zeroexp.tracking.mlflow_store import UI_PORT
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 
@@ -66,7 +66,7 @@ def test_a_small_window_shows_name_strategy_ranks_peak_and_time(
     assert places["attributes.`Run Name`"] <= pinned
     columns = ["memory/peak_mib", "time/step_ms_median", "strategy", "world_size"]
     for pixels, number in ((TABLE_PIXELS, 4), (TABLE_PIXELS - ASSISTANT_PIXELS, 2)):
-        shown = [each for each in views.COLUMNS if pinned + places.get(each, 9999) <= pixels]
+        shown = [each for each in mlflow_views.COLUMNS if pinned + places.get(each, 9999) <= pixels]
         assert [column.split("`")[1] for column in shown] == columns[:number], (pinned, places)
 
 

@@ -10,8 +10,8 @@ from tests.cluster.test_sweep import LIGHT, jobs, zeroexp
 from tests.composing import composed
 from zeroexp.config.keys import ConfigError
 from zeroexp.process.reachable import without_password
-from zeroexp.tracking.store import STORE, Store, store_uri, with_store
-from zeroexp.tracking.uploads import Uploads
+from zeroexp.tracking.mlflow_store import STORE, Store, store_uri, with_store
+from zeroexp.tracking.mlflow_uploads import Uploads
 
 SECRET = "hunter2"
 

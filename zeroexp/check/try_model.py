@@ -13,7 +13,7 @@ from zeroexp.config.keys import Config, ConfigError, ModelConfig
 from zeroexp.config.vocabulary import vocabulary_of_data
 from zeroexp.models.blocks import list_names
 from zeroexp.models.checkpointing import operators_of
-from zeroexp.models.fused_experts import check_experts
+from zeroexp.models.expert_kernels import check_experts
 from zeroexp.models.module import BuiltModel
 from zeroexp.models.outline import longest_sequence, outline_of
 from zeroexp.zero.options import DTYPES

@@ -55,7 +55,7 @@ def check_strategy(config: Config) -> None:
 
 def _try_layout(config: Config, model: BuiltModel) -> None:
     groups = parameter_groups(model.module, config.optimizer, model.blocks)
-    options = options_of(config.strategy).with_ranks_of(groups)
+    options = options_of(config.strategy).with_optimizer_over_of(groups)
     units = [
         specs_of(group)
         for group in group_parameters(model.module, model.blocks, options.unit, groups)

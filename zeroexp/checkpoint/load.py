@@ -1,8 +1,9 @@
 """Load a checkpoint into an engine: check every hash, then let each rank read the ranges it needs.
 
 Files are mapped into memory, and the pieces handed to the engine are views of them. An engine that copies a range of a
-piece reads only that range, whatever world size and layout wrote it. The hash check reads through one small buffer.
-Each piece is checked by one rank, and all ranks learn of any damage before anything is changed.
+piece (interface/reshard.py) reads only that range, whatever world size and layout wrote it. The hash check reads
+through one small buffer. Each piece is checked by one rank, and all ranks learn of any damage before anything is
+changed.
 """
 
 from __future__ import annotations

@@ -32,7 +32,7 @@ from zeroexp.config.keys import ClusterConfig
 from zeroexp.process.ports import RANGE, SCHEME, SECRET
 from zeroexp.tracking import attempt
 from zeroexp.tracking.files import working_folder_of
-from zeroexp.tracking.live import sends_live
+from zeroexp.tracking.mlflow_live import sends_live
 from zeroexp.tracking.run import SLURM_FILE
 
 ELEMENT = "batch.sh"  # of a run that is an element of a job array, in its folder slurm

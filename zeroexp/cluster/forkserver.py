@@ -30,19 +30,19 @@ from multiprocessing.connection import Connection, Pipe, wait
 from pathlib import Path
 from typing import Any
 
+from zeroexp.cluster import simulated_nodes
 from zeroexp.process.cheap_imports import importing_cheaply
 
 with importing_cheaply():
     import torch
 
-from zeroexp.cluster import link
 from zeroexp.cluster.job import Ending
-from zeroexp.cluster.link import open_nodes
-from zeroexp.cluster.rank_process import run_and_leave
+from zeroexp.cluster.rank_entry import run_and_leave
+from zeroexp.cluster.simulated_nodes import open_nodes
 from zeroexp.cluster.supervise import end_processes, supervise
 from zeroexp.config import plugins
 from zeroexp.config.keys import Config, ConfigError, load
-from zeroexp.measure.traffic import LINK
+from zeroexp.measure.tcp_bytes import LINK
 from zeroexp.process import locks, progress, safe_output
 from zeroexp.process.watchdog.hung import WatchedRank
 from zeroexp.process.world import RankInfo, environment_of_rank
@@ -232,7 +232,7 @@ def _fork_rank(
         os.environ.update(environment_of_rank(place), ZEROEXP_RENDEZVOUS=rendezvous)
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
         if node is not None:
-            link.enter(node)
+            simulated_nodes.enter(node)
             os.environ["GLOO_SOCKET_IFNAME"] = LINK
         main(folder, device=device)
 

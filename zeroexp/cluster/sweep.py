@@ -58,10 +58,10 @@ from zeroexp.tracking.files import (
     write_summary,
 )
 from zeroexp.tracking.json_files import reserve
-from zeroexp.tracking.labels import LINK
+from zeroexp.tracking.mlflow_labels import LINK
+from zeroexp.tracking.mlflow_store import with_store
+from zeroexp.tracking.mlflow_uploads import Uploads, open_uploads
 from zeroexp.tracking.run import UNFINISHED, Run, read_run, read_runs
-from zeroexp.tracking.store import with_store
-from zeroexp.tracking.uploads import Uploads, open_uploads
 
 FINE = ("done", "skipped")
 HYDRA = ".hydra"  # its folder in every run, as its users expect
@@ -374,7 +374,7 @@ class Sweep:
     def _print_conclusions(self, points: Sequence[RunPoint]) -> bool:
         """Print verdicts and broken claims and write the page; return False if a claim is broken."""
         from zeroexp.report import page  # plotly and scipy take a second to import
-        from zeroexp.report.compare import conclude
+        from zeroexp.report.conclusions import conclude
 
         conclusions = conclude(points)
         told = (

@@ -30,9 +30,9 @@ from typing import NoReturn
 
 from zeroexp.process import ports, progress
 from zeroexp.process.watchdog.hung import WatchedRank, dump_stacks
-from zeroexp.process.watchdog.lost import Heartbeat, Hub
+from zeroexp.process.watchdog.lost import Heartbeat, HeartbeatAddress
 from zeroexp.tracking import attempt, failure
-from zeroexp.tracking.live import sender
+from zeroexp.tracking.mlflow_live import sender
 from zeroexp.tracking.out_of_memory import kills_by_kernel
 from zeroexp.training.agree_to_stop import ASKS_TO_STOP, SAVED
 
@@ -104,7 +104,7 @@ def run_task(folder: Path, duty: Duty) -> NoReturn:
 
 def _start_rank(folder: Path, duty: Duty, rank: int) -> WatchedRank:
     """Start the rank in its own interpreter, because this one imports nothing of it."""
-    command = [sys.executable, "-u", "-m", "zeroexp.cluster.rank_process"]
+    command = [sys.executable, "-u", "-m", "zeroexp.cluster.rank_entry"]
     command += [duty.rank_main, str(folder), duty.device]
     log = failure.log_path(folder, rank)
     log.parent.mkdir(exist_ok=True)
@@ -132,7 +132,7 @@ def _heartbeat(folder: Path, duty: Duty, child: WatchedRank, world_size: int) ->
     return Heartbeat(
         child,
         world_size,
-        Hub(os.environ[HEARTBEAT_AT], file, secret, os.environ.get(ports.RANGE)),
+        HeartbeatAddress(os.environ[HEARTBEAT_AT], file, secret, os.environ.get(ports.RANGE)),
         duty.heartbeat_s,
         hang_seconds=duty.hang_s,
         name_of=partial(_name_of, world_size=world_size),

@@ -12,6 +12,6 @@ direct.py          every rank hands each peer what that peer owns, and sums in r
 codec.py           around any of these: what a move carries is rounded to fewer bytes
 replicas.py        sums once more, between groups of ranks, what each group has summed
 secondary.py       a copy of parameters inside each node, from which later gathers of a step come (hpZ)
-bus.py             between a rank's device and its host: what rests there (mapped_file.py: in a file), moves to it
+bus.py             between a rank's device and its host: what rests there (offload_file.py: in a file), moves to it
 tuning.py          what a reduction costs on these links, for `zeroexp calibrate`
 """

@@ -6,7 +6,7 @@
 A chunk whose `on_host` is set has its masters there. With `all` its pieces are there too, where parameters rest
 sharded: masters become pieces there, and each gather first takes its own piece over the bus. Where parameters rest as
 codes masters are the pieces: the host makes their codes, which cross the bus once a step and rest on the device.
-Masters, moments and pieces may lie in a file that is mapped into the host's memory (mapped_file.py), and the transit
+Masters, moments and pieces may lie in a file that is mapped into the host's memory (offload_file.py), and the transit
 does not.
 
 On a GPU the host's memory is pinned (a file's is not) and copies are queued on the current stream, behind what makes
@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 
 from zeroexp.comm.base import GatherPart
-from zeroexp.comm.mapped_file import MappedFile
+from zeroexp.comm.offload_file import MappedFile
 from zeroexp.comm.traits import ALL, ON_DEVICE, ON_HOST
 from zeroexp.interface.strategy import ModelStates
 from zeroexp.measure.memory import on_host
@@ -172,7 +172,7 @@ class Bus:
         arrived = ((m, self._transit_of(m, gradient)) for m, gradient in updates)
         return [gradient.to(master.dtype) for master, gradient in arrived]
 
-    def to_device(
+    def write_parameters(
         self, parameters: Sequence[Tensor], masters: Sequence[Tensor], place: int
     ) -> None:
         """Write masters of a place into the parameters, in the dtype of these."""

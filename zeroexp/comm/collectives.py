@@ -347,7 +347,7 @@ class Collectives:
     ) -> Pending:
         """Start partial -> sharded, in native.py over NCCL, in direct.py on CPU. With replicas sums are the group's.
 
-        residuals: see `residuals_of`. `last`: nothing more is added to the sums; they are those of all ranks once
+        residuals: see `empty_residuals`. `last`: nothing more is added to the sums; they are those of all ranks once
         `finish_sums` has returned. Of a part with a chunk in `shares`, by which holders cut its sums, this rank's share
         alone is.
         """
@@ -396,7 +396,7 @@ class Collectives:
             sent = self._between.gather_shares(parts, f"the gather between replicas of {what}")
             return self._count("all_gather", self.holders, "replicas", sent, move)
 
-    def residuals_of(self, chunks: Sequence[Chunk]) -> Residuals | None:
+    def empty_residuals(self, chunks: Sequence[Chunk]) -> Residuals | None:
         """Make room for what rounding leaves out of the reductions of these chunks; None: nobody keeps it."""
         if self._reduce_codec is None or not self._feeds_back:
             return None

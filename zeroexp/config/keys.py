@@ -76,7 +76,7 @@ def of_engine(stands_for: Any = None, *choices: str, **bounds: float) -> Any:
 
 
 @dataclass
-class ParametersRow:
+class ParametersPlacement:
     """The placement of parameters between uses, and their dtype."""
 
     placement: str = choice(*(placement.value for placement in Placement))
@@ -86,7 +86,7 @@ class ParametersRow:
 
 
 @dataclass
-class Row(ParametersRow):
+class StatePlacement(ParametersPlacement):
     """The placement of another kind of state, and its dtype."""
 
     placement: str = choice(*(placement.value for placement in Placement))
@@ -94,7 +94,7 @@ class Row(ParametersRow):
 
 
 @dataclass
-class OptimizerRow(Row):
+class OptimizerPlacement(StatePlacement):
     # The ranks that share it: those of a group, of strategy.replicas; or all, each group's piece cut again by groups.
     over: str = choice("group", "all")
 
@@ -174,9 +174,9 @@ class OuterKeys:
 @dataclass
 class StrategyConfig:
     name: str = text("zero3", NAME)  # ddp | zero1 | zero1_allreduce | zero2 | zero3, or a plugin's
-    parameters: ParametersRow = field(default_factory=ParametersRow)
-    gradients: Row = field(default_factory=Row)
-    optimizer: OptimizerRow = field(default_factory=OptimizerRow)
+    parameters: ParametersPlacement = field(default_factory=ParametersPlacement)
+    gradients: StatePlacement = field(default_factory=StatePlacement)
+    optimizer: OptimizerPlacement = field(default_factory=OptimizerPlacement)
     implementation: str = "buffer"  # parameter | tensor | buffer (ours) | torch, or a plugin's
     # These are settings of our engine; None = its default.
     # What moves together; layer: each block, and outside of blocks each module that holds parameters, as the head.
@@ -215,7 +215,7 @@ class StrategyConfig:
     settings: dict[str, Any] = field(default_factory=dict[str, Any])  # keys of a plugin's engine
 
     @property
-    def rows(self) -> tuple[ParametersRow, ...]:
+    def rows(self) -> tuple[ParametersPlacement, ...]:
         return self.parameters, self.gradients, self.optimizer
 
     @property

@@ -1,9 +1,8 @@
-"""The optimizer and its learning rate: parameter groups, a factory for rank-local optimizers, a schedule.
+"""The optimizers that `optimizer.name` may name: parameter groups, and a factory for rank-local optimizers.
 
 An engine decides which tensors it optimizes (whole parameters, slices, flat pieces), so it receives the groups of the
-model and a factory, never a finished optimizer. The learning rate is a pure function of the step, so that a run
-resumes without the state of a scheduler. OPTIMIZERS holds what `optimizer.name` may name; torch is imported only when
-an optimizer is made.
+model and a factory, never a finished optimizer. OPTIMIZERS holds the names; torch is imported only when an optimizer is
+made. Learning rates are in training/learning_rate.py.
 """
 
 from __future__ import annotations

@@ -6,9 +6,9 @@ rank that reads it, so a global batch is the same at every world size, and a run
     one global permutation per epoch:   7 2 9 | 4 0 5 | ...       one step = the next global_batch_size of them
     rank r, microbatch m reads          position + (m * world_size + r) * micro_batch_size ...
 
-`text.py` tokenizes and packs once into a cache folder (and is the only file that imports datasets); `packed.py` maps
-that folder into memory, which is all that a rank has to do; `synthetic.py` makes samples from their index;
-`epoch_permutation.py` holds the permutations; `data_sources.py` names the sources, and imports no torch.
+`tokenize_and_pack.py` tokenizes the rows that `table_rows.py` reads and packs them into sequences, once, into the
+folder of `packed_cache.py`, which a rank maps into memory; `synthetic.py` makes samples from their index;
+`epoch_permutation.py` holds the permutations. config/data_sources.py names the sources, and imports no torch.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ import numpy as np
 
 from zeroexp.config.data_sources import DATA
 from zeroexp.config.keys import ConfigError, DataConfig, ModelConfig
-from zeroexp.data import Samples, StepBatch, ValidationTurn, packed, sources
+from zeroexp.data import Samples, StepBatch, ValidationTurn, packed_cache, sources
 from zeroexp.data.check_source import require_samples
 from zeroexp.data.epoch_permutation import sample_indices
 
@@ -95,7 +95,7 @@ def build_data(config: DataConfig, model: ModelConfig, seed: int) -> Data:
 
 def tokenize_data(config: DataConfig, model: ModelConfig, seed: int) -> Samples:
     """Open the packed text; tokenize and pack it first if the cache does not have it."""
-    return packed.open_packed(_packed_folder(config, model))
+    return packed_cache.open_packed(_packed_folder(config, model))
 
 
 def _packed_folder(config: DataConfig, model: ModelConfig) -> Path:
@@ -114,12 +114,12 @@ def _packed_folder(config: DataConfig, model: ModelConfig) -> Path:
 
     def write(folder: Path) -> None:
         # datasets takes a second to import, and a rank that finds the folder does not need it.
-        from zeroexp.data import text
+        from zeroexp.data import tokenize_and_pack
 
         if labelled:
             assert model.num_labels is not None
-            text.write_labelled(folder, config, files, words, model.num_labels)
+            tokenize_and_pack.write_labelled(folder, config, files, words, model.num_labels)
         else:
-            text.write_packed(folder, config, files, words)
+            tokenize_and_pack.write_packed(folder, config, files, words)
 
-    return packed.cached(decisive, write)
+    return packed_cache.cached(decisive, write)

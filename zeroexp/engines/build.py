@@ -11,7 +11,7 @@ from zeroexp.config.keys import TORCH_DDP, Config, ConfigError, StrategyConfig, 
 from zeroexp.config.optimizer import optimizer_factory, parameter_groups
 from zeroexp.cut.layout import LAYOUTS
 from zeroexp.cut.stage import Stage
-from zeroexp.engines.offloading import offload_blocks
+from zeroexp.engines.activation_offload import offload_blocks
 from zeroexp.engines.sharded import Sharded
 from zeroexp.engines.torch_ddp import TorchDDP
 from zeroexp.interface.strategy import Strategy

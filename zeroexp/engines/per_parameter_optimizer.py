@@ -16,8 +16,9 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from zeroexp.interface.canonical import fill_from_canonical, is_moment
+from zeroexp.interface.canonical import is_moment
 from zeroexp.interface.python_values import PythonValues
+from zeroexp.interface.reshard import fill_from_canonical
 from zeroexp.interface.strategy import CanonicalState
 
 

@@ -19,8 +19,8 @@ from zeroexp.checkpoint.manifest import CheckpointError
 from zeroexp.config.keys import Config
 from zeroexp.config.optimizer import optimizer_factory, parameter_groups
 from zeroexp.foreign.found import Found, Place
-from zeroexp.interface.buffers import persistent_buffers
 from zeroexp.interface.canonical import BUFFER, WEIGHT, moments_of
+from zeroexp.interface.module_buffers import persistent_buffers
 from zeroexp.models.module import BuiltModel
 from zeroexp.training.learning_rate import learning_rate
 

@@ -3,9 +3,10 @@
 strategy.py        the nine members that the training loop sees, and the types of what they return
 canonical.py       optimizer state and tensors as ranges of flattened tensors, and back
 held_pieces.py     what a rank holds of each parameter, and gives of it
+reshard.py         what a rank holds, read from what any number of other ranks saved
 saved_state.py     the state made of these, and its loading, before which check_state.py asks whether it can be loaded
 values.py          the first weights of a model on meta, asked for in ranges
-buffers.py         a module's buffers, equal on all ranks
+module_buffers.py  a module's buffers, equal on all ranks
 python_values.py   optimizer state that is in no tensor
 loss_scale.py      what a loss in float16 is multiplied by
 moment_codes.py    moments as they rest in bfloat16 or 8 bits

@@ -4,16 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 
-from zeroexp.interface.buffers import Buffers
-from zeroexp.interface.canonical import (
-    BUFFER,
-    PYTHON,
-    WEIGHT,
-    SavedMoments,
-    is_moment,
-    require_covered,
-)
+from zeroexp.interface.canonical import BUFFER, PYTHON, WEIGHT, is_moment
 from zeroexp.interface.held_pieces import HeldPiece
+from zeroexp.interface.module_buffers import Buffers
+from zeroexp.interface.reshard import SavedMoments, require_covered
 from zeroexp.interface.strategy import CanonicalState, CanonicalTensor
 
 GIVE = "give what strategy.state_dict() returned, of all ranks by merge(states)"

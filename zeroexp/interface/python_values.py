@@ -19,8 +19,9 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from zeroexp.interface.canonical import PYTHON, fill_from_canonical
+from zeroexp.interface.canonical import PYTHON
 from zeroexp.interface.loss_scale import COUNT, SCALE
+from zeroexp.interface.reshard import fill_from_canonical
 from zeroexp.interface.strategy import CanonicalState, CanonicalTensor, Piece
 
 Values = dict[str, Any]

@@ -13,15 +13,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from zeroexp.interface.buffers import Buffers
-from zeroexp.interface.canonical import (
-    WEIGHT,
-    SavedMoments,
-    empty_moment,
-    fill_from_canonical,
-    moments_dtype_of,
-    moments_of,
-)
+from zeroexp.interface.canonical import WEIGHT, moments_of
 from zeroexp.interface.check_state import (
     require_buffers,
     require_elements,
@@ -30,8 +22,15 @@ from zeroexp.interface.check_state import (
     require_state,
 )
 from zeroexp.interface.held_pieces import HeldPiece, contributed_piece
+from zeroexp.interface.module_buffers import Buffers
 from zeroexp.interface.moment_codes import at_rest
 from zeroexp.interface.python_values import PythonValues, own_values
+from zeroexp.interface.reshard import (
+    SavedMoments,
+    empty_moment,
+    fill_from_canonical,
+    moments_dtype_of,
+)
 from zeroexp.interface.strategy import CanonicalState, CanonicalTensor
 from zeroexp.process import world as worlds
 from zeroexp.process.world import World

@@ -19,9 +19,9 @@ from torch import UntypedStorage
 
 from zeroexp.interface.strategy import ModelStates
 from zeroexp.measure.allocations import FOREVER, Allocation, Log, is_counted
-from zeroexp.measure.intervals import Interval, interval_at
 from zeroexp.measure.memory import local_tensor
 from zeroexp.measure.record import KINDS, OUTER
+from zeroexp.measure.time_spans import Interval, interval_at
 
 CAUSE_OF_KIND = {"buffers": "pools", OUTER: "optimizer"}
 COLLECTIVES = ("c10d::", "gloo:", "nccl:")

@@ -1,7 +1,7 @@
 """Which steps of a run are watched, and by what: memory by cause, a timeline, torch's profiler.
 
     the last warm-up step     memory by cause at the peak, which no time counts; dtypes (dtypes_found.py)
-    train.trace_steps         the same, and a timeline: trace.<rank>.<step>.json (timeline.py)
+    train.trace_steps         the same, and a timeline: trace.<rank>.<step>.json (trace_file.py)
     train.profile_steps       torch.profiler: profile.<rank>.<step>.json and .txt (profiler.py)
 
 On any other step nothing is installed.
@@ -26,8 +26,8 @@ from zeroexp.measure.dtypes_found import DtypeRecorder
 from zeroexp.measure.formats import FORMAT, KEY
 from zeroexp.measure.profiler import may_be_lost, profiling
 from zeroexp.measure.record import Peak
-from zeroexp.measure.timeline import events_of
 from zeroexp.measure.trace import StepTrace, tracing_step
+from zeroexp.measure.trace_file import events_of
 from zeroexp.process.world import World
 
 

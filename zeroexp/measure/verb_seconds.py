@@ -26,8 +26,8 @@ from typing import Any, TypeVar
 import torch
 
 from zeroexp.measure.clock import Mark, mark_now, seconds_between
-from zeroexp.measure.intervals import Interval, count_once
 from zeroexp.measure.record import ALL_RANKS, VerbSeconds
+from zeroexp.measure.time_spans import Interval, count_once
 
 HOST = torch.device("cpu")
 Function = TypeVar("Function", bound=Callable[..., Any])

@@ -7,6 +7,7 @@ mlp.py, moe.py                our own families: the residual MLP of the memory t
 huggingface.py                the families of transformers
 blocks.py, checkpointing.py, freezing.py
                               what moves together, is recomputed, is not trained
+expert_kernels.py             which of torch's products multiplies the experts of transformers
 lora.py, quantized.py         adapters of peft; the weights that they lie around, in int8
 loss.py, flops.py             the loss of each task; operations of one sample
 
@@ -16,7 +17,7 @@ published_config.py           config.json, which becomes part of the run's confi
 find_weights.py               the folder, here, in a cache or on the hub
 huggingface_keys.py           which keys a family knows and uses
 weight_files.py               names and shapes of the files' tensors, and ranges of their values
-huggingface_layout.py         under which names and in which parts a parameter is published
+huggingface_tensor_names.py   under which names and in which parts a parameter is published
 huggingface_weights_check.py  are they the weights of exactly this model?
 huggingface_weights_read.py   the values that a rank holds
 huggingface_folder.py         a folder of weights is written

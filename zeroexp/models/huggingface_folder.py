@@ -25,8 +25,8 @@ from transformers import GenerationConfig
 from zeroexp.config.families import MODELS
 from zeroexp.config.keys import ConfigError, ModelConfig
 from zeroexp.config.vocabulary import TokenizerChoice
-from zeroexp.interface.buffers import persistent_buffers
-from zeroexp.models.huggingface_layout import publish, published_together, saved_tensors
+from zeroexp.interface.module_buffers import persistent_buffers
+from zeroexp.models.huggingface_tensor_names import publish, published_together, saved_tensors
 from zeroexp.models.module import build_empty
 
 INDEX = "model.safetensors.index.json"

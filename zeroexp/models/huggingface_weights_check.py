@@ -23,7 +23,7 @@ from transformers import AutoConfig, PreTrainedConfig
 
 from zeroexp.config.keys import ConfigError, ModelConfig
 from zeroexp.models.huggingface_keys import IDLE, RANDOMNESS
-from zeroexp.models.huggingface_layout import publish, saved_tensors
+from zeroexp.models.huggingface_tensor_names import publish, saved_tensors
 from zeroexp.models.published_config import read_folder
 from zeroexp.models.weight_files import Header, UnreadableWeights, read_headers, read_tensor
 

@@ -1,7 +1,7 @@
 """Read a model's weights from files, one parameter at a time, and of it the ranges that this rank holds.
 
     one tensor of the file, as it stands         rows of it are read
-    in parts, or together with others            put together whole, then cut (huggingface_layout.py)
+    in parts, or together with others            put together whole, then cut (huggingface_tensor_names.py)
     not in the file (a new head)                 drawn
 
 Buffers that belong to the model's state (the bias of a router, running statistics) are read whole: every rank has all.
@@ -16,10 +16,10 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from zeroexp.interface.buffers import persistent_buffers
+from zeroexp.interface.module_buffers import persistent_buffers
 from zeroexp.interface.values import Read
 from zeroexp.models.deferred import Drawn, ranges_of
-from zeroexp.models.huggingface_layout import Together, elements_of_parts, published_together
+from zeroexp.models.huggingface_tensor_names import Together, elements_of_parts, published_together
 from zeroexp.models.weight_files import Header, read_range, read_tensor
 
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from zeroexp.config.keys import ConfigError, ModelConfig
-from zeroexp.models.shapes import whole_numbers
+from zeroexp.models.shape_from_keys import whole_numbers
 
 
 @dataclass(frozen=True)

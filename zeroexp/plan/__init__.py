@@ -15,6 +15,6 @@ Answers
     __main__.py, composed_points.py, plan_points.py    the command; the points of its line, refused or planned
     plan_table.py                             what they hold and send
     changes.py                                a point with other settings, planned
-    fewest_ranks.py, advise.py, explain_plan.py    --fit, --advise, --explain
+    fit.py, advise.py, explain_plan.py        --fit, --advise, --explain
     advice_text.py, text_table.py             the advice in words; tables and sentences of all answers
 """

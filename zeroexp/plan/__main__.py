@@ -40,7 +40,7 @@ FORMS = {
     "": "plan_table:render",
     "--json": "plan_table:as_json",
     "--csv": "plan_table:as_csv",
-    "--fit": "fewest_ranks:fit_lines",
+    "--fit": "fit:fit_lines",
     "--explain": "explain_plan:explain",
     ADVISE: "advice_text:advice_text",
     f"{ADVISE} --json": "advice_text:advice_json",

@@ -1,6 +1,6 @@
 """A point with other values of some settings, planned: what every answer that compares is made of.
 
-    fewest_ranks    more ranks, rehearsed: the first at which a step fits
+    fit             more ranks, rehearsed: the first at which a step fits
     advise          stages, recomputation and micro-batches, rehearsed: the fastest that fits
 
 What the line names stays as it is. So a stage under which a word of the line has no meaning is none to compare.

@@ -22,7 +22,7 @@ from zeroexp.config.optimizer import parameter_groups
 from zeroexp.measure.record import Traffic
 from zeroexp.models.module import BuiltModel
 from zeroexp.plan.closed_forms import ClosedForm
-from zeroexp.plan.form_of_config import of_any_engine
+from zeroexp.plan.form_of_config import arguments_of_every_form
 from zeroexp.plan.form_terms import HeldElements, Owned
 
 
@@ -155,7 +155,7 @@ def form_of_deepspeed(config: Config, model: BuiltModel) -> DeepSpeedForm:
         gathers=_gathers(config, model, [p for group in (*groups, frozen) for p in group]),
         bucket=bucket_numel(settings, sum(map(sum, sizes))),
         overlaps=settings["overlap_comm"],
-        **of_any_engine(config),
+        **arguments_of_every_form(config),
     )
 
 

@@ -49,7 +49,7 @@ def form_of(
 def _sharded_form(config: Config, model: BuiltModel, transport: str, between: str) -> EngineForm:
     strategy, world_size = config.strategy, config.world_size
     of_optimizer = parameter_groups(model.module, config.optimizer, model.blocks)
-    options = options_of(strategy).with_ranks_of(of_optimizer)
+    options = options_of(strategy).with_optimizer_over_of(of_optimizer)
     group_size = world_size // options.replicas
     stage = stage_for_world(stage_of(strategy), group_size, options.offload)
     sends = options.gather_codec or options.reduce_codec or options.secondary_partition
@@ -63,7 +63,7 @@ def _sharded_form(config: Config, model: BuiltModel, transport: str, between: st
     form = EngineForm(
         *(layout, stage, options, transport, between),
         outer_share=_outer_share(config),
-        **of_any_engine(config),
+        **arguments_of_every_form(config),
     )
     matrices, gathers = _matrices(form, config, model), _gathers(form, config, model)
     return replace(form, matrices=matrices, gathers=gathers)
@@ -99,7 +99,7 @@ def _gathers(form: EngineForm, config: Config, model: BuiltModel) -> list[int]:
     return gathers
 
 
-def of_any_engine(config: Config) -> dict[str, Any]:
+def arguments_of_every_form(config: Config) -> dict[str, Any]:
     """Return what the form of every engine is told of its ranks, precision and optimizer."""
     data = config.data
     return {

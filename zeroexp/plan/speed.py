@@ -22,7 +22,7 @@ from zeroexp.config.gpus import GPUS, LINK_SHARE, NETWORKS, USUAL_GPU, USUAL_NET
 from zeroexp.config.job_shape import JobShape
 from zeroexp.config.keys import Config, ConfigError
 from zeroexp.config.optimizer import overs_of
-from zeroexp.measure.traffic import payload_rate
+from zeroexp.measure.tcp_bytes import payload_rate
 from zeroexp.plan.machines import Machines, processor_name
 
 NOT_CALIBRATED = "not calibrated"

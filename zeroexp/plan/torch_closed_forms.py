@@ -24,7 +24,7 @@ from zeroexp.config.optimizer import parameter_groups
 from zeroexp.measure.record import Traffic
 from zeroexp.models.module import BuiltModel
 from zeroexp.plan.closed_forms import ClosedForm
-from zeroexp.plan.form_of_config import of_any_engine
+from zeroexp.plan.form_of_config import arguments_of_every_form
 from zeroexp.plan.form_terms import HeldElements, Owned, owned_of, sum_of_owned
 from zeroexp.zero.grouping import group_parameters, named_in
 
@@ -193,7 +193,7 @@ def _ddp_form(config: Config, model: BuiltModel) -> DdpForm:
         frozen=_shapes(frozen, kinds),
         shards_optimizer=config.strategy.name == "zero1",
         gradient_as_bucket_view=bool(config.strategy.gradient_as_bucket_view),
-        **of_any_engine(config),
+        **arguments_of_every_form(config),
     )
 
 
@@ -205,7 +205,7 @@ def _fsdp_form(config: Config, model: BuiltModel) -> FsdpForm:
         units=[_shapes(group.parameters.values(), group.kinds) for group in groups],
         reshards=config.strategy.name == "zero3",
         replicas=config.strategy.replicas or 1,
-        **of_any_engine(config),
+        **arguments_of_every_form(config),
     )
 
 

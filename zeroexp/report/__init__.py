@@ -3,7 +3,7 @@
 reading.py            folders -> runs; what is torn costs one line
 measured_points.py    runs -> points: runs of one configuration are repeats
 statistics.py         how well a step time is known, which of two is faster, whether loss curves agree
-compare.py            points -> verdicts, doubts, broken claims, and what else differs
+conclusions.py        points -> verdicts, doubts, broken claims, and what else differs
 words.py              what ran, and the numbers that a reader wants first
 columns.py            points -> the numbers of every table and export, with keys and units
   meanings.py         what they mean, below every table

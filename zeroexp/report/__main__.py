@@ -28,7 +28,7 @@ from zeroexp.report.columns import (
     exported_columns,
     printed_columns,
 )
-from zeroexp.report.compare import Conclusions, conclude, lines_of_moved, points_that_moved
+from zeroexp.report.conclusions import Conclusions, conclude, lines_of_moved, points_that_moved
 from zeroexp.report.measured_points import Point, points_of
 from zeroexp.report.reading import read_runs
 from zeroexp.report.results_table import print_lines, print_table

@@ -11,7 +11,7 @@ from typing import Any
 
 from zeroexp.config.keys import ConfigError
 from zeroexp.measure.record import KINDS, OUTER, STEP_SECONDS, RunSummary
-from zeroexp.report.compare import Conclusions
+from zeroexp.report.conclusions import Conclusions
 from zeroexp.report.measured_points import Point, distinguishing_keys
 from zeroexp.report.statistics import drift_lines, step_time_interval, why_doubtful
 

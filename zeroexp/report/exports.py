@@ -9,7 +9,7 @@ from dataclasses import asdict
 from typing import Any
 
 from zeroexp.report.columns import Column, exported_columns
-from zeroexp.report.compare import Conclusions, conclude, differences
+from zeroexp.report.conclusions import Conclusions, conclude, differences
 from zeroexp.report.measured_points import Point, points_of
 from zeroexp.report.statistics import losses_of
 from zeroexp.tracking.json_files import dumps

@@ -1,4 +1,4 @@
-"""Send run folders to MLflow as runs and saved views of one experiment, through a store that `store.py` opens.
+"""Send run folders to MLflow as runs and saved views of one experiment, through a store that `mlflow_store.py` opens.
 
 Everything is made from the files of a run. So no measured rank calls anything here, sending again changes nothing, and
 a store that was away can be filled later.
@@ -13,11 +13,11 @@ from pathlib import Path
 from typing import Any
 
 from zeroexp.measure.record import StepRecord
-from zeroexp.tracking import attempt, labels, mlflow_metrics, views
+from zeroexp.tracking import attempt, mlflow_labels, mlflow_metrics, mlflow_views
 from zeroexp.tracking.files import RECORDS, read_json, read_timed_records, write_json
-from zeroexp.tracking.labels import LINK
+from zeroexp.tracking.mlflow_labels import LINK
+from zeroexp.tracking.mlflow_store import Store
 from zeroexp.tracking.run import Run, read_run
-from zeroexp.tracking.store import Store
 
 PAGE = "report.html"  # of a sweep's folder, see report/page
 PAGE_OF = "report_of"  # the tag of the run that holds it; `sweep` would show it among the points
@@ -86,14 +86,14 @@ class MlflowTracker:
         if link and link.attempt == beginning:
             if link.closed:
                 with self.store.opened() as client:
-                    client.update_run(link.run_id, status=labels.RUNNING)
+                    client.update_run(link.run_id, status=mlflow_labels.RUNNING)
             return link
         if link:
             self.store.send(link.run_id, tags={"sweep": f"{folder.parent.name}/earlier"})
         return self._create(
             beginning,
-            start_time=_milliseconds(labels.start_time(run)),
-            tags=labels.run_tags(run, "running"),
+            start_time=_milliseconds(mlflow_labels.start_time(run)),
+            tags=mlflow_labels.run_tags(run, "running"),
             run_name=run.name,
         )
 
@@ -108,11 +108,13 @@ class MlflowTracker:
         if status == "skipped":
             return None
         link = self.start_run(folder)
-        ended = labels.end_time(run, status, records)
+        ended = mlflow_labels.end_time(run, status, records)
         summary = [] if run.summary is None else mlflow_metrics.summary_entries(ended, run.summary)
         self.log_steps(link.run_id, records, attempt.newest(folder))
-        self.store.send(link.run_id, summary, labels.run_params(run), labels.run_tags(run, status))
-        if (word := labels.mlflow_status(status)) != labels.RUNNING:
+        self.store.send(
+            link.run_id, summary, mlflow_labels.run_params(run), mlflow_labels.run_tags(run, status)
+        )
+        if (word := mlflow_labels.mlflow_status(status)) != mlflow_labels.RUNNING:
             self.store.send(link.run_id, mlflow_metrics.system_entries(folder))
             self._close(folder, link, word, ended)
         return link.run_id
@@ -132,7 +134,7 @@ class MlflowTracker:
             link.write(sweep)
         with self.store.opened() as client:
             client.log_artifact(link.run_id, str(page))
-            client.set_terminated(link.run_id, labels.FINISHED)
+            client.set_terminated(link.run_id, mlflow_labels.FINISHED)
         place = f"experiments/{link.experiment_id}/runs/{link.run_id}/artifacts/{PAGE}"
         return f"{self.store.address}/#/{place}"
 
@@ -156,18 +158,21 @@ class MlflowTracker:
 
     def write_views(self, sweep: str) -> list[tuple[str, str]]:
         """Save the views of a sweep in the experiment; return (title, link) for each."""
-        experiment_id, saved = self.store.experiment_id, views.of_sweep(sweep)
+        experiment_id, saved = self.store.experiment_id, mlflow_views.of_sweep(sweep)
         with self.store.opened() as client:
             tags = client.get_experiment(experiment_id).tags
             for view in saved:
                 client.set_experiment_tag(experiment_id, view.tag, view.envelope(time.time()))
-            for tag in views.outdated_tags(tags, sweep):
+            for tag in mlflow_views.outdated_tags(tags, sweep):
                 client.delete_experiment_tag(experiment_id, tag)
         return [(view.title, view.url(self.store.address, experiment_id)) for view in saved]
 
     def _found(self, run: Run, beginning: int) -> LoggedRun | None:
         """Return the run that this store has of a folder which has been sent to another store since."""
-        experiment_id, began = self.store.experiment_id, _milliseconds(labels.start_time(run))
+        experiment_id, began = (
+            self.store.experiment_id,
+            _milliseconds(mlflow_labels.start_time(run)),
+        )
         with self.store.opened() as client:
             alike = client.search_runs([experiment_id], f"attributes.start_time = {began}")
         ids = [
@@ -186,7 +191,7 @@ class MlflowTracker:
 
     def _close(self, folder: Path, link: LoggedRun, status: str, ended: float) -> None:
         with self.store.opened() as client:
-            for path in labels.artifacts(folder):
+            for path in mlflow_labels.artifacts(folder):
                 if path.is_dir():
                     client.log_artifacts(link.run_id, str(path), path.name)
                 else:

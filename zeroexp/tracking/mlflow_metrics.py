@@ -1,4 +1,5 @@
 """Convert a run's records and summary to MLflow's metrics. Pure: one folder always gives the same entries.
+`mlflow_store.py` sends them.
 
 Metric timestamps are the times at which the lines of records.jsonl were written, so that sending twice writes the same
 rows. Names contain the units, since MLflow has none.

@@ -38,8 +38,8 @@ from zeroexp.measure.dtypes_found import DtypeRecorder
 from zeroexp.measure.instruments import Instruments
 from zeroexp.measure.memory import AllocationMeter, bytes_by_kind
 from zeroexp.measure.record import StepRecord, Traffic
+from zeroexp.measure.tcp_bytes import LinkMeter, WireMeter
 from zeroexp.measure.trace import StepTrace
-from zeroexp.measure.traffic import LinkMeter, WireMeter
 from zeroexp.measure.verb_seconds import TimedMove, meter, sum_up_moves
 from zeroexp.models.loss import loss_sum
 from zeroexp.process import progress

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_map
 
-from zeroexp.models.fused_experts import multiply_one_by_one
+from zeroexp.models.expert_kernels import multiply_one_by_one
 
 Step = Callable[[Sequence[Any]], object]  # takes this rank's microbatches
 

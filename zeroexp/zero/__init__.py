@@ -17,6 +17,9 @@ uses. Every collective takes a tensor from where it rests to where it is needed 
 
     * in forward, and again in backward
 
+Every reduction is a sum: the training loop has divided the loss by the number of all ranks' labels
+(interface/strategy.py, [Note: who divides]).
+
 With a secondary copy in each node (hpZ, zeroexp/comm/secondary.py) the gathers of a unit in a step, but for the first,
 stay inside of a node of G ranks: 2 P (N-1)/N are sent over all ranks, and P (G-1)/G there.
 
@@ -47,7 +50,8 @@ Read zeroexp/cut/ first, then the files with a star: they are the algorithm. Imp
     schedule.py *       events in a module become verbs, in an order that all ranks agree on
     hooks.py            reports the events, and what autograd saves of gathered parameters
     casts.py            modules that compute in a dtype of their own: what goes in and comes out is cast
-    gathered.py         every parameter shown whole
+    gathered_parameters.py
+                        a block of code that sees every parameter whole, as FSDP's summon_full_params
     step_sums.py        the sum over ranks before a step: norm of the gradients, and who has one
     matrices.py         matrices of which ranks hold pieces, brought together while an optimizer needs them whole
     outer.py            replicas that are seldom synchronised: the outer optimizer of DiLoCo

@@ -31,7 +31,7 @@ from zeroexp.measure.verb_seconds import meter
 from zeroexp.process.world import World
 from zeroexp.zero.assemble import make_units, start_alike
 from zeroexp.zero.casts import cast_at_borders
-from zeroexp.zero.gathered import gathered
+from zeroexp.zero.gathered_parameters import gathered
 from zeroexp.zero.grouping import group_parameters, groups_of_lists, stage_for_world
 from zeroexp.zero.held import unguarded
 from zeroexp.zero.hooks import SavedViews, attach
@@ -78,7 +78,7 @@ class Engine:
         values: what the parameters of a module on meta are to hold. scales_loss: see interface/loss_scale.py.
         """
         param_groups = groups_of_lists(param_groups, optimizer_factory)
-        options = (options or Options()).with_ranks_of(param_groups)
+        options = (options or Options()).with_optimizer_over_of(param_groups)
         self._observer = self.observed_by()
         trained_by = param_groups, optimizer_factory
         carried_out_by = stage, options, dtypes, max_grad_norm, values, world
@@ -144,7 +144,7 @@ class Engine:
 
     @contextmanager
     def gathered(self, *, write: bool = False) -> Iterator[None]:
-        """Show all parameters whole inside; all ranks enter and leave together, see gathered.py."""
+        """Show all parameters whole inside; all ranks enter and leave together, see gathered_parameters.py."""
         if write:
             self._outer.require_joined("gathered(write=True)")
         with (

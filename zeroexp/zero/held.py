@@ -74,7 +74,7 @@ class Held:
     full: Tensor | None = None  # flat and padded; None until the unit rests
     views: list[Tensor] = field(default_factory=list)  # views of full, one for each parameter
     shown: list[Tensor] = field(default_factory=list)  # what each parameter points at
-    # A copy of full in memory of its own, while `whole` shows it (gathered.py).
+    # A copy of full in memory of its own, while `whole` shows it (gathered_parameters.py).
     pinned: Tensor | None = None
     # What parameters show while freed: one nan in their shape, so that C++ code, which no guard sees, makes nan of it.
     nan_views: list[Tensor] = field(init=False)

@@ -120,7 +120,7 @@ class Options:
     # The folder of a file for each rank, mapped into its memory, in which lies what rests on the host; None: no file.
     offload_folder: str | None = None
 
-    def with_ranks_of(self, param_groups: Sequence[dict[str, Any]]) -> Options:
+    def with_optimizer_over_of(self, param_groups: Sequence[dict[str, Any]]) -> Options:
         """Return these with the ranks that groups name."""
         named = {g.get("kind", ""): g["over"] for g in param_groups if "over" in g}
         return replace(self, over_of_kinds=tuple(named.items()))

@@ -32,8 +32,9 @@ from torch import Tensor
 
 from zeroexp.comm.collectives import Collectives
 from zeroexp.cut.bucket import Bucket
-from zeroexp.interface.canonical import OUTER, fill_from_canonical, is_moment
+from zeroexp.interface.canonical import OUTER, is_moment
 from zeroexp.interface.held_pieces import HeldPiece
+from zeroexp.interface.reshard import fill_from_canonical
 from zeroexp.interface.strategy import CanonicalState
 from zeroexp.zero.options import OuterOptimizer
 from zeroexp.zero.step_sums import StepSums

@@ -59,7 +59,9 @@ class Unit:
         self.is_root = not name
         self.held = held
         self.gather_state = GatherState.READY
-        self.is_pinned = False  # whether parameters lie whole in memory of their own (gathered.py)
+        self.is_pinned = (
+            False  # whether parameters lie whole in memory of their own (gathered_parameters.py)
+        )
         self.is_sharded = stage.gather is Move.ALL_GATHER and bool(held)
         self.full: FullStorage | None = None  # of the full parameters, where they rest sharded
         self.secondary: SecondaryCopy | None = None  # for gathers inside of the node
@@ -116,7 +118,7 @@ class Unit:
     def _residuals_of(self, bucket: Bucket) -> Residuals | None:
         if self._sums_by is not Move.REDUCE_SCATTER:
             return None
-        return self._wire.residuals_of([part.chunk for part in bucket.parts])
+        return self._wire.empty_residuals([part.chunk for part in bucket.parts])
 
     def _masters_to_cast(self) -> Iterator[tuple[int, list[Tensor], list[nn.Parameter]]]:
         """Yield by place the owned elements and their masters, where these have another dtype or place."""
@@ -259,7 +261,7 @@ class Unit:
         self.generation += 1
         for place, elements, masters in self._casts:
             with torch.no_grad(), unguarded():
-                self._wire.bus.to_device(elements, masters, place)
+                self._wire.bus.write_parameters(elements, masters, place)
         if self._parts_between:  # pieces are exposed below
             self._wire.gather_between(self._parts_between, str(self)).wait()
         if self.is_sharded:

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from zeroexp.zero.engine import Engine
-from zeroexp.zero.gathered import written_while_reading
+from zeroexp.zero.gathered_parameters import written_while_reading
 from zeroexp.zero.held import Held, unguarded
 from zeroexp.zero.observer import Observer
 from zeroexp.zero.unit import Unit

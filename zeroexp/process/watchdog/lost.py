@@ -31,8 +31,8 @@ CALL_SECONDS = 5.0  # for a call, and for an introduction
 
 
 @dataclass
-class Hub:
-    """The hub is where the task of rank 0 listens, with what its callers must know."""
+class HeartbeatAddress:
+    """Where the task of rank 0 listens to heartbeats, with what those who call it must know."""
 
     host: str
     file: Path  # in which it publishes its port
@@ -55,7 +55,7 @@ class Heartbeat:
         self,
         child: WatchedRank,
         world_size: int,
-        hub: Hub,
+        hub: HeartbeatAddress,
         period_seconds: float,
         *,
         hang_seconds: float | None = None,

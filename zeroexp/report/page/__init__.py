@@ -21,7 +21,7 @@ from typing import Any
 
 from zeroexp.config.keys import ConfigError
 from zeroexp.process.locks import temporary_folder
-from zeroexp.report.compare import Conclusions, conclude
+from zeroexp.report.conclusions import Conclusions, conclude
 from zeroexp.report.measured_points import Point
 from zeroexp.report.page.byte_charts import causes_chart, memory_chart, traffic_chart
 from zeroexp.report.page.chart import DEFAULTS, Chart

@@ -8,7 +8,7 @@ from html import escape
 from shlex import quote
 
 from zeroexp.report.columns import POINT, STATUS, Column, columns_of, of_parts
-from zeroexp.report.compare import describe_values, differences
+from zeroexp.report.conclusions import describe_values, differences
 from zeroexp.report.meanings import meanings_of
 from zeroexp.report.measured_points import Point
 from zeroexp.report.statistics import step_time_interval

@@ -1,6 +1,6 @@
 """One traced step as a chart, rank under rank: what each does at every moment and what it holds meanwhile.
 
-It reads `trace.<rank>.<step>.json` of a run's folder, in the trace-event format that `measure/timeline.py` describes.
+It reads `trace.<rank>.<step>.json` of a run's folder, in the trace-event format that `measure/trace_file.py` describes.
 Under ZeRO-3 one sees a unit gathered, used and freed: the verb's span, the block's span, and the bytes that rise before
 it and fall behind it.
 """

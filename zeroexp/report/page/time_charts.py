@@ -8,7 +8,7 @@ from math import log10
 from statistics import fmean
 
 from zeroexp.measure.record import ALL_RANKS, RankTimes, mean_verb_seconds
-from zeroexp.report.compare import Conclusions
+from zeroexp.report.conclusions import Conclusions
 from zeroexp.report.measured_points import Point
 from zeroexp.report.page.chart import (
     INK,

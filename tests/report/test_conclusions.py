@@ -9,7 +9,7 @@ import pytest
 
 from tests.report.made import change, edit, points, repeats
 from tests.run_folders import write_run
-from zeroexp.report.compare import (
+from zeroexp.report.conclusions import (
     conclude,
     differences,
     lines_of_broken_must_equal,

@@ -40,7 +40,7 @@ def sender(folder: Path) -> Iterator[None]:
     """Send the run's steps as they appear in its folder during the block, then the rest within END_SECONDS."""
     with (folder / "logs" / LOG).open("ab") as log:
         process = subprocess.Popen(
-            [sys.executable, "-m", "zeroexp.tracking.live", str(folder)],
+            [sys.executable, "-m", "zeroexp.tracking.mlflow_live", str(folder)],
             stdin=subprocess.PIPE,  # closes when this process ends for any reason
             stdout=log,
             stderr=log,
@@ -57,7 +57,7 @@ def sender(folder: Path) -> Iterator[None]:
 
 
 def main() -> None:
-    """Run the sender: `python -m zeroexp.tracking.live <run folder>`."""
+    """Run the sender: `python -m zeroexp.tracking.mlflow_live <run folder>`."""
     folder = Path(sys.argv[1])
     os.nice(NICENESS)
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR2):

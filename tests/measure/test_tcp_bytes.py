@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 
 from zeroexp.measure.record import Traffic, sum_of_traffic
-from zeroexp.measure.traffic import WireMeter
+from zeroexp.measure.tcp_bytes import WireMeter
 from zeroexp.process.world import World, barrier
 
 PAYLOADS = (0, 1_000, 1_000_000, 3_000_000)  # bytes

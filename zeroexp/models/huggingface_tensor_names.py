@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from transformers.core_model_loading import revert_weight_conversion
 
-from zeroexp.interface.buffers import persistent_buffers
+from zeroexp.interface.module_buffers import persistent_buffers
 
 
 @dataclass(eq=False)

@@ -1,7 +1,7 @@
 """Tokenize documents or labelled texts, pack or pad them, and write a cache folder.
 
-This runs once per text, tokenizer and length. Ranks find the folder of `packed.py` and do not import this file, since
-datasets takes a second to import.
+This runs once per text, tokenizer and length. Ranks find the folder of `packed_cache.py` and do not import this
+file, since datasets takes a second to import.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from tests.run_folders import write_run
-from zeroexp.tracking import labels, mlflow_metrics, views
+from zeroexp.tracking import mlflow_labels, mlflow_metrics, mlflow_views
 from zeroexp.tracking.files import read_timed_records
 from zeroexp.tracking.run import read_run
 
@@ -36,13 +36,13 @@ def shown(state: dict[str, Any]) -> set[str]:
     return columns | axes | {c["metricKey"] for c in state["compareRunCharts"] if "metricKey" in c}
 
 
-@pytest.mark.parametrize("view", views.of_sweep("compare"), ids=lambda view: view.title)
-def test_a_view_reads_what_runs_really_have(view: views.View, tmp_path: Path) -> None:
+@pytest.mark.parametrize("view", mlflow_views.of_sweep("compare"), ids=lambda view: view.title)
+def test_a_view_reads_what_runs_really_have(view: mlflow_views.View, tmp_path: Path) -> None:
     run = read_run(write_run(tmp_path / "compare" / "run"))
     assert run.summary is not None
     summary = replace(run.summary, rehearsed={"peak": 1.0})
     logged = {e.key for e in mlflow_metrics.summary_entries(1.0, summary)} | set(
-        labels.run_tags(run, "done")
+        mlflow_labels.run_tags(run, "done")
     )
     (at, record), *_ = read_timed_records(run.folder)
     logged |= {e.key for e in mlflow_metrics.step_entries(at, record)}
@@ -50,7 +50,7 @@ def test_a_view_reads_what_runs_really_have(view: views.View, tmp_path: Path) ->
 
 
 def test_the_envelope_and_the_link_fit_together() -> None:
-    table, scatter, *_ = views.of_sweep("my sweep/2")
+    table, scatter, *_ = mlflow_views.of_sweep("my sweep/2")
     envelope = table.envelope(now=12.5)
     assert json.loads(envelope)["name"] == "my sweep/2: table"
     assert json.loads(envelope)["updatedAt"] == 12_500
@@ -68,7 +68,7 @@ def test_the_envelope_and_the_link_fit_together() -> None:
 
 
 def test_views_of_a_sweep_have_keys_of_their_own() -> None:
-    keys = {view.key for sweep in ("a", "b") for view in views.of_sweep(sweep)}
+    keys = {view.key for sweep in ("a", "b") for view in mlflow_views.of_sweep(sweep)}
     assert len(keys) == 2 * 6
 
 
@@ -76,23 +76,23 @@ def _tags(ages: dict[str, float]) -> dict[str, str]:
     return {
         view.tag: view.envelope(age)
         for sweep, age in ages.items()
-        for view in views.of_sweep(sweep)
+        for view in mlflow_views.of_sweep(sweep)
     }
 
 
 def test_only_the_newest_sweeps_keep_their_views() -> None:
-    ages = {f"sweep{n}": float(n) for n in range(views.MAX_SWEEPS + 2)}
+    ages = {f"sweep{n}": float(n) for n in range(mlflow_views.MAX_SWEEPS + 2)}
     tags = _tags(ages) | {"mlflow.sharedViewState.mine": "a user's", "other": "tag"}
-    dropped = {view.tag for sweep in ("sweep0", "sweep1") for view in views.of_sweep(sweep)}
+    dropped = {view.tag for sweep in ("sweep0", "sweep1") for view in mlflow_views.of_sweep(sweep)}
     newest = max(ages, key=ages.__getitem__)
-    assert set(views.outdated_tags(tags, newest)) == dropped
+    assert set(mlflow_views.outdated_tags(tags, newest)) == dropped
     # The sweep at hand counts as newest, however old its views are.
-    assert not any("sweep0." in tag for tag in views.outdated_tags(tags, "sweep0"))
-    assert len(views.outdated_tags(tags, "sweep0")) == len(dropped)
+    assert not any("sweep0." in tag for tag in mlflow_views.outdated_tags(tags, "sweep0"))
+    assert len(mlflow_views.outdated_tags(tags, "sweep0")) == len(dropped)
 
 
 def test_a_view_names_the_section_of_every_metric() -> None:
     """MLflow unfolds the charts of a section that a view does not name, beside the view's own."""
     source = Path(mlflow_metrics.__file__).read_text(encoding="utf-8")
     sections = set(re.findall(r'"([a-z]+)/', source))
-    assert {"memory", "time", "verb"} <= sections <= set(views.SECTIONS)
+    assert {"memory", "time", "verb"} <= sections <= set(mlflow_views.SECTIONS)

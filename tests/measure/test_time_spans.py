@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 
-from zeroexp.measure.intervals import Union, count_once
+from zeroexp.measure.time_spans import Union, count_once
 
 
 def test_what_intervals_share_counts_once_and_for_the_first() -> None:

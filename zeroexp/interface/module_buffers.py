@@ -17,7 +17,8 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor, nn
 
-from zeroexp.interface.canonical import BUFFER, canonical_of_one_rank, fill_from_canonical
+from zeroexp.interface.canonical import BUFFER, canonical_of_one_rank
+from zeroexp.interface.reshard import fill_from_canonical
 from zeroexp.interface.strategy import CanonicalState
 from zeroexp.process import world as worlds
 from zeroexp.process.world import World

@@ -15,11 +15,11 @@ from tests.composing import composed
 from tests.warm import Warm, start_servers_with
 from zeroexp.check import check
 from zeroexp.cluster.job import Job
-from zeroexp.cluster.link import open_nodes
 from zeroexp.cluster.local import LocalCluster
+from zeroexp.cluster.simulated_nodes import open_nodes
 from zeroexp.config import keys as configs
 from zeroexp.config.keys import ClusterConfig, Config, ConfigError
-from zeroexp.measure.traffic import LINK
+from zeroexp.measure.tcp_bytes import LINK
 from zeroexp.tracking.files import read_summary
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -127,7 +127,7 @@ REFUSED = {
 }
 PROGRAM = """
 import ctypes, os
-from zeroexp.cluster.link import open_nodes
+from zeroexp.cluster.simulated_nodes import open_nodes
 from zeroexp.config.keys import ClusterConfig
 
 def drop_capability():

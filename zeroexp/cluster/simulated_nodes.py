@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 
 from zeroexp.config.keys import ClusterConfig, ConfigError
-from zeroexp.measure.traffic import LINK
+from zeroexp.measure.tcp_bytes import LINK
 
 CLONE_NEWNET = 0x40000000  # <linux/sched.h>
 OWN_NAMESPACE = "/proc/self/ns/net"

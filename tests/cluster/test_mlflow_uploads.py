@@ -13,9 +13,9 @@ import pytest
 
 from tests.run_folders import record, write_run
 from zeroexp.config.keys import TrackingConfig
-from zeroexp.tracking import uploads
+from zeroexp.tracking import mlflow_uploads
 from zeroexp.tracking.files import RecordWriter, write_json
-from zeroexp.tracking.uploads import Uploads
+from zeroexp.tracking.mlflow_uploads import Uploads
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 
@@ -44,7 +44,7 @@ def test_a_run_is_there_from_its_start_followed_and_closed(
         writer.write(record(0))
         sent.look(folder)
         assert losses(tmp_path) == [], "a short run is left alone"
-        monkeypatch.setattr(uploads, "SECONDS_BETWEEN_LOOKS", 0.0)
+        monkeypatch.setattr(mlflow_uploads, "SECONDS_BETWEEN_LOOKS", 0.0)
         sent.look(folder)
         sent.begin(folder)  # waits for the look
         assert losses(tmp_path) == [(0,)]

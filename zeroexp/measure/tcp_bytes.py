@@ -17,8 +17,8 @@ TCP_INFO_BYTES = 216
 NOT_SENT = struct.Struct("=I"), 144
 SENT_AND_RESENT = struct.Struct("=QQ"), 200
 
-# The interface of a node whose link to the others has a speed of its own (cluster/link.py), and the bytes that each
-# packet has beside its payload: headers of Ethernet, IPv4, and TCP with its timestamps.
+# The interface of a node whose link to the others has a speed of its own (cluster/simulated_nodes.py), and the bytes
+# that each packet has beside its payload: headers of Ethernet, IPv4, and TCP with its timestamps.
 LINK = "zeroexp-link"
 HEADER_BYTES = 14 + 20 + 32
 FRAME_BYTES = 14 + 1500

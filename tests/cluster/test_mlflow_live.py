@@ -17,10 +17,10 @@ from tests.run_folders import record, write_run
 from zeroexp.config.keys import TrackingConfig, load, save
 from zeroexp.measure.record import StepRecord
 from zeroexp.measure.summary import summarise, summarise_rank
-from zeroexp.tracking import live
+from zeroexp.tracking import mlflow_live
 from zeroexp.tracking.files import RecordWriter, read_records, write_json, write_summary
-from zeroexp.tracking.live import LOG, sender, sends_live
-from zeroexp.tracking.uploads import Uploads
+from zeroexp.tracking.mlflow_live import LOG, sender, sends_live
+from zeroexp.tracking.mlflow_uploads import Uploads
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 
@@ -34,7 +34,7 @@ def server(mlflow: tuple[MlflowServer, dict[str, str]]) -> MlflowServer:
 @pytest.fixture(autouse=True)
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """Niced as it is, what sends starves on a machine that runs other tests too."""
-    monkeypatch.setattr(live, "END_SECONDS", 300)
+    monkeypatch.setattr(mlflow_live, "END_SECONDS", 300)
 
 
 def begin_run(folder: Path, uri: str) -> Path:
@@ -172,7 +172,7 @@ def test_it_ends_with_the_task_that_is_killed(server: MlflowServer, tmp_path: Pa
 TASK = """
 import sys, time
 from pathlib import Path
-from zeroexp.tracking import live
+from zeroexp.tracking import mlflow_live
 live.END_SECONDS = 300
 with live.sender(Path(sys.argv[1])):
     time.sleep(1000)

@@ -1,4 +1,4 @@
-"""One rank in an interpreter of its own: `-m zeroexp.cluster.rank_process <module:function> <folder> <device>`."""
+"""One rank in an interpreter of its own: `-m zeroexp.cluster.rank_entry <module:function> <folder> <device>`."""
 
 from __future__ import annotations
 
