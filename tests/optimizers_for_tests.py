@@ -92,6 +92,53 @@ class TrustRatio(torch.optim.SGD):
         super().step()
 
 
+class Cautious(torch.optim.SGD):
+    """Leaves out what its momentum and the gradient disagree on, and divides the rest by its share."""
+
+    def step(self, closure: Any = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+        for parameter in (p for group in self.param_groups for p in group["params"]):
+            momentum = self.state[parameter].setdefault("mean", torch.zeros_like(parameter))
+            momentum.lerp_(parameter.grad, 0.1)
+            agree = (momentum * parameter.grad > 0).to(parameter.dtype)
+            parameter.grad.copy_(momentum * agree / agree.mean().clamp(min=1e-3))
+        super().step()
+
+
+class Projecting(torch.optim.Adam):
+    """As AdamP does: where the gradient is orthogonal to a matrix, no step goes along it."""
+
+    def step(self, closure: Any = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+        with_dimensions = [p for g in self.param_groups for p in g["params"] if p.ndim > 1]
+        before = [p.detach().clone() for p in with_dimensions]
+        super().step()
+        for parameter, old in zip(with_dimensions, before, strict=True):
+            norm, gradient = old.norm(), parameter.grad
+            if (gradient * old).sum().abs() < 0.1 * norm * gradient.norm() / old.numel() ** 0.5:
+                moved = parameter.detach() - old
+                parameter.data.sub_(old * (moved * old).sum() / norm.square())
+
+
+class Windowed(torch.optim.SGD):
+    """As AdaShift does: divides by what a tensor's gradients were in the mean, ten steps before."""
+
+    def step(self, closure: Any = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+        for parameter in (p for group in self.param_groups for p in group["params"]):
+            window = self.state[parameter].setdefault("window", [])
+            window.append(parameter.grad.clone())
+            if len(window) > 10:
+                parameter.grad.div_(1 + window.pop(0).abs().mean())
+        super().step()
+
+
+class OwnRate(torch.optim.SGD):
+    """Sets its own learning rate by what it has seen, for steps to come."""
+
+    def step(self, closure: Any = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+        super().step()
+        for group in self.param_groups:
+            group["next_lr"] = sum(float(p.grad.norm()) for p in group["params"])
+
+
 class LateFactors(torch.optim.SGD):
     """As Shampoo does: collects what it will need for its matrices, and does not use it yet."""
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
 import torch
 
+from zeroexp.measure import peak_flops as peaks
 from zeroexp.measure.peak_flops import datasheet, peak_flops
 from zeroexp.process import world as worlds
 from zeroexp.process.world import World
@@ -38,7 +40,15 @@ def test_a_peak_is_named_or_measured_and_never_without_a_name():
         measured = peak_flops(world, torch.float32)
     rate, source, name = measured.values()
     assert source == "calibrated" and rate > 1e8
-    assert name.startswith("768 x 768 product in float32, 1 rank, CPU, ")
+    assert re.match(r"(\d+) x \1 product in float32, 1 rank, CPU, ", name)
+
+
+def test_the_fastest_of_the_sizes_counts(monkeypatch):
+    """A CPU without instructions for bf16 multiplies small matrices four times as fast as large ones."""
+    seconds = {64: 1e-5, 256: 1e-2, 768: 1e-1}
+    monkeypatch.setattr(peaks, "_seconds", lambda left, right: seconds[len(left)])
+    with worlds.joined_process_group(device="cpu") as world:
+        assert peaks.measure_peak_flops(world, torch.bfloat16) == (2 * 64**3 / 1e-5, 64)
 
 
 def measured_unless_one_can_not(world: World) -> dict[str, Any]:

@@ -10,6 +10,7 @@ import torch
 from torch import nn, optim
 
 from tests.optimizers_for_tests import (
+    Cautious,
     CountingAverage,
     FactorsLarge,
     KeepsElsewhere,
@@ -18,7 +19,10 @@ from tests.optimizers_for_tests import (
     OldFashioned,
     OneDistance,
     OneNorm,
+    OwnRate,
+    Projecting,
     TrustRatio,
+    Windowed,
 )
 from zeroexp.cut.stage import STAGES
 from zeroexp.engines.sharded import Sharded
@@ -69,6 +73,7 @@ def test_what_treats_each_element_by_itself_may_be_cut(name):
 
 
 WHOLE = [optim.Adafactor, optim.Muon, TrustRatio, LateFactors, FactorsLarge]
+WHOLE += [Cautious, Projecting, Windowed]
 
 
 @pytest.mark.parametrize("lr", [0.0, 0.1])  # a warm-up begins with 0
@@ -84,7 +89,7 @@ def test_what_needs_whole_matrices_may_be_shared_and_not_cut(factory, lr):
         refuse_unless_elementwise(factory, groups, layout="tensor", cut=True)
 
 
-@pytest.mark.parametrize("factory", [OneDistance, OneNorm, KeepsElsewhere])
+@pytest.mark.parametrize("factory", [OneDistance, OneNorm, KeepsElsewhere, OwnRate])
 def test_what_makes_one_update_of_all_parameters_needs_them_all(factory):
     with pytest.raises(ValueError, match=rf"optimizer {factory.__name__} lets .* strategy ddp"):
         refuse_unless_elementwise(factory, mixed(), layout="parameter", cut=False)

@@ -2,18 +2,22 @@
 
 An engine hands the optimizer what this rank holds: some of the parameters, or pieces of them (`cut`). That trains the
 same model only if each parameter, or each element, is updated independently. No optimizer declares this, so it is
-tried, torch's own included: their options decide too. Three steps move the elements of
+tried, torch's own included: their options decide too. A dozen steps move the elements of
 
     whole     all tensors, each in its shape
 
-and must move them equally far where two ranks have an optimizer each, of
+and must move them equally far, and leave the groups' options equal, where two ranks have an optimizer each, of
 
     tensors   every second tensor
     pieces    one of two flat pieces of every tensor (`cut`)
 
+The gradients are those of a training in short: a long descent, whose first step lies between two that are orthogonal to
+the weights, as behind a normalisation (AdamP and SGDP then project); then they change their signs, the more often the
+further in a tensor (what is cautious masks some, and divides by their share).
+
 The trial has the training's groups and options, and in each group a pair of tensors for every number of dimensions that
 its parameters have. Sides are as long as the real ones, up to a limit above the sizes at which optimizers begin to
-factor matrices. (An optimizer that treats matrices as a whole only after many steps, and keeps no state for it before,
+factor matrices. (An optimizer that treats tensors as a whole only after more steps, and keeps no state for it before,
 is missed.)
 """
 
@@ -23,6 +27,7 @@ import copy
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from math import isclose, nan
 from typing import Any, NamedTuple
 
 import torch
@@ -34,11 +39,19 @@ from zeroexp.cut.moment_blocks import kind_in_full
 from zeroexp.interface.strategy import OptimizerFactory
 from zeroexp.interface.whole_matrices import Function, WholeMatrices
 
-NUM_STEPS = 3  # estimates made from two steps take effect in the third
+NUM_DESCENTS, NUM_CHANGES = (
+    3,
+    8,
+)  # estimates made from two steps take effect in the third, and windows are of ten
+NUM_STEPS = 2 + NUM_DESCENTS + NUM_CHANGES
 LONGEST_SIDE, SHORT_SIDE = 130, 20  # of tensors of up to two dimensions, and of more
 # The tolerance is a fraction of the largest distance that an element moves. Fused kernels round the last elements of a
 # piece differently, by 1e-6 of that distance; an optimizer that is wrong on pieces is wrong by a tenth or more.
 TOLERANCE = 1e-3
+TO_INFINITY = (
+    "moves weights to infinity or NaN in its first steps",
+    "lower its learning rate (optimizer.lr)",
+)
 LEAST_RATE = 1e-3  # a warm-up begins with a rate of 0, which would move nothing
 
 
@@ -55,16 +68,21 @@ def refuse_unless_elementwise(
     with _random_states_kept(trial):
         optimizer, whole = _step(factory, trial)
         whole_state = all(isinstance(key, Tensor) for key in optimizer.state)
-        if not (whole_state and _move_alike(factory, whole, lambda samples, r: samples[r::2])):
+        if not (
+            whole_state and _move_alike(factory, optimizer, whole, lambda samples, r: samples[r::2])
+        ):
             problem = "lets the update of one parameter depend on others"
             remedy = "it needs all parameters on one rank: use strategy ddp or another optimizer"
-        elif cut and not (_keeps_elements(optimizer) and _move_alike(factory, whole, _pieces)):
+        elif cut and not (
+            _keeps_elements(optimizer) and _move_alike(factory, optimizer, whole, _pieces)
+        ):
             problem = f"updates whole matrices, but strategy cuts them (layout {layout})"
             remedy = "use the layout parameter"
         if problem and not all(bool(s.moved.isfinite().all()) for _, group in whole for s in group):
-            problem = "moves weights to infinity or NaN in its first steps"
-            remedy = "lower its learning rate (optimizer.lr)"
-        elif problem and not _move_alike(factory, whole, lambda samples, _: samples, seed=1):
+            problem, remedy = TO_INFINITY
+        elif problem and not _move_alike(
+            factory, optimizer, whole, lambda samples, _: samples, seed=1
+        ):
             problem = "draws random numbers in step(), and every rank would draw its own"
             remedy = "use another optimizer"
     if problem:
@@ -127,18 +145,33 @@ def _trial(groups: Sequence[Mapping[str, Any]]) -> Trial:
 def _sample(parameter: Tensor, seed: int) -> _Sample:
     """Return values that are small at the beginning and large at the end, so that norms and means of pieces differ.
 
-    The shape is never square, so that a factor of a matrix differs in shape from the matrix. A gradient has the same
-    sign in each step, as on a long descent, and grows faster towards the end of the tensor and in the second of a pair.
+    The shape is never square, so that a factor of a matrix differs in shape from the matrix. On the descent a gradient
+    keeps its sign, and grows faster towards the end of the tensor and in the second of a pair.
     """
     longest = LONGEST_SIDE if parameter.ndim <= 2 else SHORT_SIDE
     shape = [max(min(side, longest) - dim % 2, 1) for dim, side in enumerate(parameter.shape)]
     numel = torch.Size(shape).numel()
-    flat = torch.randn(numel, generator=torch.Generator().manual_seed(seed))
-    flat = flat * torch.linspace(0.1, 2.0, numel)
-    growth = torch.arange(NUM_STEPS)[:, None] * torch.linspace(0.0, 2.0 * seed, numel)
+    drawn = torch.Generator().manual_seed(seed)
+    flat = torch.randn(numel, generator=drawn) * torch.linspace(0.1, 2.0, numel)
+    growth = torch.arange(NUM_DESCENTS)[:, None] * torch.linspace(0.0, 2.0 * seed, numel)
+    descent = flat.sin() * (1 + growth)
+    share = torch.rand(NUM_CHANGES, numel, generator=drawn)
+    changing = descent[-1] * share.where(share > torch.linspace(0.0, 0.5, numel), -share - 0.5)
+    aside = _orthogonal(flat)[None]
+    steps = [aside, descent[:1], aside, descent[1:], changing]
     device = "cpu" if parameter.is_meta else parameter.device
-    values, gradients = flat.view(shape), (flat.sin() * (1 + growth)).view(NUM_STEPS, *shape)
+    values, gradients = flat.view(shape), torch.cat(steps).view(NUM_STEPS, *shape)
     return _Sample(values.to(device), gradients.to(device), torch.zeros_like(values, device=device))
+
+
+def _orthogonal(flat: Tensor) -> Tensor:
+    """Return a vector that is orthogonal to `flat`, unlike its signs: small elements as they are, large ones turned."""
+    small = flat.abs() < flat.abs().median()
+    squares = flat.double().square()
+    if not small.any():  # one element
+        return flat.sin()
+    turned = -squares[small].sum() / squares[~small].sum()
+    return torch.where(small, flat.double(), turned * flat).float()
 
 
 def _pieces(samples: Sequence[_Sample], rank: int) -> list[_Sample]:
@@ -205,31 +238,44 @@ def _step(
             optimizer.step()
         except Exception as error:  # ScheduleFree raises this class itself
             problem = f"can not make a step: {str(error).splitlines()[0]}"
+            remedy = "use another optimizer"
             if "closure" in str(error):
                 problem = "wants a closure in step(), and no strategy can give it one"
-            name = type(optimizer).__name__
-            raise ValueError(f"optimizer {name} {problem}: use another optimizer") from error
+            if not all(bool(parameter.isfinite().all()) for parameter, _ in pairs):
+                problem, remedy = TO_INFINITY
+            raise ValueError(f"optimizer {type(optimizer).__name__} {problem}: {remedy}") from error
     after = iter([sample._replace(moved=p.detach() - sample.values) for p, sample in pairs])
     return optimizer, [(options, [next(after) for _ in samples]) for options, samples in trial]
 
 
 def _move_alike(
     factory: OptimizerFactory,
+    optimizer: Optimizer,
     whole: Trial,
     held_by: Callable[[list[_Sample], int], list[_Sample]],
     seed: int = 0,
 ) -> bool:
-    """Check that what each of two ranks holds moves there as it did in the whole tensors."""
+    """Check that what each of two ranks holds moves there as in the whole tensors, which `optimizer` has moved."""
     for rank in (0, 1):
         own = [(options, held_by(samples, rank)) for options, samples in whole]
         try:
-            _, moved = _step(factory, own, seed)
+            other, moved = _step(factory, own, seed)
         except Exception:
             return False  # it accepted the whole tensors, so it is these that it rejects
+        if not all(map(_have_equal_options, optimizer.param_groups, other.param_groups)):
+            return False
         before, after = ([s for _, group in each for s in group] for each in (own, moved))
         if not all(map(_near, before, after)):
             return False
     return True
+
+
+def _have_equal_options(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
+    """Check that ranks have not changed a learning rate, or a factor of it, by what they hold."""
+    numbers = {key: value for key, value in one.items() if isinstance(value, (int, float, Tensor))}
+    return all(
+        isclose(value, other.get(key, nan), rel_tol=TOLERANCE) for key, value in numbers.items()
+    )
 
 
 def _near(one: _Sample, other: _Sample) -> bool:

@@ -2,7 +2,7 @@
 
     cluster.peak_tflops=400    named: whoever ran it says so
     a GPU of DENSE             datasheet: the dense figure for the dtype, without sparsity and without TF32
-    any other device           calibrated: a large product of matrices, measured on all ranks at once
+    any other device           calibrated: the fastest of some products of matrices, measured on all ranks at once
 
 Utilisation means nothing without the name of the peak that it is a share of, so the two are never apart.
 """
@@ -20,7 +20,9 @@ from zeroexp.process import world as worlds
 from zeroexp.process.world import World, barrier
 
 NUM_TRIALS = 12  # the fastest counts, since whatever else runs only slows a product down
-SIZE = {"cpu": 768, "cuda": 8192}  # rows of a square matrix: a hundredth of a second
+# Rows of square matrices: a product of the largest takes a hundredth of a second. A CPU without instructions for bf16
+# is four times as fast on the smallest.
+SIZES = {"cpu": [64, 256, 768], "cuda": [8192]}
 
 
 def peak_flops(
@@ -40,14 +42,15 @@ def peak_flops(
             return _fields(peak, "datasheet", f"{device}, dense {_word(dtype)}")
     barrier()  # ranks that share cores slow one another down here as they do in training
     try:
-        mine = calibrate(world, dtype)
+        mine = measure_peak_flops(world, dtype)
     except Exception as error:  # no memory for it, or no such product in this dtype
         print(f"rank {world.rank}: utilisation is unknown, since no product was measured: {error}")
         mine = None
     measured = [one for one in worlds.gather_objects(mine) if one is not None]
     if len(measured) < world.size:
         return {}
-    return _fields(fmean(measured), "calibrated", _product(world, dtype))
+    rates, sizes = zip(*measured, strict=True)
+    return _fields(fmean(rates), "calibrated", _product(sizes[0], world, dtype))
 
 
 def _fields(flops_per_second: float, source: str, name: str) -> dict[str, Any]:
@@ -71,25 +74,24 @@ def _word(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def calibrate(world: World, dtype: torch.dtype) -> float:
-    """Return the operations per second of the fastest of a few products."""
-    size = _size(world)
-    left, right = (torch.ones(size, size, dtype=dtype, device=world.device) for _ in range(2))
-    return 2 * size**3 / min(_seconds(left, right) for _ in range(NUM_TRIALS))
+def measure_peak_flops(world: World, dtype: torch.dtype) -> tuple[float, int]:
+    """Return the operations per second of the fastest of a few products, and its rows."""
+    rates: list[tuple[float, int]] = []
+    for size in SIZES.get(world.device.type, SIZES["cpu"]):
+        left, right = (torch.ones(size, size, dtype=dtype, device=world.device) for _ in range(2))
+        seconds = min(_seconds(left, right) for _ in range(NUM_TRIALS))
+        rates.append((2 * size**3 / seconds, size))
+    return max(rates)
 
 
-def _product(world: World, dtype: torch.dtype) -> str:
+def _product(size: int, world: World, dtype: torch.dtype) -> str:
     """Say what was measured, and on what."""
-    size, word = _size(world), _word(dtype)
+    word = _word(dtype)
     ranks = "1 rank" if world.size == 1 else f"{world.size} ranks at once"
     threads = torch.get_num_threads()
     cores = f"CPU, {threads} {'thread' if threads == 1 else 'threads'} a rank"
     device = torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else cores
     return f"{size} x {size} product in {word}, {ranks}, {device}"
-
-
-def _size(world: World) -> int:
-    return SIZE.get(world.device.type, SIZE["cpu"])
 
 
 def _seconds(left: torch.Tensor, right: torch.Tensor) -> float:
