@@ -19,15 +19,17 @@ from typing import Any
 import pytest
 import yaml
 
-from tests.composing import composed
+from tests.composing import composed, values_of
 from tests.run_folders import write_run
 from tests.warm import Warm
 from zeroexp.check.sweep_points import point_of
 from zeroexp.cluster.job import Job
-from zeroexp.cluster.sweep import Sweep
+from zeroexp.cluster.sweep import MAKING, Sweep
 from zeroexp.config.keys import Config, StudyConfig
+from zeroexp.report import reading
+from zeroexp.report.measured_points import points_of
 from zeroexp.tracking.files import read_records, read_summary, write_json
-from zeroexp.tracking.run import read_run
+from zeroexp.tracking.run import read_run, read_runs
 
 ROOT = Path(__file__).resolve().parents[2]
 CUT = "damaged, as by a power cut"
@@ -345,6 +347,51 @@ def test_after_a_power_cut_a_damaged_run_is_named_and_the_others_run_again(
     assert (hole / "checkpoint/step-000002").exists()
     assert (folders["curve"] / "earlier/1/records.jsonl").read_bytes().count(b"\n") == len(lines)
     assert (folders["results"] / "earlier/1/summary.json").exists()
+
+
+@pytest.mark.parametrize("ends", [KeyboardInterrupt, OSError])
+def test_a_batch_gets_all_of_its_folders_or_none(tmp_path, monkeypatch, ends):
+    """What ends their making leaves no sweep, of which `--rerun` would know some points alone."""
+    made: list[Path] = []
+
+    def end_third(arguments: Any, device: str) -> dict[str, Any]:
+        made.extend(tmp_path.glob("outputs/*/*/config.yaml"))
+        if len(made) > 3:  # one, then one and two
+            raise ends
+        return {}
+
+    monkeypatch.setattr("zeroexp.cluster.sweep.describe_environment", end_third)
+    batch = [
+        (words, values_of(*words), {})
+        for stage in ("ddp", "zero1", "zero2", "zero3")
+        if (words := [f"strategy={stage}", f"outputs={tmp_path}/outputs", *LIGHT])
+    ]
+    with Sweep([]) as sweep:
+        with pytest.raises(ends):
+            sweep.run(batch)
+        assert made and list((tmp_path / "outputs").iterdir()) == []
+        assert sweep.conclude() == 0, "there is nothing to tell of"
+
+
+def test_a_rerun_says_that_a_kill_left_points_without_a_folder(tmp_path, monkeypatch, capsys):
+    write_run(tmp_path / "here", status="failed")
+    (tmp_path / MAKING).touch()
+    monkeypatch.setattr(Sweep, "_execute", lambda *_: None)
+    with Sweep([]) as sweep:
+        sweep.rerun(tmp_path)
+        assert sweep.conclude() == 1
+    assert "never ran; start the sweep again for them" in capsys.readouterr().err
+
+
+def test_a_point_is_called_by_its_first_run_after_a_rerun_too(tmp_path):
+    for repeat, pending in enumerate((9.0, 1.0)):  # the first was set aside, and pends anew
+        folder = write_run(tmp_path / f"run-r{repeat + 1}", status="failed")
+        environment = json.loads((folder / "environment.json").read_text())
+        write_json(folder / "environment.json", {**environment, "repeat": repeat})
+        write_json(folder / "state.json", {"status": "failed", "pending_at": pending})
+    folders = [tmp_path / "run-r2", tmp_path / "run-r1"]
+    assert [run.name for run in read_runs(folders)] == ["run-r1", "run-r2"]
+    assert [point.name for point in points_of(reading.read_runs(tmp_path)[0])] == ["run-r1"]
 
 
 def test_ctrl_c_cancels_what_has_not_ended(tmp_path):

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from tests.plan.real_steps import config_of
 from zeroexp.comm.base import Pending
 from zeroexp.config.gpus import GPUS as CATALOGUE
 from zeroexp.config.gpus import LINK_SHARE, NETWORKS
@@ -21,6 +22,8 @@ from zeroexp.config.job_shape import JobShape
 from zeroexp.config.keys import Config, ConfigError
 from zeroexp.measure.verb_seconds import meter
 from zeroexp.plan.machines import Machines
+from zeroexp.plan.outcome import plan_point
+from zeroexp.plan.peak import rehearse_point
 from zeroexp.plan.speed import (
     Calibration,
     Speed,
@@ -207,6 +210,26 @@ def test_a_calibration_is_kept_and_one_of_another_machine_is_refused_in_one_line
     with pytest.raises(ConfigError, match="of another machine \\(an abacus, 1 cores") as refused:
         load(path)
     assert "\n" not in str(refused.value) and "zeroexp calibrate" in str(refused.value)
+    for wrong in (
+        {"bytes_per_second": 0},
+        {"bytes_per_second": "fast"},
+        {"products": {"float32": {"64": float("nan")}}},
+        {"products": {"float32": [1e9]}},
+        {"links": {"gloo": [1e-3, -1e9]}},
+        {"links": {"gloo": [1e-3]}},
+        {"launch_seconds": -1e-5},
+    ):
+        path.write_text(json.dumps({**asdict(here), **wrong}))
+        with pytest.raises(ConfigError, match=r"no calibration .*run zeroexp calibrate again"):
+            load(path)
+
+
+def test_without_a_calibration_that_can_be_read_a_peak_is_rehearsed_as_well(tmp_path):
+    calibration_path(tmp_path).parent.mkdir()
+    calibration_path(tmp_path).write_text("{")
+    config = config_of("model=mlp_tiny", "data=vectors", f"outputs={tmp_path}")
+    peaks = rehearse_point(plan_point(config, None, "cpu"))
+    assert peaks.fullest.num_bytes > 0 and "no calibration" in peaks.speed
 
 
 GPUS = Calibration(

@@ -11,6 +11,7 @@ import pytest
 from tests.report.made import change, edit, points
 from tests.run_folders import write_run
 from zeroexp.report.conclusions import conclude
+from zeroexp.report.exports import as_json
 from zeroexp.report.page import render
 from zeroexp.report.results_table import render as table
 from zeroexp.report.statistics import losses_of
@@ -40,9 +41,9 @@ def sweep(tmp_path: Path) -> Path:
 def test_what_is_as_planned_holds_and_is_on_the_page(sweep: Path) -> None:
     found = conclude(points(sweep))
     verdict, *lines = found.claim_lines
-    assert verdict == "Verdict: 5 of 5 claims hold." and found.broken == []
-    assert [line.rpartition(": ")[2] for line in lines] == ["holds"] * 5
-    assert "2 of 2 points" in lines[1] and "1 of 1 points" in lines[2]
+    assert verdict == "Verdict: 6 of 6 claims hold." and found.broken == []
+    assert [line.rpartition(": ")[2] for line in lines] == ["holds"] * 6
+    assert "2 of 2 points" in lines[2] and "1 of 1 points" in lines[3]
     assert verdict in render(points(sweep))
 
 
@@ -61,7 +62,7 @@ def test_what_is_as_planned_holds_and_is_on_the_page(sweep: Path) -> None:
 def test_a_number_that_is_not_as_planned_breaks_its_claim(sweep: Path, changes, line) -> None:
     change(sweep / "ours/summary.json", changes)
     found = conclude(points(sweep))
-    assert found.claim_lines[0] == "Verdict: 4 of 5 claims hold, so it is NOT proved."
+    assert found.claim_lines[0] == "Verdict: 5 of 6 claims hold, so it is NOT proved."
     (broken,) = found.broken
     assert broken.startswith(line) and broken.endswith("DOES NOT HOLD")
 
@@ -71,10 +72,51 @@ def test_losses_that_part_break_their_claim(sweep: Path) -> None:
     assert "loss curves DISAGREE" in conclude(points(sweep)).broken[0]
 
 
+def test_a_point_that_did_not_come_to_its_end_breaks_the_proof(sweep: Path) -> None:
+    """Its curve ends early, and is not called another one for that."""
+    lost = write_run(sweep / "lost", "zero2", "buffer", status="failed")
+    (lost / "summary.json").unlink(missing_ok=True)
+    edit(lost / "config.yaml", "plan_must_hold: false", "plan_must_hold: true")
+    lines = (lost / "records.jsonl").read_text().splitlines(keepends=True)
+    (lost / "records.jsonl").write_text("".join(lines[:2]))
+    found = conclude(points(sweep))
+    assert found.claim_lines[:2] == [
+        "Verdict: 5 of 6 claims hold, so it is NOT proved.",
+        "  2 of 3 points came to their end: DOES NOT HOLD",
+    ]
+    assert "2 loss curves agree" in found.claim_lines[2]
+    assert "from step" not in render(points(sweep))
+    for name in ("ours", "theirs"):
+        shutil.rmtree(sweep / name)
+    assert conclude(points(sweep)).broken[0].startswith("0 of 1 points came to their end")
+
+
+@pytest.mark.parametrize("is_proof", [True, False])
+def test_losses_that_must_fall_are_a_claim_of_any_study(
+    sweep: Path, is_proof: bool, capsys
+) -> None:
+    for name in ("ours", "theirs"):
+        edit(sweep / name / "config.yaml", "loss_must_fall: false", "loss_must_fall: true")
+        if not is_proof:
+            edit(sweep / name / "config.yaml", "plan_must_hold: true", "plan_must_hold: false")
+        lines = [
+            json.loads(line) for line in (sweep / name / "records.jsonl").read_text().splitlines()
+        ]
+        for number, line in enumerate(lines):
+            line["loss"] = 7.0 + number
+        text = "".join(json.dumps(line) + "\n" for line in lines)
+        (sweep / name / "records.jsonl").write_text(text)
+    found = conclude(points(sweep))
+    assert found.broken == ["0 of 2 losses fall: DOES NOT HOLD"]
+    assert bool(found.claim_lines) == is_proof
+    told = json.loads(as_json(points(sweep), [], found))
+    assert {"text": "0 of 2 losses fall", "holds": False} in told["claims"]
+
+
 def test_what_nobody_knows_is_not_proved(sweep: Path) -> None:
     for name in ("ours", "theirs"):
         change(sweep / name / "summary.json", {"rehearsed": {}})
-    assert conclude(points(sweep)).claim_lines[0].startswith("Verdict: 3 of 5")
+    assert conclude(points(sweep)).claim_lines[0].startswith("Verdict: 4 of 6")
 
 
 def test_another_study_claims_nothing(sweep: Path) -> None:
@@ -93,10 +135,10 @@ def test_seldom_synchronised_replicas_are_in_no_verdict_of_equality(sweep: Path)
     (far / "records.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     edit(far / "config.yaml", "plan_must_hold: false", "plan_must_hold: true")
     edit(far / "config.yaml", "loss_agreement: null", "loss_agreement: 1.0e-05")
-    assert "DISAGREE" in conclude(points(sweep)).claim_lines[1]
+    assert "DISAGREE" in conclude(points(sweep)).claim_lines[2]
     edit(far / "config.yaml", "every: null", "every: 5")
     given = points(sweep)
-    losses = conclude(given).claim_lines[1]
+    losses = conclude(given).claim_lines[2]
     assert losses.startswith("  2 loss curves agree") and losses.endswith(": holds")
     told = " ".join(table(given).split())
     assert (

@@ -7,11 +7,12 @@ before anything ran. A single point is a sweep too, and a sweeper that learns (O
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -64,6 +65,7 @@ from zeroexp.tracking.mlflow_uploads import Uploads, open_uploads
 from zeroexp.tracking.run import UNFINISHED, Run, read_run, read_runs
 
 FINE = ("done", "skipped")
+MAKING = ".making"  # in a sweep's folder while those of its points are made
 HYDRA = ".hydra"  # its folder in every run, as its users expect
 TELL_SECONDS = 60.0
 
@@ -115,11 +117,16 @@ class Sweep:
             require_defined(points)
         jobs: list[list[Job]] = [[] for _ in batch]
         num_before = len(self._jobs)
-        for repeat in range(max(point.config.repeats for point in points)):
-            for number, point in zip(numbers, points, strict=True):
-                # A refused point is skipped once.
-                if repeat < (1 if point.refusal else point.config.repeats):
-                    jobs[number].append(self._admit(point, repeat))
+        rounds = [
+            (number, point, repeat)
+            for repeat in range(max(point.config.repeats for point in points))
+            for number, point in zip(numbers, points, strict=True)
+            if repeat
+            < (1 if point.refusal else point.config.repeats)  # what is refused is skipped once
+        ]
+        with self._all_or_none(points[0]):
+            for number, point, repeat in rounds:
+                jobs[number].append(self._admit(point, repeat))
         self._execute(self._jobs[num_before:])
         return [_final_loss(one) for one in jobs]
 
@@ -132,6 +139,12 @@ class Sweep:
         every = [Job(path.parent) for path in folder.glob("*/config.yaml")]
         jobs = [job for job in every if self._can_be_read(job)]
         jobs.sort(key=lambda job: job.state.get("pending_at", 0.0))
+        if (folder / MAKING).exists():
+            self._num_damaged += 1
+            problem = (
+                "it was ended while its points were made, and those that are not here never ran"
+            )
+            print(f"zeroexp: {folder}: {problem}; start the sweep again for them", file=sys.stderr)
         refresh(jobs)
         if not all(slurm_id(job) for job in jobs):
             owner.take_ownership(folder)
@@ -225,11 +238,36 @@ class Sweep:
 
         return try_points(configs)
 
+    @contextmanager
+    def _all_or_none(self, first: Point) -> Generator[None]:
+        """Make the folders of a batch in here. Whatever ends this early leaves none of them.
+
+        A kill leaves some, with the file MAKING, by which `rerun` knows that there were to be more.
+        """
+        jobs, begun = self._jobs, self._folder
+        num_before = len(jobs)
+        if self._folder is None:
+            self._folder = _sweep_folder(first)
+            owner.take_ownership(self._folder)
+        making = self._folder / MAKING
+        making.touch()
+        try:
+            yield
+        except BaseException:
+            for job in jobs[num_before:]:
+                shutil.rmtree(job.folder)
+            del jobs[num_before:]
+            if begun is None:
+                owner.release_ownership(self._folder)
+                shutil.rmtree(self._folder)
+                self._folder = None
+            raise
+        finally:
+            making.unlink(missing_ok=True)
+
     def _admit(self, point: Point, repeat: int) -> Job:
         """Make the folder of the point's run in round `repeat` with all that is known before it runs."""
-        if self._folder is None:
-            self._folder = _sweep_folder(point)
-            owner.take_ownership(self._folder)
+        assert self._folder is not None
         name = point.name if repeat == 0 else f"{point.name}-r{repeat + 1}"
         job = Job(_new_folder(self._folder, name))
         self._jobs.append(job)
@@ -366,7 +404,8 @@ class Sweep:
     # ---- the end
 
     def _print_queued(self, runs: Sequence[Run]) -> None:
-        queued = sum(run.status in UNFINISHED for run in runs)
+        of_slurm = [run for run in runs if run.config.get("cluster.kind") == "slurm"]
+        queued = sum(run.status in UNFINISHED for run in of_slurm)
         if queued and self._folder:
             print(f"\n{queued} points are Slurm's now; to see what becomes of them:")
             print(f"  zeroexp watch {os.path.relpath(self._folder)}")

@@ -32,6 +32,7 @@ from zeroexp.plan.speed import NOT_CALIBRATED, Speed, prior_speed, speed_of
 from zeroexp.plan.torch_closed_forms import DdpForm
 
 if TYPE_CHECKING:
+    from zeroexp.plan.machines import Machines
     from zeroexp.plan.rehearse import RehearsedRank
 
 # cuBLAS has one for forward and one for backward on a GPU since Hopper; earlier ones have 8 MiB.
@@ -59,14 +60,15 @@ def rehearse_point(
 ) -> RehearsedPeaks:
     """Return the peaks of the ranks that tell of the fullest, and the seconds of the slowest of them.
 
-    ranks: others than these. speed: None: `speed_of` the point. Raises ConfigError for what can not be rehearsed.
+    ranks: others than these. speed: None: what is known of the point's machines. Raises ConfigError for what can not be
+    rehearsed.
     """
     from zeroexp.plan.rehearse import rehearse
     from zeroexp.plan.timing import compute_seconds, step_seconds
 
     config, machines, form = planned.config, planned.machines, planned.form
     on_host = machines.device == "cpu"
-    speed, most = speed or speed_of(config, machines), _most_microbatches(form)
+    speed, most = speed or _known_speed(config, machines), _most_microbatches(form)
     rehearsed = [
         rehearse(
             config,
@@ -104,10 +106,7 @@ def rehearsed_beside(config: Config, device: str) -> dict[str, float]:
     Raises ConfigError for what can not be rehearsed. The process must have no process group.
     """
     planned = plan_point(config, None, device)
-    try:
-        speed = speed_of(config, planned.machines)
-    except ConfigError:  # the calibration is of another machine
-        speed = prior_speed(planned.machines)
+    speed = _known_speed(config, planned.machines)
     ranks = () if config.study.plan_must_hold else [planned.outcome.fullest_rank]
     peaks = rehearse_point(planned, ranks=ranks, speed=speed)
     rehearsed = {"peak": float(peaks.fullest.num_bytes)}
@@ -117,6 +116,15 @@ def rehearsed_beside(config: Config, device: str) -> dict[str, float]:
         calls = [planned.form.traffic(rank).calls_by_kind for rank in range(config.world_size)]
         rehearsed["calls"] = float(max(sum(each.values()) for each in calls))
     return rehearsed
+
+
+def _known_speed(config: Config, machines: Machines) -> Speed:
+    """Return `speed_of` the point, or a prior's, whose label says why: a calibration is damaged, or is of elsewhere."""
+    try:
+        return speed_of(config, machines)
+    except ConfigError as error:
+        prior = prior_speed(machines)
+        return replace(prior, label=f"{prior.label}; {error}")
 
 
 def _telling_ranks(planned: PlannedPoint) -> list[int]:

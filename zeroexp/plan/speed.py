@@ -13,7 +13,7 @@ import json
 import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
-from math import log
+from math import isfinite, log
 from pathlib import Path
 
 import torch
@@ -136,7 +136,8 @@ def load(path: Path) -> Calibration | None:
         kept = json.loads(path.read_text(encoding="utf-8"))
         known = {each.name for each in fields(Calibration)} & {*kept}  # earlier ones had more
         calibration = Calibration(**{name: kept[name] for name in known})
-    except (ValueError, TypeError) as error:
+        _require_numbers(calibration)
+    except (ValueError, TypeError, AttributeError, LookupError) as error:
         raise ConfigError(
             f"{path}: no calibration ({error}); run zeroexp calibrate again"
         ) from None
@@ -146,6 +147,18 @@ def load(path: Path) -> Calibration | None:
             "here, or remove it"
         )
     return calibration
+
+
+def _require_numbers(calibration: Calibration) -> None:
+    """Raise ValueError, or what reading raises, unless rates are above 0, and seconds and factors not below."""
+    rates = [calibration.bytes_per_second, *(rate for _, rate in calibration.links.values())]
+    rates += [rate for by_rows in calibration.products.values() for rate in by_rows.values()]
+    seconds = [calibration.launch_seconds, *(latency for latency, _ in calibration.links.values())]
+    for value in (*rates, *seconds, *calibration.factors.values()):
+        if not (isfinite(value) and value >= 0):
+            raise ValueError(f"it has {value} for a rate, a time or a factor")
+    if not all(rates):
+        raise ValueError("it has a rate of 0")
 
 
 def speed_of(config: Config, machines: Machines) -> Speed:

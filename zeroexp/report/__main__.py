@@ -5,8 +5,9 @@
     zeroexp report outputs/a --html report.html    one page with every chart, which needs no network
     zeroexp report outputs/a --csv - --json a.json numbers for other programs; - is standard output
 
-Exit codes: 0 fine; 1 a number that must be exact varies between repeats of a point, or what `study.must_equal` names
-differs; 2 refused in one line. A folder that cannot be read costs one line on standard error.
+Exit codes: 0 fine; 1 a number that must be exact varies between repeats of a point, what `study.must_equal` names
+differs, or a study's claim does not hold; 2 refused in one line. A folder that cannot be read costs one line on
+standard error.
 """
 
 from __future__ import annotations

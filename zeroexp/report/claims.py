@@ -1,7 +1,9 @@
 """What a study claims of its runs: that they train alike, and hold, send and launch what was planned.
 
 claim         measured                        beside
+the end       points that came to it          those that were to run
 losses        the curve of each point         that of the first point, within study.loss_agreement
+losses fall   the curve of each point         its beginning, where study.loss_must_fall
 bytes held    model states, each kind         the closed forms, every byte
 bytes sent    by kind, of engines that count  the closed forms, every byte
 operations    collectives of a step           the closed forms
@@ -16,6 +18,7 @@ from dataclasses import dataclass
 from zeroexp.measure.record import RunSummary
 from zeroexp.report.measured_points import Point
 from zeroexp.report.statistics import losses_of
+from zeroexp.tracking.run import UNFINISHED
 
 PEAK_BYTES, PEAK_SHARE = 1 << 20, 0.001  # of a rehearsed peak, whichever is more
 MUST_HOLD = "study.plan_must_hold"
@@ -41,21 +44,47 @@ def lines_of(claims: Sequence[Claim]) -> list[str]:
     return [verdict, *(f"  {claim.line}" for claim in claims)] if claims else []
 
 
+def is_proof(points: Sequence[Point]) -> bool:
+    """Tell whether the study claims all of it: plan_must_hold of every point that was to run."""
+    ended = _ended(points)
+    return bool(ended) and all(point.run.config.get(MUST_HOLD) == "true" for point in ended)
+
+
+def _ended(points: Sequence[Point]) -> list[Point]:
+    return [point for point in points if point.run.status not in ("skipped", *UNFINISHED)]
+
+
 def claims_of(points: Sequence[Point]) -> list[Claim]:
-    """Return the claims of a study with plan_must_hold about points that came to their end; none of another."""
-    done = [point for point in points if point.summary]
-    if not done or any(point.run.config.get(MUST_HOLD) != "true" for point in done):
-        return []
-    losses = losses_of([point for point in done if point.outer_every is None])
-    # Of seldom synchronised replicas nothing is claimed.
-    claimed = [Claim(losses.lines()[0], losses.agree)] if losses and losses.bound else []
+    """Return what a study claims: of its losses what it names, and with plan_must_hold the rest too."""
+    done, ended = [point for point in points if point.summary], _ended(points)
+    if not is_proof(points):
+        return _of_losses(done)
+    text = f"{len(done)} of {len(ended)} points came to their end"
     return [
-        *claimed,
+        Claim(text, len(done) == len(ended)),
+        *_of_losses(done),
         _of_all("bytes held", done, _held_error, "bytes", "to the byte"),
         _of_all("bytes sent", done, lambda s: s.plan_errors.get("sent"), "bytes", "to the byte"),
         _of_all("operations", done, _calls_error, "calls", "to the call"),
         _of_all("peaks", done, _peak_error, "bytes", "within 1 MiB or 0.1 % of a rehearsal", _near),
     ]
+
+
+def _of_losses(done: Sequence[Point]) -> list[Claim]:
+    claims: list[Claim] = []
+    # Of seldom synchronised replicas no equality is claimed.
+    alike = losses_of([point for point in done if point.outer_every is None])
+    if alike and alike.bound is not None:
+        diverged = [point for point in done if point.summary and point.summary.verdict]
+        more = f"; {len(diverged)} of {len(done)} runs diverged" if diverged else ""
+        can_be_read = all(point.losses for point in done)
+        claims.append(Claim(alike.lines()[0] + more, alike.agree and can_be_read and not diverged))
+    every = losses_of(done)
+    if every and every.must_fall:
+        falling = sum(curve.falls for curve in every.curves)
+        text = f"{falling} of {len(every.curves)} losses fall"
+        claims.append(Claim(text, falling == len(every.curves)))
+    return claims
 
 
 # What was measured less what was planned; None: one of them is unknown.

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from zeroexp.config.keys import ConfigError
-from zeroexp.report.claims import claims_of, lines_of
+from zeroexp.report.claims import Claim, claims_of, is_proof, lines_of
 from zeroexp.report.measured_points import (
     OUTSIDE,
     Point,
@@ -308,8 +308,11 @@ class Conclusions:
     reference: Point | None
     comparisons: dict[str, Comparison]  # of each other point beside it
     doubts: list[str]  # times that are in doubt
-    broken: list[str]  # exact numbers that vary, and facts that a study wants equal and that differ
+    broken: list[
+        str
+    ]  # exact numbers that vary, what a study wants equal and differs, and claims that do not hold
     qualities: list[Quality]  # of each point over seeds; empty where none has several
+    claims: list[Claim]
     claim_lines: list[str]  # of a study with plan_must_hold
 
     @property
@@ -346,7 +349,8 @@ def conclude(points: Sequence[Point], reference: str | None = None) -> Conclusio
     claims = claims_of(points)
     broken += [claim.line for claim in claims if not claim.holds]
     qualities = _qualities(points, chosen)
-    return Conclusions(chosen, compared, _doubts(points), broken, qualities, lines_of(claims))
+    lines = lines_of(claims) if is_proof(points) else []
+    return Conclusions(chosen, compared, _doubts(points), broken, qualities, claims, lines)
 
 
 def _qualities(points: Sequence[Point], reference: Point | None) -> list[Quality]:

@@ -40,6 +40,7 @@ def as_json(
         "qualities": [asdict(quality) for quality in conclusions.qualities],
         "differences": differences(points),
         "doubts": conclusions.doubts,
+        "claims": [asdict(claim) for claim in conclusions.claims],
         "broken": conclusions.broken,
     }
     return dumps({**content, **more}, indent=1)

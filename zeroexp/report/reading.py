@@ -13,7 +13,7 @@ from zeroexp.config.keys import ConfigError
 from zeroexp.measure.formats import NewerFormat, from_json
 from zeroexp.measure.record import RunSummary, StepRecord
 from zeroexp.tracking.files import RECORDS, SUMMARY, read_records
-from zeroexp.tracking.run import Run, read_run
+from zeroexp.tracking.run import Run, order_of, read_run
 
 MUST_EQUAL = "study.must_equal"
 # Torn files, and files of other versions, end in one of these.
@@ -39,7 +39,7 @@ def read_runs(folder: Path) -> tuple[list[Run], list[str]]:
             problems.append(_why_left_out(config.parent, error))
     if not runs:
         raise ConfigError([*problems, f"{folder}: no run in there; give outputs/<sweep>"][0])
-    return sorted(runs, key=lambda run: (run.times.get("pending_at", 0.0), run.name)), problems
+    return sorted(runs, key=order_of), problems
 
 
 def records_of(run: Run) -> list[StepRecord]:

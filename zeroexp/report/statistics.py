@@ -332,8 +332,11 @@ class LossVerdict:
 
 
 def losses_of(points: Sequence[Point]) -> LossVerdict | None:
-    """Judge the curves by the first point's study.loss_agreement and loss_must_fall; None where there is no curve."""
-    if not (recorded := in_order_of_losses(points)):
+    """Judge the curves of runs that came to their end by the first point's study.loss_agreement and loss_must_fall.
+
+    None where there is no such curve.
+    """
+    if not (recorded := [p for p in in_order_of_losses(points) if p.summary]):
         return None
     study = points[0].run.config
     agreement, must_fall = study.get(AGREEMENT, "null"), study.get(MUST_FALL) == "true"

@@ -91,14 +91,19 @@ def read_state(folder: Path) -> dict[str, Any]:
 
 
 def read_runs(folders: Iterable[Path]) -> list[Run]:
-    """Read runs; one whose files are damaged costs a line on standard error, and itself alone."""
+    """Read runs, in their order; one whose files are damaged costs a line on standard error, and itself alone."""
     runs: list[Run] = []
     for folder in folders:
         try:
             runs.append(read_run(folder))
         except DamagedFile as error:
             print(f"zeroexp: {folder.name} is left out: {error}", file=sys.stderr)
-    return runs
+    return sorted(runs, key=order_of)
+
+
+def order_of(run: Run) -> tuple[int, float, str]:
+    """Return what puts runs of a sweep in the order in which they began: by rounds, which `--rerun` does not change."""
+    return int(run.environment.get("repeat") or 0), run.times.get("pending_at", 0.0), run.name
 
 
 def state_of(folder: Path) -> dict[str, Any]:
