@@ -10,10 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.report.made import edit, repeats
+from tests.report.made import edit, points, repeats
 from tests.run_folders import write_run
 from zeroexp.report.__main__ import BROKEN, REFUSED, main
 from zeroexp.report.markdown import BEGIN, END
+from zeroexp.report.page.html_tables import provenance_table
 
 
 @pytest.fixture
@@ -151,3 +152,12 @@ def test_a_mistake_is_one_line(outputs, report, words, error):
 def test_where_nothing_is_it_says_what_to_do(tmp_path, monkeypatch, report):
     monkeypatch.chdir(tmp_path)
     assert report() == (REFUSED, "", "zeroexp: outputs/ holds no sweep; run one first: zeroexp\n")
+
+
+@pytest.mark.parametrize(("outputs", "named"), [("out/a b", "out/a b"), ("elsewhere", "a b")])
+def test_a_page_names_its_sweep_as_the_command_did(tmp_path, outputs, named):
+    """Else by the last of its names: it may have been moved since."""
+    folder = write_run(tmp_path / "out/a b/sweep/run")
+    edit(folder / "config.yaml", "outputs: outputs", f"outputs: {outputs}")
+    page = provenance_table(points(folder.parent))
+    assert f"zeroexp report &#x27;{named}/sweep&#x27; --html report.html" in page

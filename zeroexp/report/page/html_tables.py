@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from datetime import UTC, datetime
 from html import escape
+from pathlib import Path
 from shlex import quote
 
 from zeroexp.report.columns import POINT, STATUS, Column, columns_of, of_parts
@@ -72,7 +73,7 @@ def provenance_table(points: Sequence[Point]) -> str:
             run.summary.data_source for run in runs if run.summary and run.summary.data_source
         )
     )
-    folders = dict.fromkeys("/".join(run.folder.absolute().parts[-3:-1]) for run in runs)
+    folders = dict.fromkeys(map(_sweep_of, runs))
     again = (f"zeroexp report {quote(folder)} --html report.html" for folder in folders)
     commands = "\n".join([*_environment(runs, "command"), *again])
     questions = dict.fromkeys(run.config.get("study.question", "null") for run in runs)
@@ -82,6 +83,13 @@ def provenance_table(points: Sequence[Point]) -> str:
         f"<h3>To run it again</h3><pre>{escape(commands)}</pre>"
         f"{f'<p>The question of the study: {asked}</p>' if asked else ''}"
     )
+
+
+def _sweep_of(run: Run) -> str:
+    """Return the sweep's folder as its command named it; by its own names where it was moved since."""
+    *_, parent, sweep, _ = run.folder.absolute().parts
+    outputs = run.config.get("outputs", "")
+    return str(Path(outputs if Path(outputs).name == parent else parent, sweep))
 
 
 def _environment(runs: Sequence[Run], key: str) -> list[str]:
