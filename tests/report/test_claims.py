@@ -13,6 +13,7 @@ from tests.run_folders import write_run
 from zeroexp.report.conclusions import conclude
 from zeroexp.report.exports import as_json
 from zeroexp.report.page import render
+from zeroexp.report.page.losses import loss_chart
 from zeroexp.report.results_table import render as table
 from zeroexp.report.statistics import losses_of
 
@@ -86,8 +87,10 @@ def test_a_point_that_did_not_come_to_its_end_breaks_the_proof(sweep: Path) -> N
     ]
     assert "2 loss curves agree" in found.claim_lines[2]
     assert "from step" not in render(points(sweep))
+    assert any(trace["name"] == "lost" for trace in loss_chart(points(sweep)).data)
     for name in ("ours", "theirs"):
         shutil.rmtree(sweep / name)
+    assert "No run has come to its end." in loss_chart(points(sweep)).caption
     assert conclude(points(sweep)).broken[0].startswith("0 of 1 points came to their end")
 
 

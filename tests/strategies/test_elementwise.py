@@ -62,6 +62,9 @@ ELEMENTWISE = {
     "rate_is_a_tensor": lambda groups: optim.Adam(
         [{k: v for k, v in g.items() if k != "lr"} for g in groups], lr=torch.tensor(0.1)
     ),
+    "option_of_several_numbers": lambda groups: optim.SGD(
+        [{**group, "levels": torch.ones(3)} for group in groups], lr=0.1
+    ),
     "counts_in_its_group": CountingAverage,
     "python_numbers": OldFashioned,
 }

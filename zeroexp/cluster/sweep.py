@@ -121,8 +121,8 @@ class Sweep:
             (number, point, repeat)
             for repeat in range(max(point.config.repeats for point in points))
             for number, point in zip(numbers, points, strict=True)
-            if repeat
-            < (1 if point.refusal else point.config.repeats)  # what is refused is skipped once
+            if repeat < point.config.repeats
+            if repeat == 0 or not point.refusal  # what is refused is skipped once
         ]
         with self._all_or_none(points[0]):
             for number, point, repeat in rounds:

@@ -27,7 +27,7 @@ import copy
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from math import isclose, nan
+from math import isclose
 from typing import Any, NamedTuple
 
 import torch
@@ -39,10 +39,8 @@ from zeroexp.cut.moment_blocks import kind_in_full
 from zeroexp.interface.strategy import OptimizerFactory
 from zeroexp.interface.whole_matrices import Function, WholeMatrices
 
-NUM_DESCENTS, NUM_CHANGES = (
-    3,
-    8,
-)  # estimates made from two steps take effect in the third, and windows are of ten
+# Estimates made from two steps take effect in the third, and windows are of ten.
+NUM_DESCENTS, NUM_CHANGES = 3, 8
 NUM_STEPS = 2 + NUM_DESCENTS + NUM_CHANGES
 LONGEST_SIDE, SHORT_SIDE = 130, 20  # of tensors of up to two dimensions, and of more
 # The tolerance is a fraction of the largest distance that an element moves. Fused kernels round the last elements of a
@@ -272,10 +270,18 @@ def _move_alike(
 
 def _have_equal_options(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
     """Check that ranks have not changed a learning rate, or a factor of it, by what they hold."""
-    numbers = {key: value for key, value in one.items() if isinstance(value, (int, float, Tensor))}
-    return all(
-        isclose(value, other.get(key, nan), rel_tol=TOLERANCE) for key, value in numbers.items()
+    numbers, others = map(_numbers_of, (one, other))
+    return numbers.keys() == others.keys() and all(
+        isclose(number, others[key], rel_tol=TOLERANCE) for key, number in numbers.items()
     )
+
+
+def _numbers_of(group: Mapping[str, Any]) -> dict[str, float]:
+    return {
+        key: float(value)
+        for key, value in group.items()
+        if isinstance(value, (int, float)) or (isinstance(value, Tensor) and value.numel() == 1)
+    }
 
 
 def _near(one: _Sample, other: _Sample) -> bool:

@@ -15,13 +15,14 @@ BELOW = "The lower half shows each step's distance; equal losses leave a gap."
 
 
 def loss_chart(points: Sequence[Point]) -> Chart:
-    verdict = losses_of(points)
-    if verdict is None:
+    recorded, verdict = in_order_of_losses(points), losses_of(points)
+    if not recorded:
         return Chart("losses", "Loss curves", "No point recorded a step.")
-    lines = {point.name: point.losses for point in in_order_of_losses(points)}
-    apart = [curve.point for curve in verdict.curves if curve.is_apart]
+    lines = {point.name: point.losses for point in recorded}
+    apart = [point.name for point in recorded if point.outer_every]
     curves = {name: line for name, line in lines.items() if name not in apart}
-    reference = next(iter(curves.values()), ())
+    # Of a run that came to its end, where there is one: the verdict is of these alone.
+    reference = lines[verdict.reference] if verdict else next(iter(curves.values()), ())
     # A logarithm has no zero.
     away = [
         [relative_distance(a, b) or math.inf for a, b in zip(curve, reference, strict=False)]
@@ -36,7 +37,9 @@ def loss_chart(points: Sequence[Point]) -> Chart:
     ]
     layout: dict[str, Any] = {"xaxis": axis_of("step"), "yaxis": axis_of("loss")}
     caption, height = "One curve has nothing to be compared with.", 380
-    if verdict.distance:
+    if verdict is None:
+        caption = "No run has come to its end."
+    elif verdict.distance:
         caption = "Beside the first the curves are {}: {}.".format(*verdict.distance)
     if distances:
         caption, height = f"{caption} {BELOW}", 520
