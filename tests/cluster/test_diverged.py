@@ -9,6 +9,7 @@ from tests.cluster.test_sweep import LIGHT, jobs, statuses, write_study, zeroexp
 from tests.run_folders import write_run
 from zeroexp.cluster.sweep import Sweep
 from zeroexp.config.keys import load, save
+from zeroexp.report.conclusions import conclude
 from zeroexp.report.measured_points import points_of
 from zeroexp.tracking import mlflow_labels
 from zeroexp.tracking.files import read_records, read_summary, write_summary
@@ -52,7 +53,10 @@ def test_the_claim_of_a_study_fails_with_it(tmp_path, capsys):
     config = load(folder / "config.yaml")
     config.study.loss_agreement = 1e-5
     save(config, folder / "config.yaml")
-    assert Sweep([])._judge_losses(points_of([read_run(folder)]))
+    assert conclude(points_of([read_run(folder)])).broken == []
     write_summary(folder, replace(read_summary(folder), diverged_at=7))
-    assert not Sweep([])._judge_losses(points_of([read_run(folder)]))
+    points = points_of([read_run(folder)])
+    (broken,) = conclude(points).broken
+    assert broken.endswith("; 1 of 1 runs diverged: DOES NOT HOLD")
+    Sweep([])._print_losses(points)
     assert capsys.readouterr().out.endswith("  run: diverged at step 7\n")

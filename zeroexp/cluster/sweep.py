@@ -182,9 +182,10 @@ class Sweep:
         runs = read_runs(job.folder for job in self._jobs)
         points = runs_as_points(runs)
         print_table(points)
-        holds = self._judge_losses(points)
+        holds = True
         if any(run.summary for run in runs):
-            holds = self._print_conclusions(points) and holds
+            self._print_losses(points)
+            holds = self._print_conclusions(points)
         if self._uploads:
             self._uploads.conclude(self._jobs[0].folder.parent)
         self._print_queued(runs)
@@ -430,16 +431,15 @@ class Sweep:
             page.write_into(self._folder, points)
         return not conclusions.broken
 
-    def _judge_losses(self, points: Sequence[RunPoint]) -> bool:
-        """Print what the study asks of the losses of points that came to their end; tell whether it holds."""
+    def _print_losses(self, points: Sequence[RunPoint]) -> None:
+        """Print, curve by curve, what the study asks of the losses of points that came to their end."""
         done = [(point, point.summary.verdict) for point in points if point.summary]
         verdict = losses_of([point for point, _ in done])
         if verdict is None or (verdict.bound is None and not verdict.must_fall):
-            return True
+            return
         done = [(p, what or ("" if p.losses else "its losses can not be read")) for p, what in done]
         diverged = [f"  {point.name}: {what}" for point, what in done if what]
         print("\n" + "\n".join([*verdict.lines(), *diverged]))
-        return verdict.holds and not diverged
 
 
 def _set_aside(job: Job) -> None:
