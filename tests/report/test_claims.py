@@ -71,6 +71,11 @@ def test_a_number_that_is_not_as_planned_breaks_its_claim(sweep: Path, changes, 
 def test_losses_that_part_break_their_claim(sweep: Path) -> None:
     edit(sweep / "ours/records.jsonl", '"loss": 7.0,', '"loss": 7.1,')
     assert "loss curves DISAGREE" in conclude(points(sweep)).broken[0]
+    third = write_run(sweep / "third", "zero2", "buffer")
+    edit(third / "config.yaml", "loss_agreement: null", "loss_agreement: 1.0e-05")
+    edit(third / "records.jsonl", '"loss": 7.0,', '"loss": 7.01,')
+    broken = conclude(points(sweep)).broken[0]
+    assert "(theirs, step 0)" in broken and "; off too: third:" in broken
 
 
 def test_a_point_that_did_not_come_to_its_end_breaks_the_proof(sweep: Path) -> None:
@@ -151,6 +156,6 @@ def test_seldom_synchronised_replicas_are_in_no_verdict_of_equality(sweep: Path)
     page = render(given)
     assert "In no comparison, by design not equal: far." in page
     both = losses_of(given)
-    assert both and both.holds and both.reference == "ours"
+    assert both and both.agree and both.reference == "ours"
     apart = "  far: in no verdict, by design not equal to one process; off by 2.5e-01"
     assert both.lines()[1].startswith(apart)

@@ -128,9 +128,9 @@ def test_the_largest_relative_difference_and_its_step_are_found() -> None:
     verdict = judge_losses({"ddp": FALLING, "zero3": [4.0, 3.003, 2.02, 1.0]}, bound=1e-3)
     reference, curve = verdict.curves
     assert (reference.difference, curve.step) == (0.0, 2)
-    assert curve.difference == pytest.approx(0.01) and not verdict.holds
+    assert curve.difference == pytest.approx(0.01) and not verdict.agree
     kept = judge_losses({"ddp": [2.0, 1.0], "zero3": [2.0, 1.25]}, bound=0.25)
-    assert kept.holds
+    assert kept.agree
     assert kept.lines() == [
         "2 loss curves agree: largest relative difference to ddp 2.5e-01 (zero3, step 1), "
         "allowed 2.5e-01"
@@ -143,9 +143,9 @@ def test_the_lines_name_every_curve_that_breaks_a_claim() -> None:
     assert lines == ["  b: off by 5.0e-01 at step 1", "  d: off by 2.0e+00 at step 0"]
     noisy, rising = [4.0, 4.4, 3.0, 3.5, 2.5, 2.9, 2.0, 2.2], [1.0, 1.0, 1.1, 1.2]
     assert (loss_falls(noisy), loss_falls(rising), loss_falls([1.0])) == (True, False, False)
-    assert judge_losses({"a": rising}, bound=1e-6).holds, "only where it is asked"
+    asked = judge_losses({"a": rising}, bound=1e-6)
+    assert asked.agree and len(asked.lines()) == 1, "whether it falls only where it is asked"
     verdict = judge_losses({"a": noisy, "b": rising}, bound=None, must_fall=True)
-    assert not verdict.holds
     assert verdict.lines() == ["1 of 2 losses fall", "  b: its loss does not fall"]
 
 

@@ -76,7 +76,9 @@ def _of_losses(done: Sequence[Point]) -> list[Claim]:
     alike = losses_of([point for point in done if point.outer_every is None])
     if alike and alike.bound is not None:
         diverged = [point for point in done if point.summary and point.summary.verdict]
-        more = f"; {len(diverged)} of {len(done)} runs diverged" if diverged else ""
+        others = [curve.point for curve in alike.off[1:]]
+        more = f"; off too: {', '.join(others)}" if others else ""
+        more += f"; {len(diverged)} of {len(done)} runs diverged" if diverged else ""
         can_be_read = all(point.losses for point in done)
         claims.append(Claim(alike.lines()[0] + more, alike.agree and can_be_read and not diverged))
     every = losses_of(done)

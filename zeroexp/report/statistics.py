@@ -278,17 +278,19 @@ class LossVerdict:
     curves: list[Curve]
 
     @property
+    def off(self) -> list[Curve]:
+        """The curves that break the bound, the farthest first."""
+        off = [curve for curve in self._equal if curve.agrees is False]
+        return sorted(off, key=lambda curve: -curve.difference)
+
+    @property
     def agree(self) -> bool:
-        return all(curve.agrees is not False for curve in self._equal)
+        return not self.off
 
     @property
     def _equal(self) -> list[Curve]:
         """The curves that are meant to be equal."""
         return [curve for curve in self.curves if not curve.is_apart]
-
-    @property
-    def holds(self) -> bool:
-        return self.agree and (not self.must_fall or all(curve.falls for curve in self.curves))
 
     @property
     def _worst(self) -> Curve:
