@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from tests.cluster.test_slurm_words import make_job
-from zeroexp.cluster.job import Ending, Job, ending_of, reason_of
+from zeroexp.cluster.job import Ending, Job, ending_of, first_cause, reason_of
 from zeroexp.cluster.slurm_state import RUNS, WAITS, Sighting, conclude_state
 from zeroexp.cluster.task import ENDED, PREEMPTED, TIME_LIMIT
 from zeroexp.tracking import failure
@@ -158,3 +158,11 @@ def assert_pair(told: tuple[str, str | None], expected: tuple[str, str | None], 
         assert reason == pattern, (what, told)
     else:
         assert re.fullmatch(pattern, reason), (what, told)
+
+
+def test_a_log_is_named_in_the_first_line_of_a_reason_which_is_all_that_a_table_shows() -> None:
+    failure = {"rank": 1, "host": "node1", "exception": "RuntimeError", "log": "logs/rank1.log"}
+    line = first_cause({**failure, "message": "no state\n  of layer 0\n  of layer 1"})
+    assert line == (
+        "rank 1 on node1: RuntimeError: no state (logs/rank1.log)\n  of layer 0\n  of layer 1"
+    )

@@ -144,9 +144,10 @@ def reason_of(status: Ending, job: Job) -> str | None:
 
 
 def first_cause(failure: dict[str, Any] | None) -> str | None:
-    """Summarize failure.json in one line."""
+    """Summarize failure.json in one line, which names the log; behind it stand more lines of the message, if any."""
     if failure is None:
         return None
     who = "" if failure["rank"] is None else f"rank {failure['rank']} on {failure['host']}: "
     log = f" ({failure['log']})" if failure["log"] else ""
-    return f"{who}{failure['exception']}: {failure['message']}{log}"
+    first, *more = failure["message"].split("\n")
+    return "\n".join([f"{who}{failure['exception']}: {first}{log}", *more])
