@@ -375,6 +375,28 @@ def test_the_mark_that_a_spreadsheet_writes_first_is_no_letter_of_a_column(tmp_p
     table_rows.require_columns(config, [tmp_path / "a.csv"])  # of what Slurm's nodes will read
 
 
+@pytest.mark.parametrize("suffix", [".csv", ".tsv"])
+def test_texts_that_look_like_numbers_stay_texts(tmp_path, suffix):
+    """In a later file, or in a later block of rows, where types would be found anew."""
+    rows = ["a name"] * 10_000 + ["007", "1e5", "3.10"] * 9
+    for name, own in (("a", rows), ("b", rows[-27:])):
+        (tmp_path / (name + suffix)).write_text("\n".join(["text", *own]), encoding="utf-8")
+    whole: dict[str, Any] = {"seq_len": 8, "limit": None, "micro_batch_size": 1}
+    data = opened("yelp_causal", path=str(tmp_path), **whole)
+    read = in_stored_order(data).microbatches
+    ids = [int(i) for row in read for i in row.inputs["input_ids"][0]]
+    stream = [i for text in rows + rows[-27:] for i in (*TOKENIZER.encode(text).ids, 0)]
+    assert ids == stream[: len(ids)] and len(stream) - len(ids) <= 8
+
+
+@pytest.mark.parametrize("kind", ["yelp_causal", "offline"])
+def test_a_mark_of_the_byte_order_is_no_text(tmp_path, kind):
+    (tmp_path / "a.txt").write_text("some words of it\n" * 30, encoding="utf-8-sig")
+    data = opened(kind, path=str(tmp_path / "a.txt"), seq_len=8, micro_batch_size=1)
+    first = in_stored_order(data).microbatches[0].inputs["input_ids"][0]
+    assert first.tolist()[:4] == TOKENIZER.encode("some words of it\n").ids[:4]
+
+
 def test_a_table_is_read_as_it_was_written(tmp_path):
     """Its name may be in capitals, what is hidden beside it is no data, and NA is a word."""
     words = ["NA", "null", "None", "nan", "N/A", "0x10", "1.50", "∅ ☃", "a\nb"] * 9

@@ -24,7 +24,7 @@ from tests.run_folders import write_run
 from tests.warm import Warm
 from zeroexp.check.sweep_points import point_of
 from zeroexp.cluster.job import Job
-from zeroexp.cluster.sweep import MAKING, Sweep
+from zeroexp.cluster.sweep import MAKING, Sweep, set_aside
 from zeroexp.config.keys import Config, StudyConfig
 from zeroexp.report import reading
 from zeroexp.report.measured_points import points_of
@@ -392,6 +392,20 @@ def test_a_point_is_called_by_its_first_run_after_a_rerun_too(tmp_path):
     folders = [tmp_path / "run-r2", tmp_path / "run-r1"]
     assert [run.name for run in read_runs(folders)] == ["run-r1", "run-r2"]
     assert [point.name for point in points_of(reading.read_runs(tmp_path)[0])] == ["run-r1"]
+
+
+def test_a_point_that_is_set_aside_keeps_its_place(tmp_path):
+    """Else another one would be the first, by which a report divides."""
+    for name, pending in (("first", 1.0), ("second", 2.0)):
+        folder = write_run(tmp_path / name, status="failed")
+        state = {"status": "failed", "reason": "why", "pending_at": pending}
+        write_json(folder / "state.json", state)
+    set_aside(Job(tmp_path / "first"))
+    assert Job(tmp_path / "first").status == "pending"
+    assert [run.name for run in read_runs([tmp_path / n for n in ("second", "first")])] == [
+        "first",
+        "second",
+    ]
 
 
 def test_ctrl_c_cancels_what_has_not_ended(tmp_path):

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 from itertools import product
 from typing import Any
 
@@ -51,6 +51,8 @@ FACTORIES: dict[str, Callable[..., Any]] = {
     "adagrad": torch.optim.Adagrad,
     "nadam": torch.optim.NAdam,
     "adafactor": torch.optim.Adafactor,
+    "momentum": partial(torch.optim.SGD, momentum=0.9),
+    "amsgrad": partial(torch.optim.AdamW, amsgrad=True),
 }
 Saved = Callable[[str, int], CanonicalState]
 # From how many ranks each optimizer goes on in `make test`: on another number, or in another cut. The others keep state
@@ -208,3 +210,40 @@ def test_a_mesh_changes_no_bit_of_a_state_and_goes_on_from_any(ranks, saved, mes
         whole[make.name] = stepped if make.layout == LAYOUTS[0] else whole[make.name]
         require_equal(loaded, state, f"{make}")
         require_equal(stepped, whole[make.name], f"{make}")
+
+
+# -- into another optimizer -------------------------------------------------------------------------
+
+
+def load_into_new_ones(world: World, state: CanonicalState, names: list[str]) -> list[str | None]:
+    """What a new engine with each optimizer says of the state; where it takes it, a step follows."""
+    said: list[str | None] = []
+    for name in names:
+        make = Make(name, "zero3", "parameter")
+        strategy = build_on_rank(world, Recipe(), make)
+        try:
+            strategy.load_state_dict(state)
+        except ValueError as error:
+            said.append(str(error))
+            continue
+        run_steps(strategy, world, Recipe(), range(1))
+        said.append(None)
+    return said
+
+
+def test_moments_of_another_optimizer_are_refused(ranks, saved) -> None:
+    """It would start anew with some of its moments, or end in the next step; Adafactor keeps others of small ones."""
+    names = ["momentum", "amsgrad", "adagrad", "adafactor", "nadam", "adamw"]
+    for answer in ranks(load_into_new_ones, saved("adamw", 2), names):
+        *others, same = answer
+        lacking = ["momentum_buffer", "max_exp_avg_sq", "sum", None, "mu_product"]
+        for said, key in zip(others, lacking, strict=True):
+            if key is not None:
+                assert f"and the optimizer keeps {key}: give the optimizer" in (said or "")
+        assert same is None
+
+
+def test_weights_alone_are_taken_before_the_first_step(ranks, saved) -> None:
+    """Also by an optimizer that makes its moments with itself."""
+    weights = {name: {"weight": entry["weight"]} for name, entry in saved("adamw", 2).items()}
+    assert ranks(load_into_new_ones, weights, ["adagrad", "adamw"]) == [[None] * 2] * 2

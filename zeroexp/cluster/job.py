@@ -65,10 +65,12 @@ class Job:
     def failure(self) -> dict[str, Any] | None:
         return read_json(self.folder / "failure.json")
 
-    def enter(self, status: Status, reason: str | None = None) -> None:
-        """Write the next state atomically: a reader sees the old or the new one."""
+    def enter(
+        self, status: Status, reason: str | None = None, *, since: float | None = None
+    ) -> None:
+        """Write the next state atomically: a reader sees the old or the new one. since: when it began, if not now."""
         passed = {key: value for key, value in self.state.items() if key.endswith("_at")}
-        state = {"status": status, "reason": reason, **passed, f"{status}_at": time.time()}
+        state = {"status": status, "reason": reason, **passed, f"{status}_at": since or time.time()}
         write_json(self.folder / "state.json", state)
 
     def set_aside(self) -> DamagedFile | None:

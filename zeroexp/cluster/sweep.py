@@ -158,7 +158,7 @@ class Sweep:
             plugins.load(job.config.plugins, working_folder_of(job.folder))
         self._jobs, self._folder = jobs, folder
         for job in again:
-            _set_aside(job)
+            set_aside(job)
         self._execute(again)
 
     def _can_be_read(self, job: Job) -> bool:
@@ -326,7 +326,7 @@ class Sweep:
         again = [run for run in runs if run.environment.get("repeat") in rounds]
         for run in sorted(again, key=lambda run: timed[run.folder]):
             number, file = timed[run.folder], run.folder / "environment.json"
-            _set_aside(numbered[number])
+            set_aside(numbered[number])
             write_json(file, {**(read_json(file) or {}), AGAIN: True})
             progress.again()
             self._run_one(number, numbered[number], progress)
@@ -353,7 +353,7 @@ class Sweep:
         event = event_of(outcome)
         is_retried = event is not None and getattr(config.events, event) == "retry"
         if is_retried and len([*job.folder.glob("earlier/*")]) < config.events.retries:
-            _set_aside(job)
+            set_aside(job)
             progress.again()
             self._run_one(number, job, progress)
 
@@ -442,12 +442,13 @@ class Sweep:
         print("\n" + "\n".join([*verdict.lines(), *diverged]))
 
 
-def _set_aside(job: Job) -> None:
-    """Make room for another attempt at the run."""
+def set_aside(job: Job) -> None:
+    """Make room for another attempt at the run, which keeps its place among the others."""
+    since = job.state.get("pending_at")
     if lost := job.set_aside():
         again = "goes on from an older checkpoint, if there is one"
         print(f"zeroexp: {job.name} {again}: {lost.line}", file=sys.stderr)
-    job.enter("pending")
+    job.enter("pending", since=since)
     if job.config.resume:
         pin(Path(job.config.resume), job.folder)
 

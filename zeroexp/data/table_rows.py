@@ -23,6 +23,7 @@ from zeroexp.config.paths import TRAIN, split_name
 from zeroexp.models import find_weights
 
 BETWEEN_DOCUMENTS = "\f"
+UTF8 = "utf-8-sig"  # a byte-order mark at the beginning is no text
 SHIPPED = "shipped: Python's language reference (PSF licence)"
 COPY_BATCH = 1000  # samples copied from datasets to numpy at once
 LOADERS = {
@@ -136,7 +137,7 @@ def save_column(
 
 def _text_of(file: Path) -> str:
     try:
-        return file.read_bytes().decode()
+        return file.read_bytes().decode(UTF8)
     except UnicodeDecodeError as error:
         problem = f"no UTF-8 (byte {error.start} is 0x{error.object[error.start]:02x})"
         raise ConfigError(f"data.path: {file}: {problem}; convert it with iconv") from error
@@ -172,13 +173,23 @@ def _loader(config: DataConfig, files: list[Path]) -> tuple[str, dict[str, Any]]
     suffix, options = suffixes[0], {}
     if LOADERS[suffix] == "csv":  # a word such as NA or null is a text or a label, and no gap
         options = {"keep_default_na": False, "na_values": [""]}
+    if LOADERS[suffix] == "text":
+        options["encoding"] = UTF8
     if suffix == ".tsv":
         options["sep"] = "\t"
     if suffix == ".csv":
         first = _header(files[0])
         if len(first) == 2 and first[0].isdigit():  # Yelp's own archive has no header
             options["names"] = [LABEL, TEXT]
+    if LOADERS[suffix] == "csv":  # else each block of rows has a type of its own, and 007 becomes 7
+        names = options.get("names") or _header(files[0], options.get("sep", ","))
+        texts = [name for kind, (_, name) in columns_of(config, names).items() if kind != LABEL]
+        options["converters"] = dict.fromkeys(texts, _as_it_stands)
     return LOADERS[suffix], options
+
+
+def _as_it_stands(cell: str) -> str | None:
+    return cell or None
 
 
 def _read_saved(config: DataConfig) -> Table:
@@ -193,7 +204,7 @@ def _read_saved(config: DataConfig) -> Table:
 
 
 def _header(file: Path, sep: str = ",") -> list[str]:
-    with file.open(encoding="utf-8-sig", newline="") as lines:
+    with file.open(encoding=UTF8, newline="") as lines:
         return next(csv.reader(lines, delimiter=sep), [])
 
 

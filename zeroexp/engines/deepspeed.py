@@ -33,7 +33,11 @@ from zeroexp.config.deepspeed_settings import LABELS, SETTINGS, bucket_numel
 from zeroexp.config.keys import Config, UndefinedCombination
 from zeroexp.engines.per_parameter_optimizer import OneNumberEach, Part, PerParameterOptimizer
 from zeroexp.interface.canonical import moments_of
-from zeroexp.interface.elementwise import make_optimizer, refuse_unless_elementwise
+from zeroexp.interface.elementwise import (
+    make_optimizer,
+    moments_kept,
+    refuse_unless_elementwise,
+)
 from zeroexp.interface.held_pieces import HeldPiece
 from zeroexp.interface.saved_state import SavedState, names_in
 from zeroexp.interface.strategy import CanonicalState, ModelStates, OptimizerFactory
@@ -89,6 +93,7 @@ class DeepSpeed:
             raise ValueError(f"{problem}, and DeepSpeed can not send it; give it one")
         refuse_unless_elementwise(optimizer_factory, param_groups, layout="deepspeed", cut=True)
         names = names_in(module, param_groups)
+        kept = moments_kept(optimizer_factory, param_groups)
         unrounded = _unrounded_weights(self._named, dtypes, values)
         for parameter in module.parameters():
             parameter.data = parameter.data.to(dtypes.compute)
@@ -110,7 +115,7 @@ class DeepSpeed:
         self._has_gradients = False
         optimizer: Any = self._parts  # all that is read of it
         python = OneNumberEach(optimizer, names)
-        self._saved = SavedState(module, world, optimizer, names, python)
+        self._saved = SavedState(module, world, optimizer, names, kept, python)
 
     @contextmanager
     def microbatch(self, *, last: bool) -> Iterator[None]:

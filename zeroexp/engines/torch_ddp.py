@@ -25,7 +25,7 @@ from torch.optim import Optimizer
 
 from zeroexp.config.keys import ConfigError
 from zeroexp.interface.canonical import moments_of
-from zeroexp.interface.elementwise import refuse_unless_elementwise
+from zeroexp.interface.elementwise import moments_kept, refuse_unless_elementwise
 from zeroexp.interface.held_pieces import ALONE, NOTHING, HeldPiece
 from zeroexp.interface.python_values import PythonValues
 from zeroexp.interface.saved_state import SavedState, names_in
@@ -94,8 +94,9 @@ class TorchDDP:
         self._shards_optimizer = shard_optimizer
         names = names_in(module, self.optimizer.param_groups)
         mirrors = [self.optimizer] if shard_optimizer else []
+        kept = moments_kept(optimizer_factory, param_groups)
         python = PythonValues(self._inner, names, mirrors)
-        self._saved = SavedState(module, world, self._inner, names, python)
+        self._saved = SavedState(module, world, self._inner, names, kept, python)
 
     @contextmanager
     def microbatch(self, *, last: bool) -> Iterator[None]:

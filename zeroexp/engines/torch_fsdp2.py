@@ -28,6 +28,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from zeroexp.interface.canonical import moments_of
+from zeroexp.interface.elementwise import moments_kept
 from zeroexp.interface.held_pieces import HeldPiece
 from zeroexp.interface.loss_scale import LossScale
 from zeroexp.interface.saved_state import SavedState, names_in
@@ -85,8 +86,9 @@ class TorchFSDP2:
         ]
         self.optimizer = optimizer_factory(groups)
         self._loss_scale = LossScale(self.optimizer, is_used=scales_loss, is_fake=world.is_fake)
+        kept = moments_kept(optimizer_factory, groups)
         held_names = names_in(module, self.optimizer.param_groups)
-        self._saved = SavedState(module, world, self.optimizer, held_names)
+        self._saved = SavedState(module, world, self.optimizer, held_names, kept)
 
     @contextmanager
     def microbatch(self, *, last: bool) -> Iterator[None]:

@@ -47,13 +47,33 @@ def _require_range(
     require_covered(saved, start, stop, name)
 
 
+def has_moments(state: CanonicalState) -> bool:
+    return any(key == PYTHON or is_moment(key) for entry in state.values() for key in entry)
+
+
 def require_moments(state: CanonicalState) -> None:
-    if not any(key == PYTHON or is_moment(key) for entry in state.values() for key in entry):
+    if not has_moments(state):
         raise ValueError(
             "the state holds weights and no moments, and the optimizer, which has taken steps, would start anew: load "
             "it into an engine before its first step, or call model.load_state_dict() inside `with "
             "strategy.gathered(write=True):` (of the hand-written stages), which keeps the moments"
         )
+
+
+def require_moments_kept(
+    state: CanonicalState, names: Sequence[Sequence[str]], kept: Sequence[Collection[str]]
+) -> None:
+    """Raise ValueError where a parameter has moments, and not all that the optimizer keeps.
+
+    names: of the parameters in each group. kept: what the optimizer keeps of all parameters of a group.
+    """
+    for group, needed in zip(names, kept, strict=True):
+        for name in group:
+            saved = [key for key in state.get(name, {}) if is_moment(key)]
+            if saved and (missing := sorted({*needed} - {*saved} - {"step"})):
+                problem = f"of {name} it holds {', '.join(saved)}, and the optimizer keeps "
+                remedy = "give the optimizer that it was saved with, or a state of weights alone"
+                raise ValueError(f"{problem}{', '.join(missing)}: {remedy}")
 
 
 def require_elements(state: CanonicalState, held: Sequence[HeldPiece]) -> None:

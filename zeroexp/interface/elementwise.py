@@ -26,7 +26,7 @@ from __future__ import annotations
 import copy
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from math import isclose
 from typing import Any, NamedTuple
 
@@ -36,6 +36,7 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
 from zeroexp.cut.moment_blocks import kind_in_full
+from zeroexp.interface.canonical import moments_of
 from zeroexp.interface.strategy import OptimizerFactory
 from zeroexp.interface.whole_matrices import Function, WholeMatrices
 
@@ -92,6 +93,44 @@ def try_out(factory: OptimizerFactory, groups: Sequence[Mapping[str, Any]]) -> N
     trial = _trial(groups)
     with _random_states_kept(trial):
         _step(factory, trial, with_matrices=True)
+
+
+def moments_kept(
+    factory: OptimizerFactory, groups: Sequence[Mapping[str, Any]]
+) -> Callable[[], list[set[str]]]:
+    """Return what names, for each group, the moments that the optimizer keeps of every parameter in it.
+
+    They are read off one step of small tensors when it is called; of the parameters their shapes are kept until then.
+    None are named of an optimizer that can not make a step so.
+    """
+    trials = [
+        [{**group, "params": _shapes(group["params"], choose)} for group in groups]
+        for choose in (max, min)  # of small parameters an optimizer may keep others
+    ]
+
+    def names() -> list[set[str]]:
+        kept: list[set[str]] = [set() for _ in groups]
+        with suppress(ValueError):
+            for number, trial in enumerate(map(_trial, trials)):
+                with _random_states_kept(trial):
+                    optimizer, _ = _step(factory, trial, num_steps=1)
+                if len(optimizer.param_groups) != len(groups):
+                    return [set() for _ in groups]
+                for index, group in enumerate(optimizer.param_groups):
+                    states = [set(moments_of(optimizer.state.get(p, {}))) for p in group["params"]]
+                    states += [kept[index]] if number else []
+                    kept[index] = set.intersection(*states) if states else set()
+        return kept
+
+    return names
+
+
+def _shapes(parameters: Sequence[Tensor], choose: Callable[..., Tensor]) -> list[Tensor]:
+    """Return a parameter without memory for each number of dimensions, as large as the one that `choose` takes."""
+    chosen: dict[int, Tensor] = {}
+    for each in (p for p in parameters if p.requires_grad and p.numel()):
+        chosen[each.ndim] = choose(chosen.get(each.ndim, each), each, key=Tensor.numel)
+    return [nn.Parameter(torch.zeros((), device=p.device).expand(p.shape)) for p in chosen.values()]
 
 
 def make_optimizer(factory: OptimizerFactory, groups: Sequence[dict[str, Any]]) -> Optimizer:
@@ -203,7 +242,12 @@ class _NoMatrices(WholeMatrices):
 
 
 def _step(
-    factory: OptimizerFactory, trial: Trial, seed: int = 0, *, with_matrices: bool = False
+    factory: OptimizerFactory,
+    trial: Trial,
+    seed: int = 0,
+    *,
+    with_matrices: bool = False,
+    num_steps: int = NUM_STEPS,
 ) -> tuple[Optimizer, Trial]:
     """Take a few steps of a new optimizer; return it, and the trial with how far each element moved.
 
@@ -229,7 +273,7 @@ def _step(
             group["lr"] = max(group["lr"], LEAST_RATE)
     if callable(train := getattr(optimizer, "train", None)):
         train()  # as the user's loop will: ScheduleFree steps in this mode alone
-    for step in range(NUM_STEPS):
+    for step in range(num_steps):
         for parameter, sample in pairs:
             parameter.grad = sample.gradients[step].clone()
         try:

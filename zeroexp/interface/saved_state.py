@@ -6,7 +6,7 @@ where one of them can not load, all of them raise.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -15,9 +15,11 @@ from torch.optim import Optimizer
 
 from zeroexp.interface.canonical import WEIGHT, moments_of
 from zeroexp.interface.check_state import (
+    has_moments,
     require_buffers,
     require_elements,
     require_moments,
+    require_moments_kept,
     require_names,
     require_state,
 )
@@ -51,12 +53,19 @@ class SavedState:
         world: World,
         optimizer: Optimizer,
         names: Sequence[Sequence[str]],
+        kept: Callable[[], Sequence[Collection[str]]],
         python: PythonValues | None = None,
     ):
-        """optimizer: that keeps the moments. names: see PythonValues; `python` is that of other optimizers."""
+        """optimizer: that keeps the moments. names: see PythonValues; `python` is that of other optimizers.
+
+        kept: see elementwise.moments_kept; asked when a state is loaded.
+        """
         self.buffers = Buffers(module, world)
         self._names = [name for name, _ in module.named_parameters()]
         self._optimizer, self._python = optimizer, python or PythonValues(optimizer, names)
+        self._names_in_groups, self._kept = names, kept
+        self._has_moments = False  # from steps or from a state: one made before is worth nothing
+        optimizer.register_step_post_hook(lambda *_: self._note_step())
 
     def of(
         self,
@@ -110,12 +119,16 @@ class SavedState:
         self.buffers.load(state)
         self._python.load(state)
         saved = SavedMoments(state)
+        self._has_moments = has_moments(state)
         for each in held:
             with keeping(each.tensor):
                 weight = state[each.name][WEIGHT]
                 fill_from_canonical(each.flat, weight, start=each.start, name=each.name)
-                if each.has_moments:
+                if each.has_moments and self._has_moments:
                     self._load_moments(each, state[each.name], saved)
+
+    def _note_step(self) -> None:
+        self._has_moments = True
 
     def _problem_of(
         self,
@@ -123,14 +136,14 @@ class SavedState:
         held: Sequence[HeldPiece],
         same_everywhere: Callable[[int], bool],
     ) -> str | None:
-        has_moments = any(moments_of(own) for own in self._optimizer.state.values())
         # A rank may own nothing: then others tell.
-        has_moments = not same_everywhere(int(has_moments)) or has_moments
+        are_needed = not same_everywhere(int(self._has_moments)) or self._has_moments
         try:
             require_state(state)
             require_names(state, WEIGHT, self._names)
-            if has_moments:
+            if are_needed:
                 require_moments(state)
+            require_moments_kept(state, self._names_in_groups, self._kept())
             require_elements(state, held)
             self._python.require(state)
             require_buffers(state, self.buffers)

@@ -96,7 +96,8 @@ def _show(
         print_lines([*conclusions.verdicts, *conclusions.doubts])
     elif len(sweeps) == 2:
         print_lines(lines_of_moved(*points_that_moved(*sweeps)))
-    print_lines(conclusions.claim_lines)
+    held = [claim.line for claim in conclusions.claims if claim.holds]  # the others stand below
+    print_lines(conclusions.claim_lines or held)
 
 
 def _write(

@@ -313,7 +313,9 @@ class LossVerdict:
         """Return the verdict in words, then one line for each curve that breaks it."""
         lines: list[str] = []
         worst = self._worst
-        if self.bound is not None:
+        if self.bound is not None and self.agree and len(self._equal) == 1:
+            lines.append("1 loss curve, and no other one to compare it with")
+        elif self.bound is not None:
             agree = "agree" if self.agree else "DISAGREE"
             lines.append(
                 f"{len(self._equal)} loss curves {agree}: largest relative difference to {self.reference} "

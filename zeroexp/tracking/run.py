@@ -102,7 +102,7 @@ def read_runs(folders: Iterable[Path]) -> list[Run]:
 
 
 def order_of(run: Run) -> tuple[int, float, str]:
-    """Return what puts runs of a sweep in the order in which they began: by rounds, which `--rerun` does not change."""
+    """Return what puts runs of a sweep in their order, by rounds, which `--rerun` does not change."""
     return int(run.environment.get("repeat") or 0), run.times.get("pending_at", 0.0), run.name
 
 

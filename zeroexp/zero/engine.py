@@ -17,7 +17,7 @@ from zeroexp.comm.collectives import Collectives
 from zeroexp.comm.traits import ON_DEVICE
 from zeroexp.cut.stage import Stage
 from zeroexp.interface.canonical import WEIGHT
-from zeroexp.interface.elementwise import make_optimizer
+from zeroexp.interface.elementwise import make_optimizer, moments_kept
 from zeroexp.interface.loss_scale import LossScale
 from zeroexp.interface.saved_state import SavedState, names_in
 from zeroexp.interface.strategy import (
@@ -114,7 +114,8 @@ class Engine:
         bring_matrices_together(self.optimizer, self.units, stage, self.wire, options.matrix_step)
         self._outer = OuterStep(self.units, self.wire, options.outer, dtypes.master)
         names = names_in(module, param_groups)
-        self._saved_state = SavedState(module, world, self.optimizer, names)
+        kept = moments_kept(optimizer_factory, param_groups)
+        self._saved_state = SavedState(module, world, self.optimizer, names, kept)
         self._reads_late = world.device.type != "cpu" and not world.is_fake
         self._observer.built(self)
 
