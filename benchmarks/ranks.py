@@ -226,7 +226,7 @@ class StepRunner:
             step_seconds=seconds / order,
             cpu_seconds=cpu_seconds / order,
             peak_bytes=_plus(memory.peak_bytes(), held_shared_bytes()),
-            allocated_bytes=_per(order, memory.allocated_bytes()),
+            allocated_bytes=_per(order, memory.total_allocated_bytes()),
             wire_bytes=_per(order, wire.take_bytes()),
             form_bytes=_per(order, sum(take_traffic().bytes_by_kind.values())),
         )

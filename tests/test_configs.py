@@ -37,7 +37,7 @@ from zeroexp.cut.layout import LAYOUTS
 from zeroexp.cut.stage import STAGES, Stage
 from zeroexp.tracking.run import read_run
 from zeroexp.zero.options import Options
-from zeroexp.zero_safety.arguments import WORDS
+from zeroexp.zero_safety.engine_arguments import WORDS
 
 ROOT = CONF.parent
 GROUPS = sorted(path.name for path in CONF.iterdir() if path.is_dir())

@@ -51,7 +51,7 @@ from zeroexp.foreign import READERS, WRITERS
 from zeroexp.foreign.__main__ import main
 from zeroexp.foreign.deepspeed_zero import read_deepspeed
 from zeroexp.foreign.into_checkpoint import import_checkpoint
-from zeroexp.interface.moment_codes import to_step
+from zeroexp.interface.quantized_moments import to_step
 from zeroexp.interface.strategy import CanonicalState
 from zeroexp.measure.memory import AllocationMeter, count_cpu_allocations
 from zeroexp.models.module import build_model

@@ -20,7 +20,7 @@ from zeroexp.comm.codec import LARGEST, decode, encode
 from zeroexp.comm.collectives import Collectives
 from zeroexp.comm.direct import sum_into
 from zeroexp.cut.chunk import Chunk
-from zeroexp.cut.codes import CODE_BITS, CODES_IN_BLOCK, encoded_bytes
+from zeroexp.cut.codec_bytes import CODE_BITS, CODES_IN_BLOCK, encoded_bytes
 from zeroexp.cut.stage import STAGES
 from zeroexp.measure.tcp_bytes import WireMeter
 from zeroexp.plan.closed_forms import EngineForm

@@ -84,10 +84,10 @@ def test_peak_and_total_equal_arithmetic(meter):
     view = kept[10:20]  # nothing
     small = torch.empty(3, dtype=torch.uint8)  # + 3
     assert meter.peak_bytes() - before == 8000
-    assert meter.allocated_bytes() == 8003
+    assert meter.total_allocated_bytes() == 8003
     later = AllocationMeter(CPU)
     assert later.peak_bytes() - before == 4003
-    assert later.allocated_bytes() == 0
+    assert later.total_allocated_bytes() == 0
     del kept, view, small
     assert AllocationMeter(CPU).peak_bytes() == before
 
@@ -115,19 +115,19 @@ def test_threads_are_counted(meter):
         thread.start()
     for thread in threads:
         thread.join()
-    assert meter.allocated_bytes() == 4 * (1000 * 400 + 200)
+    assert meter.total_allocated_bytes() == 4 * (1000 * 400 + 200)
     assert AllocationMeter(CPU).peak_bytes() == before + 4 * 200
 
 
 def test_backward_is_counted(meter):
     weight = torch.ones(64, 32, requires_grad=True)  # 8192
     loss = weight.exp().sum()  # 8192 and 4
-    before_backward = meter.allocated_bytes()
+    before_backward = meter.total_allocated_bytes()
     assert before_backward == 8192 + 8192 + 4
     loss.backward()
     assert weight.grad is not None
     # 4 for the gradient of the loss, of which that of the sum is a view; 8192 for the weight's
-    assert meter.allocated_bytes() - before_backward == 4 + 8192
+    assert meter.total_allocated_bytes() - before_backward == 4 + 8192
 
 
 def test_an_allocation_beyond_the_limit_raises_and_what_was_held_stays():

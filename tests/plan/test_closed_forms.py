@@ -19,7 +19,7 @@ from torch.nn import functional
 
 from tests.composing import composed
 from tests.plan.real_steps import one_step
-from zeroexp.cut.codes import CODE_BITS
+from zeroexp.cut.codec_bytes import CODE_BITS
 from zeroexp.cut.stage import STAGES
 from zeroexp.engines.sharded import Sharded
 from zeroexp.measure.record import MOMENTS, Traffic

@@ -181,7 +181,7 @@ def sums_of_the_same_gradients(world: World) -> tuple[float, float, int]:
     found: dict[bool, float] = {}
     for feedback, wire in wires.items():
         wire.connect()
-        residuals = wire.empty_residuals([chunk])
+        residuals = wire.new_error_feedback([chunk])
         outs = [torch.zeros(span.numel) for span in chunk.spans(world.rank)]
         exact = [torch.zeros_like(out) for out in outs]
         for _ in range(NUM_REDUCTIONS):
@@ -191,7 +191,7 @@ def sums_of_the_same_gradients(world: World) -> tuple[float, float, int]:
                 total.add_(term, alpha=world.size)
             wire.reduce_scatter([part], "reduce", residuals=residuals).wait()
         found[feedback] = max(float((o - e).abs().max()) for o, e in zip(outs, exact, strict=True))
-    kept = sum(r.nbytes for r in (wires[True].empty_residuals([chunk]) or {}).values())
+    kept = sum(r.nbytes for r in (wires[True].new_error_feedback([chunk]) or {}).values())
     return (
         found[True],
         found[False],

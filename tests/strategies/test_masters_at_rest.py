@@ -30,7 +30,7 @@ from tests.strategies.engine import Ours
 from tests.strategies.test_offload import written
 from zeroexp.comm import codec as codecs
 from zeroexp.cut.chunk import Chunk
-from zeroexp.cut.codes import encoded_bytes
+from zeroexp.cut.codec_bytes import encoded_bytes
 from zeroexp.interface.canonical import merge
 from zeroexp.measure.memory import bytes_by_kind
 from zeroexp.process import world as worlds

@@ -34,7 +34,7 @@ from tests.plan.real_steps import assert_as_planned
 from zeroexp.config.optimizer import optimizer_factory
 from zeroexp.cut.moment_blocks import BLOCK, ROW_BYTES
 from zeroexp.interface.canonical import merge
-from zeroexp.interface.moment_codes import decode, encode
+from zeroexp.interface.quantized_moments import decode, encode
 from zeroexp.interface.strategy import CanonicalState
 from zeroexp.plan.form_of_config import build_on_meta, form_of
 from zeroexp.process.world import World

@@ -15,7 +15,7 @@ from zeroexp.verify.__main__ import source_of
 from zeroexp.verify.compare_steps import Verdict, judge
 from zeroexp.verify.loop_to_verify import NoLoop, Source, make_loop
 from zeroexp.verify.observe import Record
-from zeroexp.verify.ranks import apart, prepare_for_forks, record_of, verify_world
+from zeroexp.verify.ranks import prepare_for_forks, record_of, silenced, verify_world
 
 NUM_STEPS = 3
 
@@ -33,11 +33,11 @@ def refused_or_verdict(source: Source, world_size: int, seconds: float) -> Any:
 
 def answers_in_turn(sources: list[Source], world_size: int) -> list[Any]:
     def record_all(world: Any) -> list[Record]:
-        with apart():
+        with silenced():
             return [record_of(world, each, NUM_STEPS) for each in sources]
 
     def judge_all(_: Any) -> list[Any]:
-        with apart():
+        with silenced():
             pairs = zip(sources, zip(*by_rank, strict=True), strict=True)
             return [answer(judge(make_loop(each), list(records))) for each, records in pairs]
 

@@ -15,7 +15,7 @@ from zeroexp.checkpoint.manifest import Manifest, StoredTensor
 from zeroexp.checkpoint.verify import read_piece
 from zeroexp.cut.moment_blocks import ROW_BYTES
 from zeroexp.interface.canonical import BUFFER, WEIGHT
-from zeroexp.interface.moment_codes import decode, lies_in_blocks
+from zeroexp.interface.quantized_moments import decode, lies_in_blocks
 
 
 class Weights:

@@ -30,7 +30,7 @@ from torch.nn.functional import pad
 from zeroexp.comm.base import GatherPart, Pending, ReducePart, Residuals, Sent, Transport, spans_of
 from zeroexp.comm.direct import sum_into
 from zeroexp.cut.chunk import Chunk
-from zeroexp.cut.codes import CODE_BITS, CODES_IN_BLOCK, encoded_bytes, encoded_chunk
+from zeroexp.cut.codec_bytes import CODE_BITS, CODES_IN_BLOCK, encoded_bytes, encoded_chunk
 from zeroexp.process.world import World
 
 LARGEST = {"int8": 127.0, "float8": 448.0, "int4": 7.0}  # number of each code
@@ -107,7 +107,7 @@ def _chunk_of_codes(codec: str, parts: Sequence[GatherPart]) -> Chunk:
     return encoded_chunk(codec, tuple(part.chunk for part in parts))
 
 
-def empty_residuals(world: World, chunks: Sequence[Chunk]) -> Residuals:
+def new_error_feedback(world: World, chunks: Sequence[Chunk]) -> Residuals:
     """Return what the rounding of these chunks' gradients has left out so far: nothing, of float32, by peer."""
     peers = (rank for rank in range(world.size) if rank != world.rank)
     numels = {peer: sum(chunk.real_numel(peer) for chunk in chunks) for peer in peers}

@@ -30,9 +30,9 @@ from zeroexp.comm.bus import Bus
 from zeroexp.comm.codec import (
     decode_gathered,
     empty_codes,
-    empty_residuals,
     encode_pieces,
     encoded_part,
+    new_error_feedback,
     reduce_scatter_encoded,
 )
 from zeroexp.comm.direct import Direct
@@ -347,7 +347,7 @@ class Collectives:
     ) -> Pending:
         """Start partial -> sharded, in native.py over NCCL, in direct.py on CPU. With replicas sums are the group's.
 
-        residuals: see `empty_residuals`. `last`: nothing more is added to the sums; they are those of all ranks once
+        residuals: see `new_error_feedback`. `last`: nothing more is added to the sums; they are those of all ranks once
         `finish_sums` has returned. Of a part with a chunk in `shares`, by which holders cut its sums, this rank's share
         alone is.
         """
@@ -396,11 +396,11 @@ class Collectives:
             sent = self._between.gather_shares(parts, f"the gather between replicas of {what}")
             return self._count("all_gather", self.holders, "replicas", sent, move)
 
-    def empty_residuals(self, chunks: Sequence[Chunk]) -> Residuals | None:
+    def new_error_feedback(self, chunks: Sequence[Chunk]) -> Residuals | None:
         """Make room for what rounding leaves out of the reductions of these chunks; None: nobody keeps it."""
         if self._reduce_codec is None or not self._feeds_back:
             return None
-        return empty_residuals(self.group, chunks)
+        return new_error_feedback(self.group, chunks)
 
     def finish_sums(self) -> None:
         """Return when the sums between replicas that were started are there."""

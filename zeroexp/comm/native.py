@@ -56,7 +56,7 @@ class Native(Transport):
         return self._moves.checksum
 
     def reduce_apart(self) -> None:
-        self._reductions = self._world.apart("reductions")
+        self._reductions = self._world.with_communicator("reductions")
 
     def connect(self) -> None:
         self._reductions.join()

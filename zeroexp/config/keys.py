@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, TypeVar, cast, get_type_hints
 
 from zeroexp.config.gpus import GPUS, NETWORKS
-from zeroexp.cut.codes import CODE_BITS
+from zeroexp.cut.codec_bytes import CODE_BITS
 from zeroexp.cut.layout import LAYOUTS
 from zeroexp.cut.matrix_step import MATRIX_STEPS
 from zeroexp.cut.stage import Placement, default_reduce_each

@@ -39,7 +39,7 @@ class OptimizerKind:
     keys: the keys of `optimizer` that it reads beyond those that all read; other ones are refused.
     settings: its own keys below `optimizer.settings`, with their defaults.
     whole_matrices: it steps the matrices of blocks alone, and AdamW all else of its row. It rounds moments to
-    `config.moments` itself (interface/moment_codes.py), and asks for whole matrices (interface/whole_matrices.py).
+    `config.moments` itself (interface/quantized_moments.py), and asks for whole matrices (interface/whole_matrices.py).
     """
 
     make: Callable[[Iterable[Any], OptimizerConfig], torch.optim.Optimizer]

@@ -3,7 +3,7 @@
 stage.py    where tensors rest, and which move joins two placements: the table of ZeRO
 chunk.py    which rank owns which elements of parameters that lie side by side
 owners.py   which rank owns which parameter, where parameters stay whole
-codes.py    bytes of what travels encoded
+codec_bytes.py  bytes of what travels encoded
 layout.py   units are cut into chunks and padded: by parameter, by tensor, or as one buffer
 check_chunks.py  what a layout of others cuts wrong
 bucket.py   which gradients are reduced together

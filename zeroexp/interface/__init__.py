@@ -9,7 +9,7 @@ values.py          the first weights of a model on meta, asked for in ranges
 module_buffers.py  a module's buffers, equal on all ranks
 python_values.py   optimizer state that is in no tensor
 loss_scale.py      what a loss in float16 is multiplied by
-moment_codes.py    moments as they rest in bfloat16 or 8 bits
+quantized_moments.py  moments as they rest in bfloat16 or 8 bits
 whole_matrices.py  how an optimizer asks for matrices of which a rank holds pieces
 elementwise.py     the trial whether an optimizer updates each element by itself; which moments it keeps
 """

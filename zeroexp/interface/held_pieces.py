@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from zeroexp.cut.moment_blocks import bytes_of_elements
-from zeroexp.interface.moment_codes import lies_in_blocks, shape_in_blocks
+from zeroexp.interface.quantized_moments import lies_in_blocks, shape_in_blocks
 from zeroexp.interface.strategy import Piece
 
 Share = tuple[int, int]  # a rank's number among those that hold the same, and how many they are

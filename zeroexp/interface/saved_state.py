@@ -25,8 +25,8 @@ from zeroexp.interface.check_state import (
 )
 from zeroexp.interface.held_pieces import HeldPiece, contributed_piece
 from zeroexp.interface.module_buffers import Buffers
-from zeroexp.interface.moment_codes import at_rest
 from zeroexp.interface.python_values import PythonValues, own_values
+from zeroexp.interface.quantized_moments import at_rest
 from zeroexp.interface.reshard import (
     SavedMoments,
     empty_moment,

@@ -97,7 +97,7 @@ class AllocationMeter:
         """Return the most bytes held at once of what was allocated `on_host`; None if nothing was, or on a GPU."""
         return None if self._on_cuda else call_allocator("host_peak") or None
 
-    def allocated_bytes(self) -> int | None:
+    def total_allocated_bytes(self) -> int | None:
         """Return the sum of all allocations since the meter was made, freed or not."""
         total = self._total()
         return None if total is None else total - self._before

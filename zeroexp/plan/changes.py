@@ -22,7 +22,7 @@ from zeroexp.config.keys import (
     PrecisionConfig,
     resolve,
 )
-from zeroexp.cut.codes import CODE_BITS
+from zeroexp.cut.codec_bytes import CODE_BITS
 from zeroexp.cut.stage import STAGES
 from zeroexp.plan.outcome import PlannedPoint, plan_point
 

@@ -27,7 +27,7 @@ from zeroexp.comm.sizes import aligned, num_slots, slot_bytes, slot_bytes_of_sum
 from zeroexp.comm.traits import ALL, TRAITS, TransportTraits
 from zeroexp.cut.bucket import Bucket, cut_in_buckets
 from zeroexp.cut.chunk import FROZEN, Chunk, Span
-from zeroexp.cut.codes import encoded_bytes, encoded_chunk
+from zeroexp.cut.codec_bytes import encoded_bytes, encoded_chunk
 from zeroexp.cut.matrix_step import CutMatrix, exchanges_of
 from zeroexp.cut.stage import Move, Placement, Stage
 from zeroexp.measure.record import FILES, HOST, MOMENTS, OUTER, Traffic

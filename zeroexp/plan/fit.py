@@ -93,12 +93,12 @@ def _most_work(at: PlannedPoint) -> tuple[int | None, int | None]:
         changed = plan_point(with_settings(config, settings), at.model, at.machines.device)
         return rehearse_point(changed).fullest.needed_bytes
 
-    def of_samples(samples: int) -> int:
+    def peak_of_samples(samples: int) -> int:
         return peak({MICRO: samples, BATCH: samples * config.world_size})
 
     step, longest = min(TOKENS, config.data.seq_len), longest_sequence(at.model) or MOST_TOKENS
     return (
-        largest(of_samples, limit, step=1, most=MOST_SAMPLES),
+        largest(peak_of_samples, limit, step=1, most=MOST_SAMPLES),
         largest(lambda tokens: peak({SEQ_LEN: tokens}), limit, step=step, most=longest),
     )
 

@@ -75,7 +75,7 @@ class World:
         assert isinstance(group, dist.ProcessGroup)
         groups[self._key] = group
 
-    def apart(self, lane: str) -> World:
+    def with_communicator(self, lane: str) -> World:
         """Return the same ranks with a communicator of their own, which exists once all have called `join`."""
         return replace(self, lane=lane)
 

@@ -288,7 +288,7 @@ class _Step:
             self._dtypes.note("norm", self.grad_norm)
         record.num_tokens = num_tokens
         record.peak_bytes = self._allocations.peak_bytes()
-        record.allocated_bytes = self._allocations.allocated_bytes()
+        record.allocated_bytes = self._allocations.total_allocated_bytes()
         record.host_peak_bytes = self._allocations.host_peak_bytes()
         if record.peak_bytes is not None:
             record.peak_bytes += held_shared_bytes()

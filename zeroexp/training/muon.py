@@ -17,7 +17,7 @@ from torch.optim import Optimizer, _muon
 
 from zeroexp.config.keys import ConfigError, OptimizerConfig
 from zeroexp.config.optimizer import OPTIMIZERS
-from zeroexp.interface.moment_codes import at_rest, to_step
+from zeroexp.interface.quantized_moments import at_rest, to_step
 from zeroexp.interface.whole_matrices import WholeMatrices
 
 ADJUSTMENTS = ("match_rms_adamw", "original")

@@ -1,6 +1,6 @@
 """Moments that rest in fewer bytes than the weights: an optimizer of torch steps some tensors after the other.
 
-    at rest      moments in bfloat16, or in 8 bits (interface/moment_codes.py)
+    at rest      moments in bfloat16, or in 8 bits (interface/quantized_moments.py)
     in a step    moments of a batch of tensors, in the weights' dtype -> torch's update -> rounded to the nearest
 
 What a moment is rounded to depends on this one element and its block, so that it is the same however a parameter is
@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 
 from zeroexp.config.keys import OptimizerConfig
 from zeroexp.config.optimizer import OPTIMIZERS
-from zeroexp.interface.moment_codes import at_rest, lies_in_blocks, to_step
+from zeroexp.interface.quantized_moments import at_rest, lies_in_blocks, to_step
 
 BATCH_NUMEL = (
     1 << 20

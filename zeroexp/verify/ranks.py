@@ -41,7 +41,7 @@ def verify_world(source: Source, size: int, num_steps: int, seconds: float) -> V
             return str(error) if isinstance(error, NoLoop) else f"{who}: {line}"
 
         def quietly(world: World) -> Found:
-            with apart():
+            with silenced():
                 return task(world)
 
         return on_ranks(quietly, num_ranks, seconds=seconds, describe=describe)
@@ -55,7 +55,7 @@ def verify_world(source: Source, size: int, num_steps: int, seconds: float) -> V
 
 
 @contextmanager
-def apart() -> Generator[None]:
+def silenced() -> Generator[None]:
     """Show nothing of what a loop prints, and have its own calls find the process group made."""
     nowhere = os.open(os.devnull, os.O_WRONLY)
     for output in (1, 2):  # else ranks write over the answer

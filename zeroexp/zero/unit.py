@@ -118,7 +118,7 @@ class Unit:
     def _residuals_of(self, bucket: Bucket) -> Residuals | None:
         if self._sums_by is not Move.REDUCE_SCATTER:
             return None
-        return self._wire.empty_residuals([part.chunk for part in bucket.parts])
+        return self._wire.new_error_feedback([part.chunk for part in bucket.parts])
 
     def _masters_to_cast(self) -> Iterator[tuple[int, list[Tensor], list[nn.Parameter]]]:
         """Yield by place the owned elements and their masters, where these have another dtype or place."""

@@ -4,7 +4,7 @@ A student may skip it: it observes the engine (zero/observer.py), and without it
 same model.
 
 refusals.py             the observer: each event of the engine goes to the parts below that hear it
-arguments.py            what an engine is built with: modules, blocks, parameter groups, options
+engine_arguments.py     what an engine is built with: modules, blocks, parameter groups, options
 changed_parameters.py   parameters that were replaced, moved, thawed or written behind the engine
 call_order.py           the order of microbatch, step and zero_grad
 kept_views.py           views of gathered parameters that outlive them

@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from zeroexp.comm.collectives import TRANSPORTS
 from zeroexp.comm.traits import ALL, OPTIMIZER
-from zeroexp.cut.codes import CODE_BITS
+from zeroexp.cut.codec_bytes import CODE_BITS
 from zeroexp.cut.layout import LAYOUTS
 from zeroexp.cut.matrix_step import MATRIX_STEPS
 from zeroexp.cut.owners import OWNERS
@@ -48,7 +48,7 @@ TRAINED_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _Replicated = DataParallel | DistributedDataParallel
 
 
-class Arguments(Observer):
+class EngineArguments(Observer):
     """What an engine is built with."""
 
     def building(
