@@ -100,6 +100,9 @@ def point_of(
 def require_points(points: Sequence[Point], study: str | None) -> None:
     """Raise ConfigError if the study has left out every point."""
     if not points:
+        if study is None:
+            problem = "study.include: none of its rows fits a point of this sweep"
+            raise ConfigError(f"{problem}; change a row, or leave it out")
         remedy = "leave what it compares to the study, or extend study.include"
         raise ConfigError(f"study={study}: none of its points is in this sweep; {remedy}")
 

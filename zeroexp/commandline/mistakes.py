@@ -26,6 +26,8 @@ HINTS = {
     "valid bool": "use true or false",
     "is not Optional": "give it a value",
     "is not a ListConfig": "use a list, as [1,2]",
+    "to string": "use a text",
+    "'typing.List[": "use lists in it, as {key: [1,2]}",
     "not in '": "`zeroexp --cfg job` shows all keys",
     "is not a subclass": "set one of its keys, or choose a group's option",
     "": "zeroexp/config/keys.py tells its type",

@@ -65,13 +65,14 @@ def require_moments_kept(
 ) -> None:
     """Raise ValueError where a parameter has moments, and not all that the optimizer keeps.
 
-    names: of the parameters in each group. kept: what the optimizer keeps of all parameters of a group.
+    names: of the parameters in each group. kept: what the optimizer keeps of all parameters of a group; nothing is
+    required of an optimizer that has made other groups.
     """
-    for group, needed in zip(names, kept, strict=True):
+    for group, needed in zip(names, kept if len(kept) == len(names) else [], strict=False):
         for name in group:
             saved = [key for key in state.get(name, {}) if is_moment(key)]
             if saved and (missing := sorted({*needed} - {*saved} - {"step"})):
-                problem = f"of {name} it holds {', '.join(saved)}, and the optimizer keeps "
+                problem = f"the state of {name} holds {', '.join(saved)}, and the optimizer keeps "
                 remedy = "give the optimizer that it was saved with, or a state of weights alone"
                 raise ValueError(f"{problem}{', '.join(missing)}: {remedy}")
 
