@@ -100,6 +100,7 @@ def test_peers_have_read_before_weights_change(stage, monkeypatch):
             name: {
                 "weight": canonical_of_one_rank(p.detach() + 1),
                 "exp_avg": canonical_of_one_rank(torch.zeros_like(p)),
+                "exp_avg_sq": canonical_of_one_rank(torch.zeros_like(p)),
             }
             for name, p in others.named_parameters()
         }

@@ -51,6 +51,7 @@ FACTORIES: dict[str, Callable[..., Any]] = {
     "adagrad": torch.optim.Adagrad,
     "nadam": torch.optim.NAdam,
     "adafactor": torch.optim.Adafactor,
+    "plain sgd": torch.optim.SGD,
     "momentum": partial(torch.optim.SGD, momentum=0.9),
     "amsgrad": partial(torch.optim.AdamW, amsgrad=True),
 }
@@ -215,12 +216,15 @@ def test_a_mesh_changes_no_bit_of_a_state_and_goes_on_from_any(ranks, saved, mes
 # -- into another optimizer -------------------------------------------------------------------------
 
 
-def load_into_new_ones(world: World, state: CanonicalState, names: list[str]) -> list[str | None]:
-    """What a new engine with each optimizer says of the state; where it takes it, a step follows."""
+def load_into_new_ones(
+    world: World, state: CanonicalState, names: list[str], num_steps: int = 0
+) -> list[str | None]:
+    """What an engine with each optimizer, after so many steps, says of the state; if it takes it, a step follows."""
     said: list[str | None] = []
     for name in names:
         make = Make(name, "zero3", "parameter")
         strategy = build_on_rank(world, Recipe(), make)
+        run_steps(strategy, world, Recipe(), range(num_steps))
         try:
             strategy.load_state_dict(state)
         except ValueError as error:
@@ -243,7 +247,9 @@ def test_moments_of_another_optimizer_are_refused(ranks, saved) -> None:
         assert same is None
 
 
-def test_weights_alone_are_taken_before_the_first_step(ranks, saved) -> None:
-    """Also by an optimizer that makes its moments with itself."""
+def test_weights_alone_are_taken_where_no_moment_would_be_lost(ranks, saved) -> None:
+    """Before the first step also by an optimizer that makes its moments with itself; after it by one without any."""
     weights = {name: {"weight": entry["weight"]} for name, entry in saved("adamw", 2).items()}
     assert ranks(load_into_new_ones, weights, ["adagrad", "adamw"]) == [[None] * 2] * 2
+    for plain, kept in ranks(load_into_new_ones, weights, ["plain sgd", "adagrad"], 1):
+        assert plain is None and "weights and no moments" in kept

@@ -65,6 +65,8 @@ def read_table(config: DataConfig, files: list[Path], scratch: Path) -> tuple[Ta
     with _one_line_errors(config):
         table = _read_files(config, files, scratch) if files else _read_hub(config)
     _require_columns(table, config)
+    if files and LOADERS.get(files[0].suffix.lower()) == "csv":
+        _require_words(table, config)
     if files:
         return table, f"local: {config.path}"
     place = "hub" if find_weights.is_online() else "hub's cache, offline"
@@ -263,9 +265,28 @@ def _require_columns(table: Table, config: DataConfig) -> None:
     key, name = columns[TEXT]
     if not holds_texts(table, name) and not _holds_messages(table, name, config):
         kind = getattr(table.features[name], "dtype", type(table.features[name]).__name__)
-        texts = [other for other in table.column_names if holds_texts(table, other)]
-        remedy = f"use one of {', '.join(texts)[:200]}" if texts else "use other data"
-        raise ConfigError(f"{key}={name}: holds {kind}, no text; {remedy}")
+        raise ConfigError(f"{key}={name}: holds {kind}, no text; {_other_texts(table, name)}")
+
+
+def _require_words(table: Table, config: DataConfig) -> None:
+    """Refuse texts of a CSV file, which has no types, of which every one is a number: stars, and no review of them."""
+    columns = columns_of(config, table.column_names)
+    for key, name in (columns[kind] for kind in columns if kind != LABEL):
+        if all(_is_number(text) for chunk in table.data.column(name).chunks for text in chunk):
+            raise ConfigError(f"{key}={name}: holds numbers, no text; {_other_texts(table, name)}")
+
+
+def _other_texts(table: Table, column: str) -> str:
+    texts = [name for name in table.column_names if name != column and holds_texts(table, name)]
+    return f"use one of {', '.join(texts)[:200]}" if texts else "use other data"
+
+
+def _is_number(text: object) -> bool:
+    try:
+        float(str(text))
+    except ValueError:
+        return False
+    return True
 
 
 def _require_names(names: list[str], config: DataConfig) -> None:

@@ -101,7 +101,7 @@ def moments_kept(
     """Return what names, for each group, the moments that the optimizer keeps of every parameter in it.
 
     They are read off one step of small tensors when it is called; of the parameters their shapes are kept until then.
-    None are named of an optimizer that can not make a step so.
+    None are named of an optimizer that can not make a step so, and no group where it has made others.
     """
     trials = [
         [{**group, "params": _shapes(group["params"], choose)} for group in groups]
@@ -115,7 +115,7 @@ def moments_kept(
                 with _random_states_kept(trial):
                     optimizer, _ = _step(factory, trial, num_steps=1)
                 if len(optimizer.param_groups) != len(groups):
-                    return [set() for _ in groups]
+                    return []
                 for index, group in enumerate(optimizer.param_groups):
                     states = [set(moments_of(optimizer.state.get(p, {}))) for p in group["params"]]
                     states += [kept[index]] if number else []

@@ -136,8 +136,9 @@ class SavedState:
         held: Sequence[HeldPiece],
         same_everywhere: Callable[[int], bool],
     ) -> str | None:
+        keeps = self._has_moments and any(map(moments_of, self._optimizer.state.values()))
         # A rank may own nothing: then others tell.
-        are_needed = not same_everywhere(int(self._has_moments)) or self._has_moments
+        are_needed = not same_everywhere(int(keeps)) or keeps
         try:
             require_state(state)
             require_names(state, WEIGHT, self._names)
