@@ -7,7 +7,7 @@ is kept, and the library takes a changed file of the same size and time for the 
 from __future__ import annotations
 
 import csv
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, cast
@@ -80,8 +80,7 @@ def require_columns(config: DataConfig, files: list[Path]) -> None:
         if _are_saved(files):
             names = _read_saved(config).column_names
         elif LOADERS[files[0].suffix.lower()] == "csv":
-            _, options = _loader(config, files)
-            names = options.get("names") or _header(files[0], options.get("sep", ","))
+            names = _names_in(files[0], _loader(config, files)[1])
         else:
             rows = _load(config, files, split_name(config.split), streaming=True)
             names = [name for row in rows.take(1) for name in row]
@@ -173,8 +172,6 @@ def _loader(config: DataConfig, files: list[Path]) -> tuple[str, dict[str, Any]]
     if not any(file.stat().st_size for file in files):
         raise ConfigError(f"data.path={config.path}: is empty; name a file with rows")
     suffix, options = suffixes[0], {}
-    if LOADERS[suffix] == "csv":  # a word such as NA or null is a text or a label, and no gap
-        options = {"keep_default_na": False, "na_values": [""]}
     if LOADERS[suffix] == "text":
         options["encoding"] = UTF8
     if suffix == ".tsv":
@@ -183,10 +180,12 @@ def _loader(config: DataConfig, files: list[Path]) -> tuple[str, dict[str, Any]]
         first = _header(files[0])
         if len(first) == 2 and first[0].isdigit():  # Yelp's own archive has no header
             options["names"] = [LABEL, TEXT]
-    if LOADERS[suffix] == "csv":  # else each block of rows has a type of its own, and 007 becomes 7
-        names = options.get("names") or _header(files[0], options.get("sep", ","))
-        texts = [name for kind, (_, name) in columns_of(config, names).items() if kind != LABEL]
+    if LOADERS[suffix] == "csv":
+        columns = columns_of(config, _names_in(files[0], options))
+        texts = [name for kind, (_, name) in columns.items() if kind != LABEL]
+        # pandas types each block of rows by itself, so that 007 would become 7 in a block of numbers alone.
         options["converters"] = dict.fromkeys(texts, _as_it_stands)
+        options |= {"keep_default_na": False, "na_values": [""]}  # NA or null is a word, and no gap
     return LOADERS[suffix], options
 
 
@@ -203,6 +202,10 @@ def _read_saved(config: DataConfig) -> Table:
             f"data.split={split}: no such split in it; use one of {', '.join(map(str, parts))}"
         )
     return parts[split]
+
+
+def _names_in(file: Path, options: Mapping[str, Any]) -> list[str]:
+    return options.get("names") or _header(file, options.get("sep", ","))
 
 
 def _header(file: Path, sep: str = ",") -> list[str]:
