@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from tests.run_folders import write_run
-from zeroexp.report.measured_points import Point, points_of
+from zeroexp.report.measured_points import MeasuredPoint, points_of
 from zeroexp.report.reading import read_runs
 
 
-def points(folder: Path) -> list[Point]:
+def points(folder: Path) -> list[MeasuredPoint]:
     return points_of(read_runs(folder)[0])
 
 

@@ -12,7 +12,7 @@ from tests.run_folders import write_run
 from zeroexp.measure.record import CAUSES
 from zeroexp.report.conclusions import conclude
 from zeroexp.report.figure import draw_figure, save_figure
-from zeroexp.report.measured_points import Point
+from zeroexp.report.measured_points import MeasuredPoint
 from zeroexp.report.page import CHARTS, chart_of
 from zeroexp.report.page.chart import row_chart
 from zeroexp.report.palette import CAUSE_COLOURS
@@ -21,14 +21,14 @@ STRATEGIES = ("ddp", "zero1", "zero2", "zero3")
 
 
 @pytest.fixture
-def sweep(tmp_path: Path) -> list[Point]:
+def sweep(tmp_path: Path) -> list[MeasuredPoint]:
     for strategy in STRATEGIES:
         for size in (1, 2):
             write_run(tmp_path / f"{strategy}-n{size}", strategy, world_size=size)
     return points(tmp_path)
 
 
-def test_what_is_drawn_are_the_numbers_of_the_page(sweep: list[Point]) -> None:
+def test_what_is_drawn_are_the_numbers_of_the_page(sweep: list[MeasuredPoint]) -> None:
     chart = chart_of("memory", sweep, conclude(sweep))
     (axes,) = draw_figure(chart).axes
     names = [label.get_text() for label in axes.get_yticklabels()]
@@ -78,7 +78,7 @@ def test_scaling_has_a_tick_for_each_number_of_ranks_and_no_other(tmp_path: Path
 
 
 @pytest.mark.slow
-def test_every_chart_can_be_printed(sweep: list[Point], tmp_path: Path) -> None:
+def test_every_chart_can_be_printed(sweep: list[MeasuredPoint], tmp_path: Path) -> None:
     for make in CHARTS:
         name = make.__name__.removesuffix("_chart")
         if name != "causes":  # nobody's peak is known by cause
@@ -88,7 +88,7 @@ def test_every_chart_can_be_printed(sweep: list[Point], tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_the_file_has_text_an_opaque_ground_and_the_same_bytes_each_time(
-    sweep: list[Point], tmp_path: Path
+    sweep: list[MeasuredPoint], tmp_path: Path
 ) -> None:
     chart = chart_of("memory", sweep, conclude(sweep))
     for suffix in (".svg", ".pdf"):

@@ -31,7 +31,7 @@ from zeroexp.report.columns import (
 from zeroexp.report.conclusions import conclude
 from zeroexp.report.markdown import BEGIN, END, replace_in
 from zeroexp.report.markdown import render as as_markdown
-from zeroexp.report.measured_points import Point
+from zeroexp.report.measured_points import MeasuredPoint
 from zeroexp.report.results_table import print_lines, render
 from zeroexp.report.tables import Table
 from zeroexp.tracking import mlflow_labels
@@ -183,7 +183,7 @@ def config_with(option: str) -> Config:
     return replace(composed(*option.split()), world_size=2)
 
 
-def sweep_over(folder: Path, *options: str) -> list[Point]:
+def sweep_over(folder: Path, *options: str) -> list[MeasuredPoint]:
     """Points of zero3-buffer with what these options change."""
     for index, option in enumerate(options):
         save(config_with(option), write_run(folder / str(index)) / "config.yaml")
@@ -266,7 +266,7 @@ def test_long_lines_are_wrapped_on_a_terminal_alone(monkeypatch, capsys, is_term
 
 
 @pytest.fixture
-def paper(tmp_path: Path) -> list[Point]:
+def paper(tmp_path: Path) -> list[MeasuredPoint]:
     """Three runs of each: zero3 takes half of ddp's time."""
     return points(repeats(tmp_path, {"ddp": [1.0, 1.01, 1.02], "zero3": [0.5, 0.505, 0.511]}))
 
@@ -292,7 +292,7 @@ def test_a_page_says_when_and_where_and_what_differs(folder: Path) -> None:
     assert unknown.startswith("No run tells when, where and with which command it ran. All points:")
 
 
-def test_a_papers_table_has_ratio_interval_and_verdict(paper: list[Point]) -> None:
+def test_a_papers_table_has_ratio_interval_and_verdict(paper: list[MeasuredPoint]) -> None:
     conclusions = conclude(paper)
     columns = printed_columns(paper, conclusions)
     *_, ddp, zero3 = as_markdown(paper, columns).splitlines()
@@ -310,7 +310,9 @@ def test_a_papers_table_has_ratio_interval_and_verdict(paper: list[Point]) -> No
     ]
 
 
-def test_programs_read_bytes_seconds_and_verdicts(paper: list[Point], tmp_path: Path) -> None:
+def test_programs_read_bytes_seconds_and_verdicts(
+    paper: list[MeasuredPoint], tmp_path: Path
+) -> None:
     write_run(tmp_path / "zz", "zero1", status="failed", reason="a & b_c", num_steps=0)
     made = points(tmp_path)
     conclusions = conclude(made)

@@ -37,7 +37,7 @@ Composed = tuple[Sequence[str], Mapping[str, Any], Mapping[str, str]]
 
 
 @dataclass(frozen=True)
-class Point:
+class SweepPoint:
     name: str  # the folder's name; equal names get a number
     config: Config  # resolved
     refusal: str | None  # the reason if the point is skipped
@@ -85,7 +85,7 @@ def point_of(
     overrides: Sequence[str],
     values: Mapping[str, Any],
     check: Callable[[Config], None] = check_run,
-) -> Point | None:
+) -> SweepPoint | None:
     """Return the point of one set of overrides; None outside of its study.
 
     `values` is the composed config. Raises ConfigError if a key or word is wrong by itself.
@@ -97,7 +97,7 @@ def point_of(
     return _point(overrides, config, check) if _in_study(config) else None
 
 
-def require_points(points: Sequence[Point], study: str | None) -> None:
+def require_points(points: Sequence[SweepPoint], study: str | None) -> None:
     """Raise ConfigError if the study has left out every point."""
     if not points:
         if study is None:
@@ -107,7 +107,7 @@ def require_points(points: Sequence[Point], study: str | None) -> None:
         raise ConfigError(f"study={study}: none of its points is in this sweep; {remedy}")
 
 
-def require_defined(points: Sequence[Point]) -> None:
+def require_defined(points: Sequence[SweepPoint]) -> None:
     """Raise ConfigError, the reason of the first, if every point is skipped."""
     if all(point.refusal for point in points):
         raise ConfigError(points[0].refusal)
@@ -121,7 +121,7 @@ def _in_study(config: Config) -> bool:
     )
 
 
-def _point(overrides: Sequence[str], config: Config, check: Callable[[Config], None]) -> Point:
+def _point(overrides: Sequence[str], config: Config, check: Callable[[Config], None]) -> SweepPoint:
     refusal = None
     try:
         check(config)
@@ -134,7 +134,7 @@ def _point(overrides: Sequence[str], config: Config, check: Callable[[Config], N
         raise ConfigError(
             f"resume={shown}: can not be read ({error.strerror}); {remedy}"
         ) from error
-    return Point(_name(overrides, config), resolve(config), refusal)
+    return SweepPoint(_name(overrides, config), resolve(config), refusal)
 
 
 def _name(overrides: Sequence[str], config: Config) -> str:

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from zeroexp.check.sweep_points import Point
+from zeroexp.check.sweep_points import SweepPoint
 from zeroexp.config.keys import Config, UndefinedCombination
 from zeroexp.tracking.out_of_memory import gib
 
@@ -22,14 +22,14 @@ if TYPE_CHECKING:
     from zeroexp.plan.outcome import Outcome, RehearsedPeaks
 
 
-def plan_slurm_points(points: Sequence[Point]) -> list[Point]:
+def plan_slurm_points(points: Sequence[SweepPoint]) -> list[SweepPoint]:
     """Print the plan of each point for Slurm; return all points, those that can not fit with the reason.
 
     A point can not fit if its peak exceeds cluster.device_memory_gib, or its model states where nothing was rehearsed.
     cluster.force=true submits it.
     """
     begun = time.monotonic()
-    judged: list[Point] = []
+    judged: list[SweepPoint] = []
     for point in points:
         if point.config.cluster.kind == "slurm" and not point.refusal:
             rehearses = time.monotonic() - begun < point.config.cluster.rehearse_s
@@ -38,7 +38,7 @@ def plan_slurm_points(points: Sequence[Point]) -> list[Point]:
     return judged
 
 
-def _refusal(point: Point, rehearses: bool) -> str | None:
+def _refusal(point: SweepPoint, rehearses: bool) -> str | None:
     """Print the point's plan; return why it can not fit, or None."""
     planned = _plan(point, rehearses)
     if isinstance(planned, str):
@@ -63,12 +63,12 @@ def _refusal(point: Point, rehearses: bool) -> str | None:
     )
 
 
-def refuse_full_disks(points: Sequence[Point]) -> list[Point]:
+def refuse_full_disks(points: Sequence[SweepPoint]) -> list[SweepPoint]:
     """Return all points, those with a reason whose files (strategy.offload_folder) this machine's disk can not take."""
     return [replace(point, refusal=point.refusal or _full_disk(point)) for point in points]
 
 
-def _full_disk(point: Point) -> str | None:
+def _full_disk(point: SweepPoint) -> str | None:
     folder = point.config.strategy.offload_folder
     if folder is None or point.config.cluster.kind == "slurm":
         return None
@@ -82,7 +82,7 @@ def _full_disk(point: Point) -> str | None:
     return f"strategy.offload_folder={folder}: {problem}; use a disk with more room"
 
 
-def _plan(point: Point, rehearses: bool) -> tuple[Outcome, Machines] | str:
+def _plan(point: SweepPoint, rehearses: bool) -> tuple[Outcome, Machines] | str:
     """Return what is planned of a point and for which machines, or why nothing is."""
     from zeroexp.plan.outcome import plan_point
     from zeroexp.plan.peak import with_rehearsal

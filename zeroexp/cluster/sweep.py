@@ -19,7 +19,7 @@ from typing import Any
 
 from zeroexp.check.sweep_points import (
     Composed,
-    Point,
+    SweepPoint,
     point_of,
     require_defined,
     require_points,
@@ -45,7 +45,7 @@ from zeroexp.config.keys import (
 from zeroexp.measure.record import RunSummary
 from zeroexp.process.writable import require_writable
 from zeroexp.report.exports import runs_as_json
-from zeroexp.report.measured_points import Point as RunPoint
+from zeroexp.report.measured_points import MeasuredPoint
 from zeroexp.report.measured_points import points_of as runs_as_points
 from zeroexp.report.results_table import print_lines, print_table
 from zeroexp.report.statistics import AGAIN, in_doubt, losses_of
@@ -205,7 +205,7 @@ class Sweep:
 
     # ---- the steps of a batch
 
-    def _refuse(self, points: Sequence[Point], study: str | None) -> None:
+    def _refuse(self, points: Sequence[SweepPoint], study: str | None) -> None:
         """Check the sweep as a whole; `zeroexp.check` has checked each point by itself."""
         require_points(points, study)
         if not self._jobs:
@@ -217,7 +217,7 @@ class Sweep:
             if point.config.cluster.kind == "slurm" and not point.config.cluster.dry_run:
                 require_slurm()
 
-    def _tried(self, points: Sequence[Point]) -> list[Point]:
+    def _tried(self, points: Sequence[SweepPoint]) -> list[SweepPoint]:
         """Return the points, those skipped that can not be carried out. Raises ConfigError for a mistake."""
         groups: dict[str, list[int]] = {}  # places of the points that one server tries
         for place, point in enumerate(points):
@@ -240,7 +240,7 @@ class Sweep:
         return try_points(configs)
 
     @contextmanager
-    def _all_or_none(self, first: Point) -> Generator[None]:
+    def _all_or_none(self, first: SweepPoint) -> Generator[None]:
         """Make the folders of a batch in here. Whatever ends this early leaves none of them.
 
         A kill leaves some, with the file MAKING, by which `rerun` knows that there were to be more.
@@ -266,7 +266,7 @@ class Sweep:
         finally:
             making.unlink(missing_ok=True)
 
-    def _admit(self, point: Point, repeat: int) -> Job:
+    def _admit(self, point: SweepPoint, repeat: int) -> Job:
         """Make the folder of the point's run in round `repeat` with all that is known before it runs."""
         assert self._folder is not None
         name = point.name if repeat == 0 else f"{point.name}-r{repeat + 1}"
@@ -411,7 +411,7 @@ class Sweep:
             print(f"\n{queued} points are Slurm's now; to see what becomes of them:")
             print(f"  zeroexp watch {os.path.relpath(self._folder)}")
 
-    def _print_conclusions(self, points: Sequence[RunPoint]) -> bool:
+    def _print_conclusions(self, points: Sequence[MeasuredPoint]) -> bool:
         """Print verdicts and broken claims and write the page; return False if a claim is broken."""
         from zeroexp.report import page  # plotly and scipy take a second to import
         from zeroexp.report.conclusions import conclude
@@ -431,7 +431,7 @@ class Sweep:
             page.write_into(self._folder, points)
         return not conclusions.broken
 
-    def _print_losses(self, points: Sequence[RunPoint]) -> None:
+    def _print_losses(self, points: Sequence[MeasuredPoint]) -> None:
         """Print, curve by curve, what the study asks of the losses of points that came to their end."""
         done = [(point, point.summary.verdict) for point in points if point.summary]
         verdict = losses_of([point for point, _ in done])
@@ -468,7 +468,7 @@ def _tell(job: Job) -> None:
         print(f"zeroexp: events.tell: {error}", file=sys.stderr)
 
 
-def _sweep_folder(point: Point) -> Path:
+def _sweep_folder(point: SweepPoint) -> Path:
     name = point.config.study.name or time.strftime("%Y-%m-%d_%H-%M-%S")
     return _new_folder(Path(point.config.outputs).resolve(), name)
 

@@ -11,7 +11,7 @@ from zeroexp.check.sweep_points import (
     BATCH,
     MOST_RANKS,
     Composed,
-    Point,
+    SweepPoint,
     fitting_batch,
     keys_of,
     point_of,
@@ -31,7 +31,7 @@ class ComposedPoints:
     def __init__(self, words: Sequence[str]) -> None:
         """`words` are those of the command line: a batch size that stands there is not changed."""
         self.named = keys_of(words)  # the keys that the line or its study sets
-        self.points: list[Point] = []
+        self.points: list[SweepPoint] = []
         self.notes: list[str] = []
         self._keeps_batch = BATCH in self.named
 

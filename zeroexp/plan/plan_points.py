@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from zeroexp.check.rules_machine import num_gpus
-from zeroexp.check.sweep_points import Point, require_defined
+from zeroexp.check.sweep_points import SweepPoint, require_defined
 from zeroexp.check.try_model import check_model
 from zeroexp.check.try_strategy import refused_strategy
 from zeroexp.config.keys import Config, UndefinedCombination
@@ -28,9 +28,9 @@ class Plans:
         self.named, self.notes, self.rehearses = composed.named, composed.notes, rehearses
         self._models: dict[str, BuiltModel] = {}
         # A point that is not planned says why.
-        self.entries: list[PlannedPoint | Point] = self._plan_all(composed.points)
+        self.entries: list[PlannedPoint | SweepPoint] = self._plan_all(composed.points)
 
-    def _plan_all(self, points: Sequence[Point]) -> list[PlannedPoint | Point]:
+    def _plan_all(self, points: Sequence[SweepPoint]) -> list[PlannedPoint | SweepPoint]:
         defined = [point.config for point in points if not point.refusal]
         for config in defined:
             check_model(replace(config, model=replace(config.model, weights=None)))
@@ -48,7 +48,7 @@ class Plans:
     def planned(self) -> list[PlannedPoint]:
         return [each for each in self.entries if isinstance(each, PlannedPoint)]
 
-    def _plan(self, point: Point, auto: str) -> PlannedPoint | Point:
+    def _plan(self, point: SweepPoint, auto: str) -> PlannedPoint | SweepPoint:
         if point.refusal:
             return point
         config = point.config

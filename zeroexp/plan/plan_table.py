@@ -8,7 +8,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import asdict
 
-from zeroexp.check.sweep_points import Point
+from zeroexp.check.sweep_points import SweepPoint
 from zeroexp.config.keys import Config
 from zeroexp.plan.outcome import Outcome, PlannedPoint
 from zeroexp.plan.plan_points import Plans
@@ -108,8 +108,8 @@ def as_json(plans: Plans) -> str:
     return json.dumps([json_entry(each) for each in plans.entries], indent=1)
 
 
-def json_entry(each: PlannedPoint | Point) -> dict[str, object]:
-    if isinstance(each, Point):
+def json_entry(each: PlannedPoint | SweepPoint) -> dict[str, object]:
+    if isinstance(each, SweepPoint):
         return {"name": each.name, "skipped": each.refusal}
     outcome = each.outcome
     more = {"skew": outcome.skew, "num_idle_ranks": outcome.num_idle_ranks, "fits": outcome.verdict}
@@ -133,18 +133,18 @@ def _batch(config: Config) -> dict[str, object]:
     return {key: getattr(config.data, key) for key in keys}
 
 
-def row_of(each: PlannedPoint | Point) -> Row:
+def row_of(each: PlannedPoint | SweepPoint) -> Row:
     """Return the figures of a point by their names in CSV."""
     config = each.config
     row: Row = {
-        "name": each.name if isinstance(each, Point) else each.outcome.name,
+        "name": each.name if isinstance(each, SweepPoint) else each.outcome.name,
         "model": config.model.name,
         "strategy": config.strategy.name,
         "implementation": config.strategy.implementation,
         "world_size": config.world_size,
-        "skipped": (each.refusal or "") if isinstance(each, Point) else "",
+        "skipped": (each.refusal or "") if isinstance(each, SweepPoint) else "",
     }
-    if isinstance(each, Point):
+    if isinstance(each, SweepPoint):
         return row
     outcome = each.outcome
     row |= _batch(config)
@@ -232,7 +232,7 @@ def _rehearsed(plans: Plans, point: dict[str, str], rows: Sequence[Row]) -> list
 # -- sentences -------------------------------------------------------------------------------------
 
 
-def _foot(entries: Sequence[PlannedPoint | Point], outcomes: Sequence[Outcome]) -> list[str]:
+def _foot(entries: Sequence[PlannedPoint | SweepPoint], outcomes: Sequence[Outcome]) -> list[str]:
     sentences = [
         MEANINGS,
         *(f"{o.strategy}-{o.implementation} is {o.label}." for o in outcomes if o.label),
@@ -247,10 +247,10 @@ def _foot(entries: Sequence[PlannedPoint | Point], outcomes: Sequence[Outcome]) 
     return list(dict.fromkeys(sentences))
 
 
-def skipped_sentences(entries: Sequence[PlannedPoint | Point]) -> list[str]:
+def skipped_sentences(entries: Sequence[PlannedPoint | SweepPoint]) -> list[str]:
     """Return a sentence for each reason for which points are skipped."""
     skipped: dict[str, list[str]] = {}
     for each in entries:
-        if isinstance(each, Point):
+        if isinstance(each, SweepPoint):
             skipped.setdefault(str(each.refusal), []).append(each.name)
     return [f"skipped {', '.join(names)}: {reason}" for reason, names in skipped.items()]

@@ -30,7 +30,7 @@ from zeroexp.report.columns import (
     printed_columns,
 )
 from zeroexp.report.conclusions import Conclusions, conclude, lines_of_moved, points_that_moved
-from zeroexp.report.measured_points import Point, points_of
+from zeroexp.report.measured_points import MeasuredPoint, points_of
 from zeroexp.report.reading import read_runs
 from zeroexp.report.results_table import print_lines, print_table
 from zeroexp.report.tables import Table
@@ -85,7 +85,7 @@ def _refuse_crowded_output(arguments: argparse.Namespace) -> None:
 
 
 def _show(
-    folders: Sequence[Path], sweeps: Sequence[Sequence[Point]], conclusions: Conclusions
+    folders: Sequence[Path], sweeps: Sequence[Sequence[MeasuredPoint]], conclusions: Conclusions
 ) -> None:
     """Print the tables, then what is concluded of one sweep, or which points moved between two."""
     for folder, points in zip(folders, sweeps, strict=True):
@@ -102,7 +102,7 @@ def _show(
 
 def _write(
     arguments: argparse.Namespace,
-    points: Sequence[Point],
+    points: Sequence[MeasuredPoint],
     problems: Sequence[str],
     conclusions: Conclusions,
 ) -> None:
@@ -130,7 +130,7 @@ def _write(
 
 
 def _columns(
-    chosen: str | None, points: Sequence[Point], conclusions: Conclusions
+    chosen: str | None, points: Sequence[MeasuredPoint], conclusions: Conclusions
 ) -> tuple[Sequence[Column], Sequence[Column]]:
     """Return the columns of printed texts and those of CSV and JSON: the same where --columns names some."""
     if chosen:

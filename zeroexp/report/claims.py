@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from zeroexp.measure.record import RunSummary
-from zeroexp.report.measured_points import Point
+from zeroexp.report.measured_points import MeasuredPoint
 from zeroexp.report.statistics import losses_of
 from zeroexp.tracking.run import UNFINISHED
 
@@ -44,17 +44,17 @@ def lines_of(claims: Sequence[Claim]) -> list[str]:
     return [verdict, *(f"  {claim.line}" for claim in claims)] if claims else []
 
 
-def is_proof(points: Sequence[Point]) -> bool:
+def is_proof(points: Sequence[MeasuredPoint]) -> bool:
     """Tell whether the study claims all of it: plan_must_hold of every point that was to run."""
     ended = _ended(points)
     return bool(ended) and all(point.run.config.get(MUST_HOLD) == "true" for point in ended)
 
 
-def _ended(points: Sequence[Point]) -> list[Point]:
+def _ended(points: Sequence[MeasuredPoint]) -> list[MeasuredPoint]:
     return [point for point in points if point.run.status not in ("skipped", *UNFINISHED)]
 
 
-def claims_of(points: Sequence[Point]) -> list[Claim]:
+def claims_of(points: Sequence[MeasuredPoint]) -> list[Claim]:
     """Return what a study claims: of its losses what it names, and with plan_must_hold the rest too."""
     done, ended = [point for point in points if point.summary], _ended(points)
     if not is_proof(points):
@@ -70,7 +70,7 @@ def claims_of(points: Sequence[Point]) -> list[Claim]:
     ]
 
 
-def _of_losses(done: Sequence[Point]) -> list[Claim]:
+def _of_losses(done: Sequence[MeasuredPoint]) -> list[Claim]:
     claims: list[Claim] = []
     # Of seldom synchronised replicas no equality is claimed.
     alike = losses_of([point for point in done if point.outer_every is None])
@@ -95,7 +95,7 @@ Error = Callable[[RunSummary], float | None]
 
 def _of_all(
     what: str,
-    points: Sequence[Point],
+    points: Sequence[MeasuredPoint],
     error_of: Error,
     unit: str,
     within: str,

@@ -12,7 +12,7 @@ from typing import Any
 from zeroexp.config.keys import ConfigError
 from zeroexp.measure.record import KINDS, OUTER, STEP_SECONDS, RunSummary
 from zeroexp.report.conclusions import Conclusions
-from zeroexp.report.measured_points import Point, distinguishing_keys
+from zeroexp.report.measured_points import MeasuredPoint, distinguishing_keys
 from zeroexp.report.statistics import drift_lines, step_time_interval, why_doubtful
 
 MIB = 2**20
@@ -30,15 +30,17 @@ class Column:
     """A number or a word of each point; one without a name is for programs alone."""
 
     key: str  # in CSV, JSON and --columns, with the unit of `value`
-    value: Callable[[Point], Any]  # None where it is unknown
+    value: Callable[[MeasuredPoint], Any]  # None where it is unknown
     name: str = ""
     unit: str = ""  # of value × scale
     form: str = ""  # of numbers; words have none
     scale: float = 1
     part: str = ""  # point | losses | times | memory | plan | traffic | verdict | status
-    doubt: Callable[[Point], str | None] = lambda _: None  # why a reader should not trust it
+    doubt: Callable[[MeasuredPoint], str | None] = lambda _: (
+        None
+    )  # why a reader should not trust it
     # Whether a table for readers needs it; without a rule it does where some point has a value.
-    is_needed: Callable[[Sequence[Point]], bool] | None = None
+    is_needed: Callable[[Sequence[MeasuredPoint]], bool] | None = None
     spelled: Callable[[str], str] = str  # a word as a table for readers has it
 
     @property
@@ -46,7 +48,7 @@ class Column:
         """Words are aligned left, numbers right."""
         return not self.form
 
-    def text(self, point: Point) -> str:
+    def text(self, point: MeasuredPoint) -> str:
         value = self.value(point)
         if value is None:
             return ABSENT
@@ -54,28 +56,30 @@ class Column:
             return self.spelled(str(value))
         return format(value * self.scale, self.form) + (" ?" if self.doubt(point) else "")
 
-    def differs(self, points: Sequence[Point]) -> bool:
+    def differs(self, points: Sequence[MeasuredPoint]) -> bool:
         texts = self.text if self.form else self.value
         return len({texts(point) for point in points}) > 1
 
-    def is_shown(self, points: Sequence[Point]) -> bool:
+    def is_shown(self, points: Sequence[MeasuredPoint]) -> bool:
         if self.is_needed is not None:
             return self.is_needed(points)
         return any(self.value(point) for point in points)
 
 
-def columns_of(points: Sequence[Point], conclusions: Conclusions | None = None) -> list[Column]:
+def columns_of(
+    points: Sequence[MeasuredPoint], conclusions: Conclusions | None = None
+) -> list[Column]:
     """Return the columns that have something to say of these points, in the order of a wide table."""
     return [c for c in all_columns(points, conclusions) if c.name and c.is_shown(points)]
 
 
-def printed_columns(points: Sequence[Point], conclusions: Conclusions) -> list[Column]:
+def printed_columns(points: Sequence[MeasuredPoint], conclusions: Conclusions) -> list[Column]:
     """Return what a printed page has room for: bytes of the fullest rank, the median step, its verdict, losses."""
     columns = [c for c in columns_of(points, conclusions) if not c.key.endswith("_mean")]
     return [column for word in PRINTED for column in columns if word in (column.part, column.key)]
 
 
-def exported_columns(points: Sequence[Point], conclusions: Conclusions) -> list[Column]:
+def exported_columns(points: Sequence[MeasuredPoint], conclusions: Conclusions) -> list[Column]:
     """Return what programs read."""
     return [c for c in all_columns(points, conclusions) if c.key not in FOR_READERS]
 
@@ -98,7 +102,9 @@ def beside_names(names: Sequence[Column], columns: Sequence[Column]) -> list[Col
     return [*([] if of_parts(columns, "point") else names), *columns]
 
 
-def all_columns(points: Sequence[Point], conclusions: Conclusions | None = None) -> list[Column]:
+def all_columns(
+    points: Sequence[MeasuredPoint], conclusions: Conclusions | None = None
+) -> list[Column]:
     """Return every column, for programs and for who chooses."""
     return [
         POINT,
@@ -113,12 +119,12 @@ def all_columns(points: Sequence[Point], conclusions: Conclusions | None = None)
 # ---- what tells points apart
 
 
-def point_columns(points: Sequence[Point]) -> list[Column]:
+def point_columns(points: Sequence[MeasuredPoint]) -> list[Column]:
     """Return strategy, implementation, the settings that tell points with equal ones apart, and ranks."""
     keys = distinguishing_keys([point.run for point in points])
 
     def setting(key: str) -> Column:
-        def value(point: Point) -> str | None:
+        def value(point: MeasuredPoint) -> str | None:
             return point.run.config.get(key)
 
         name = column_name(key, keys)
@@ -153,7 +159,7 @@ def setting_text(value: str) -> str:
 MEBIBYTES = (",.1f", 1 / MIB)
 
 
-def _numbers(points: Sequence[Point]) -> list[Column]:
+def _numbers(points: Sequence[MeasuredPoint]) -> list[Column]:
     """Return losses, times, memory, what was planned of them, and traffic."""
     peaks = peak_flops_by_name(points)
     losses, times, plan = (1, "losses"), (",.1f", 1e3, "times"), (*MEBIBYTES, "plan")
@@ -199,7 +205,7 @@ def _number(
     key: str,
     *looks: Any,
     path: str = "",
-    of: Callable[[Point], Any] = lambda p: p.pooled.summary,
+    of: Callable[[MeasuredPoint], Any] = lambda p: p.pooled.summary,
     **more: Any,
 ) -> Column:
     """Return the column of what lies at this path, by default the key, of something of a point.
@@ -207,7 +213,7 @@ def _number(
     Times are medians over repeats.
     """
 
-    def value(point: Point) -> Any:
+    def value(point: MeasuredPoint) -> Any:
         found = of(point)
         for name in (path or key).split("."):
             found = found.get(name) if isinstance(found, dict) else getattr(found, name, None)
@@ -217,11 +223,14 @@ def _number(
 
 
 def _spread(
-    key: str, path: str, name: str, is_needed: Callable[[Sequence[Point]], bool] | None = None
+    key: str,
+    path: str,
+    name: str,
+    is_needed: Callable[[Sequence[MeasuredPoint]], bool] | None = None,
 ) -> list[Column]:
     """Return a column of the fullest rank, and one of the mean over ranks, shown if the ranks of some run differ."""
 
-    def needs_mean(points: Sequence[Point]) -> bool:
+    def needs_mean(points: Sequence[MeasuredPoint]) -> bool:
         skewed = any((fullest.value(p) or 0) > SKEW * (mean.value(p) or 0) for p in points)
         return fullest.is_shown(points) and (name == "total" or skewed)
 
@@ -231,21 +240,21 @@ def _spread(
     return [fullest, mean]
 
 
-def _predicted(point: Point) -> str | None:
+def _predicted(point: MeasuredPoint) -> str | None:
     """Return the range of the step's milliseconds, by a rehearsal."""
     rehearsed = point.summary.rehearsed if point.summary else {}
     times = [1e3 * rehearsed[key] for key in STEP_SECONDS[::2] if key in rehearsed]
     return "–".join(f"{ms:,.0f}" if ms >= 100 else f"{ms:.3g}" for ms in times) or None
 
 
-def shares_memory(points: Sequence[Point]) -> bool:
+def shares_memory(points: Sequence[MeasuredPoint]) -> bool:
     """Do ranks share memory? They do if they exchange more bytes than TCP carried."""
     summaries = [point.summary for point in points if point.summary]
     pairs = [(s.sent_bytes_per_step, s.wire_bytes_per_step) for s in summaries]
     return any(sent and wire and sent.mean > SKEW * wire.mean for sent, wire in pairs)
 
 
-def utilisation(point: Point, peaks: Mapping[str, float]) -> float | None:
+def utilisation(point: MeasuredPoint, peaks: Mapping[str, float]) -> float | None:
     """Return the share of its ranks' peak that the model's operations take, by the peaks of `peak_flops_by_name`."""
     summary = point.pooled.summary
     rate = summary and summary.model_flops_per_second
@@ -253,7 +262,7 @@ def utilisation(point: Point, peaks: Mapping[str, float]) -> float | None:
     return rate / (peak * point.run.world_size) if rate and peak else None
 
 
-def peak_flops_by_name(points: Sequence[Point]) -> dict[str, float]:
+def peak_flops_by_name(points: Sequence[MeasuredPoint]) -> dict[str, float]:
     """Return the peaks of a rank that runs know, operations per second by name.
 
     A peak that several runs measured is the largest of theirs: a busy machine only makes it smaller, and points are
@@ -292,12 +301,12 @@ def _conclusion_columns(conclusions: Conclusions) -> list[Column]:
     ]
 
 
-def _columns_for_programs(points: Sequence[Point]) -> list[Column]:
+def _columns_for_programs(points: Sequence[MeasuredPoint]) -> list[Column]:
     peaks = peak_flops_by_name(points)
     summaries = [point.summary for point in points if point.summary]
     phases = dict.fromkeys(phase for s in summaries for phase in s.phase_seconds_median)
 
-    def named_peak(point: Point) -> str | None:
+    def named_peak(point: MeasuredPoint) -> str | None:
         return (point.summary and peak_name(point.summary)) or None
 
     return [
@@ -318,7 +327,7 @@ def _columns_for_programs(points: Sequence[Point]) -> list[Column]:
     ]
 
 
-def _outcome(point: Point) -> str:
+def _outcome(point: MeasuredPoint) -> str:
     run = point.pooled
     reason = (run.reason or "").strip()
     status = run.status if run.num_attempts == 1 else f"{run.status} (attempt {run.num_attempts})"

@@ -18,7 +18,7 @@ from zeroexp.config.keys import ConfigError
 from zeroexp.report.claims import Claim, claims_of, is_proof, lines_of
 from zeroexp.report.measured_points import (
     OUTSIDE,
-    Point,
+    MeasuredPoint,
     Round,
     distinguishing_keys,
     seed_of,
@@ -73,7 +73,7 @@ def exact_numbers(run: Run) -> dict[str, Any]:
     return {"parameters": summary.num_parameters, **kinds, **sent, **calls}
 
 
-def lines_of_varied_numbers(point: Point) -> list[str]:
+def lines_of_varied_numbers(point: MeasuredPoint) -> list[str]:
     """Return one line for each exact number that differs between the point's repeats.
 
     If one does, something that nobody set differs between the runs, and no comparison of them means anything. Losses
@@ -129,8 +129,8 @@ def _changed_losses(one: Sequence[float], two: Sequence[float]) -> list[str]:
 
 
 def compare_points(
-    points: Sequence[Point], reference: str | None = None
-) -> tuple[Point | None, dict[str, Comparison]]:
+    points: Sequence[MeasuredPoint], reference: str | None = None
+) -> tuple[MeasuredPoint | None, dict[str, Comparison]]:
     """Return the reference, by default the first point with a time, and every other one beside it, by name.
 
     Raises ConfigError if no point has the reference's name.
@@ -147,7 +147,7 @@ def compare_points(
     return chosen, {name: comparison for name, comparison in compared.items() if comparison}
 
 
-def _named(points: Sequence[Point], name: str) -> Point:
+def _named(points: Sequence[MeasuredPoint], name: str) -> MeasuredPoint:
     for point in points:
         if name in (point.name, point.run.name):
             return point
@@ -177,7 +177,7 @@ class Moved:
 
 
 def points_that_moved(
-    before: Sequence[Point], after: Sequence[Point]
+    before: Sequence[MeasuredPoint], after: Sequence[MeasuredPoint]
 ) -> tuple[list[Moved], list[str]]:
     """Return each point that both sweeps have, by its configuration, and a line for each that only one has.
 
@@ -216,7 +216,12 @@ def _aligned(texts: Mapping[str, str]) -> list[str]:
     return [f"  {name:<{width}}  {text}" for name, text in texts.items()]
 
 
-def _moved(old: Point, new: Point, unchanged: tuple[Point, Point] | None, number: int) -> Moved:
+def _moved(
+    old: MeasuredPoint,
+    new: MeasuredPoint,
+    unchanged: tuple[MeasuredPoint, MeasuredPoint] | None,
+    number: int,
+) -> Moved:
     changes = [*_changed_numbers(old.run, new.run), *_changed_peaks(old.run, new.run)]
     changes += _changed_losses(old.losses, new.losses)
     if len(old.losses) != len(new.losses):
@@ -228,7 +233,7 @@ def _moved(old: Point, new: Point, unchanged: tuple[Point, Point] | None, number
     return Moved(new.name, time, changes)
 
 
-def _over(seconds: Mapping[Round, float], unchanged: Point) -> dict[Round, float]:
+def _over(seconds: Mapping[Round, float], unchanged: MeasuredPoint) -> dict[Round, float]:
     """Return the seconds over those of the unchanged point in the same round."""
     other = unchanged.seconds_by_round
     return {number: each / other[number] for number, each in seconds.items() if number in other}
@@ -255,7 +260,7 @@ def facts_of_run(run: Run) -> dict[str, str]:
     return facts
 
 
-def differences(points: Sequence[Point]) -> dict[str, dict[str, list[str]]]:
+def differences(points: Sequence[MeasuredPoint]) -> dict[str, dict[str, list[str]]]:
     """Return key -> value -> names of the points that have it, for each fact that is not what is compared.
 
     Left out is also what belongs to a group whose choice is compared, as model.hf_config.n_layer to model.name.
@@ -269,7 +274,9 @@ def differences(points: Sequence[Point]) -> dict[str, dict[str, list[str]]]:
     }
 
 
-def lines_of_broken_must_equal(points: Sequence[Point], must_equal: Iterable[str]) -> list[str]:
+def lines_of_broken_must_equal(
+    points: Sequence[MeasuredPoint], must_equal: Iterable[str]
+) -> list[str]:
     """Return one line for each fact that a study wants equal and that differs, also where it was swept."""
     wanted = tuple("engine.transport" if word == "transport" else word for word in must_equal)
     return [
@@ -286,7 +293,7 @@ def describe_values(values: Mapping[str, Sequence[str]]) -> str:
     return f"{most[0]}, but {others}" if others else most[0]
 
 
-def _differing_facts(points: Sequence[Point]) -> dict[str, dict[str, list[str]]]:
+def _differing_facts(points: Sequence[MeasuredPoint]) -> dict[str, dict[str, list[str]]]:
     facts = [(point.name, facts_of_run(run)) for point in points for run in point.finished_runs]
     keys = dict.fromkeys(key for _, one in facts for key in one if key not in QUIET)
     by_key: dict[str, dict[str, list[str]]] = {}
@@ -305,7 +312,7 @@ def _differing_facts(points: Sequence[Point]) -> dict[str, dict[str, list[str]]]
 
 @dataclass(frozen=True)
 class Conclusions:
-    reference: Point | None
+    reference: MeasuredPoint | None
     comparisons: dict[str, Comparison]  # of each other point beside it
     doubts: list[str]  # times that are in doubt
     broken: list[
@@ -339,7 +346,7 @@ class Conclusions:
         return [head, *_aligned({one.name: one.text for one in self.qualities})]
 
 
-def conclude(points: Sequence[Point], reference: str | None = None) -> Conclusions:
+def conclude(points: Sequence[MeasuredPoint], reference: str | None = None) -> Conclusions:
     """Raises ConfigError if no point has the reference's name."""
     chosen, compared = compare_points(points, reference)
     broken = [line for point in points for line in lines_of_varied_numbers(point)]
@@ -353,7 +360,7 @@ def conclude(points: Sequence[Point], reference: str | None = None) -> Conclusio
     return Conclusions(chosen, compared, _doubts(points), broken, qualities, claims, lines)
 
 
-def _qualities(points: Sequence[Point], reference: Point | None) -> list[Quality]:
+def _qualities(points: Sequence[MeasuredPoint], reference: MeasuredPoint | None) -> list[Quality]:
     """Return what points reached over seeds, in the strictest measure that all of them have."""
     seeds = {point.name: point.by_seed for point in points if point.by_seed}
     if reference is None or all(len(each) < 2 for each in seeds.values()):
@@ -376,7 +383,7 @@ def _qualities(points: Sequence[Point], reference: Point | None) -> list[Quality
     ]
 
 
-def _doubts(points: Sequence[Point]) -> list[str]:
+def _doubts(points: Sequence[MeasuredPoint]) -> list[str]:
     """Say which times others spoilt, or scatter (of many the first), and which runs ran again for that."""
     doubtful = [f"{point.name} ({why})" for point in points if (why := why_doubtful(point))]
     again = [(point.name, sum(AGAIN in run.environment for run in point.runs)) for point in points]

@@ -10,7 +10,7 @@ from typing import Any
 
 from zeroexp.report.columns import Column, exported_columns
 from zeroexp.report.conclusions import Conclusions, conclude, differences
-from zeroexp.report.measured_points import Point, points_of
+from zeroexp.report.measured_points import MeasuredPoint, points_of
 from zeroexp.report.statistics import losses_of
 from zeroexp.tracking.json_files import dumps
 from zeroexp.tracking.run import Run
@@ -18,13 +18,16 @@ from zeroexp.tracking.run import Run
 FORMAT = 4  # grows when a name of a row changes its meaning or goes
 
 
-def rows_of(points: Sequence[Point], columns: Sequence[Column]) -> list[dict[str, Any]]:
+def rows_of(points: Sequence[MeasuredPoint], columns: Sequence[Column]) -> list[dict[str, Any]]:
     """Return the numbers of each point; what is unknown is None. Bytes are the fullest rank's."""
     return [{column.key: column.value(point) for column in columns} for point in points]
 
 
 def as_json(
-    points: Sequence[Point], columns: Sequence[Column], conclusions: Conclusions, **more: Any
+    points: Sequence[MeasuredPoint],
+    columns: Sequence[Column],
+    conclusions: Conclusions,
+    **more: Any,
 ) -> str:
     """Return one object: `format`, `points`, what is concluded of them, and whatever else a report knows."""
     losses = losses_of(points)
@@ -53,7 +56,7 @@ def runs_as_json(runs: Sequence[Run]) -> str:
     return as_json(points, exported_columns(points, conclusions), conclusions, problems=[])
 
 
-def as_torchtitan(points: Sequence[Point]) -> str:
+def as_torchtitan(points: Sequence[MeasuredPoint]) -> str:
     """Return a line of JSON for each step of each point, by torchtitan's names of metrics.
 
     Memory is what is allocated, where torchtitan counts blocks that are still in use; a step is numbered from 1.
@@ -61,7 +64,7 @@ def as_torchtitan(points: Sequence[Point]) -> str:
     return "\n".join(dumps(row) for point in points for row in _torchtitan_rows(point))
 
 
-def _torchtitan_rows(point: Point) -> Iterator[dict[str, Any]]:
+def _torchtitan_rows(point: MeasuredPoint) -> Iterator[dict[str, Any]]:
     ranks, summary = point.run.world_size, point.summary
     flops = summary.model_flops_per_step if summary else None
     peak = summary.peak_flops_per_second if summary else None
@@ -84,7 +87,7 @@ def _torchtitan_rows(point: Point) -> Iterator[dict[str, Any]]:
         yield {"run": point.name, "step": record.step + 1, **known}
 
 
-def as_csv(points: Sequence[Point], columns: Sequence[Column]) -> str:
+def as_csv(points: Sequence[MeasuredPoint], columns: Sequence[Column]) -> str:
     text = io.StringIO()
     writer = csv.DictWriter(text, [column.key for column in columns], lineterminator="\n")
     writer.writeheader()

@@ -9,7 +9,7 @@ from textwrap import wrap
 
 from zeroexp.config.keys import ConfigError
 from zeroexp.report.columns import STATUS, Column, beside_names, point_columns
-from zeroexp.report.measured_points import Point
+from zeroexp.report.measured_points import MeasuredPoint
 from zeroexp.report.statistics import DOUBT, why_doubtful
 from zeroexp.report.tables import Table
 from zeroexp.report.writing import writing
@@ -19,7 +19,7 @@ BEGIN, END = (f"<!-- {MEASURED}: {word} -->" for word in ("begin", "end"))
 LINE = 100  # characters of prose
 
 
-def render(points: Sequence[Point], columns: Sequence[Column]) -> str:
+def render(points: Sequence[MeasuredPoint], columns: Sequence[Column]) -> str:
     """Return a sentence that says when, where and by which command it ran, then a table of what differs."""
     every = point_columns(points)
     differ = [column for column in every if column.differs(points)]
@@ -51,7 +51,7 @@ def wrapped(sentence: str) -> str:
     return "\n".join(wrap(sentence, LINE, break_long_words=False, break_on_hyphens=False))
 
 
-def _circumstances(points: Sequence[Point]) -> str:
+def _circumstances(points: Sequence[MeasuredPoint]) -> str:
     """Return the day, command, machine and versions of the first run that tells; all runs of a sweep share them."""
     runs = [point.run for point in points]
     facts = next((run.environment for run in runs if "command" in run.environment), {})

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 
 from zeroexp.config.engines import label_of
 from zeroexp.report.columns import Column, peak_flops_by_name
-from zeroexp.report.measured_points import Point
+from zeroexp.report.measured_points import MeasuredPoint
 from zeroexp.report.statistics import DOUBT, drift_lines, why_doubtful
 
 NOT_AS_ASKED = "dtypes_not_as_asked"  # of measure/dtypes_found.py
@@ -34,7 +34,7 @@ MEANINGS = {
 }
 
 
-def meanings_of(points: Sequence[Point], columns: Sequence[Column]) -> list[str]:
+def meanings_of(points: Sequence[MeasuredPoint], columns: Sequence[Column]) -> list[str]:
     """Return a sentence for each of these columns that needs one, then what is to be known of the points."""
     summaries = [point.summary for point in points if point.summary]
     steps = sorted({(s.num_steps, s.num_warmup_steps) for s in summaries})
@@ -58,7 +58,9 @@ def meanings_of(points: Sequence[Point], columns: Sequence[Column]) -> list[str]
 
 
 def _said_once(
-    points: Sequence[Point], text_of: Callable[[Point], tuple[str, str | None]], form: str
+    points: Sequence[MeasuredPoint],
+    text_of: Callable[[MeasuredPoint], tuple[str, str | None]],
+    form: str,
 ) -> list[str]:
     """Return a sentence for each text, once for all that it is said of: points, where several texts have one name."""
     names: dict[str, dict[str, None]] = {}
@@ -71,22 +73,22 @@ def _said_once(
     return [form.format(who=", ".join(who), what=text) for text, who in names.items()]
 
 
-def _why_no_plan(point: Point) -> tuple[str, str | None]:
+def _why_no_plan(point: MeasuredPoint) -> tuple[str, str | None]:
     return point.name, point.summary and point.summary.not_rehearsed
 
 
-def _settled(point: Point) -> tuple[str, str]:
+def _settled(point: MeasuredPoint) -> tuple[str, str]:
     """The engine's values of open settings."""
     values = {k: v for k, v in point.run.engine.items() if v != "null" and k not in TOLD_APART}
     return point.run.label, ", ".join(f"{key} {value}" for key, value in values.items())
 
 
-def _other_dtypes(point: Point) -> tuple[str, str | None]:
+def _other_dtypes(point: MeasuredPoint) -> tuple[str, str | None]:
     """What the run computed, kept or sent in another dtype than it was asked to."""
     return point.run.label, point.run.engine.get(NOT_AS_ASKED)
 
 
-def _stage_meanings(points: Sequence[Point]) -> list[str]:
+def _stage_meanings(points: Sequence[MeasuredPoint]) -> list[str]:
     """Return where an engine does something else than the name of its stage promises."""
     notes = {
         point.name if point.outer_every else point.run.label: label_of(

@@ -31,7 +31,7 @@ Round = tuple[int, int]  # seed, number of the repeat
 
 
 @dataclass(frozen=True)
-class Point:
+class MeasuredPoint:
     """One cell of a sweep; `name` tells it from all others of the report."""
 
     name: str
@@ -139,7 +139,7 @@ def settings_of(run: Run) -> tuple[str, ...]:
     )
 
 
-def points_of(runs: Sequence[Run]) -> list[Point]:
+def points_of(runs: Sequence[Run]) -> list[MeasuredPoint]:
     """Group runs into points, in the order of their first runs; two sweeps have no point in common."""
     groups: dict[tuple[str, ...], list[Run]] = {}
     for run in runs:
@@ -149,7 +149,7 @@ def points_of(runs: Sequence[Run]) -> list[Point]:
         folders = {folder: str(folder) for folder in folders}
     sweeps = {folder: f"{name}/" if len(folders) > 1 else "" for folder, name in folders.items()}
     return [
-        Point(f"{sweeps[group[0].folder.parent]}{_name(group)}", tuple(group))
+        MeasuredPoint(f"{sweeps[group[0].folder.parent]}{_name(group)}", tuple(group))
         for group in groups.values()
     ]
 

@@ -13,7 +13,7 @@ from textwrap import wrap
 
 from zeroexp.report.columns import Column, columns_of, of_parts
 from zeroexp.report.meanings import meanings_of
-from zeroexp.report.measured_points import Point
+from zeroexp.report.measured_points import MeasuredPoint
 from zeroexp.report.tables import Table
 
 # What a narrow terminal shows, the most important first; rows keep the order of the wide table.
@@ -25,7 +25,7 @@ WIDTH = 110  # characters in the text below the table
 LEFT_OUT = "More columns: a wider terminal, zeroexp report FOLDER --csv -, the page."
 
 
-def print_table(points: Sequence[Point]) -> None:
+def print_table(points: Sequence[MeasuredPoint]) -> None:
     """Print the table; on a terminal it is fitted to the width, in a pipe it has its full width."""
     print(render(points, _terminal_width()))
 
@@ -42,7 +42,7 @@ def _terminal_width() -> int | None:
     return shutil.get_terminal_size().columns if sys.stdout.isatty() else None
 
 
-def render(points: Sequence[Point], width: int | None = None) -> str:
+def render(points: Sequence[MeasuredPoint], width: int | None = None) -> str:
     """Return a header of two lines (name, unit), one line per point, and the meaning of each number.
 
     If that is wider than `width` characters (None: no limit), values that all points share move into a caption. If it

@@ -22,7 +22,7 @@ from statistics import fmean, stdev
 from typing import Any
 
 from zeroexp.measure.drift import STEP_TIME
-from zeroexp.report.measured_points import Point
+from zeroexp.report.measured_points import MeasuredPoint
 from zeroexp.tracking.run import Run
 
 ALPHA = 0.05
@@ -175,7 +175,7 @@ def compare_quality(
     return Quality(name, metric, len(values), mean, deviation, low, high)
 
 
-def step_time_interval(point: Point) -> Interval | None:
+def step_time_interval(point: MeasuredPoint) -> Interval | None:
     """Return the interval of the point's step time, over runs or over steps; None if too little was measured."""
     seconds = sorted(point.seconds_by_round.values())
     if len(seconds) >= FEWEST:
@@ -195,13 +195,13 @@ def why_spoilt(run: Run) -> str | None:
     return f"others used {run.other_cores:.1f} of {cores:.0f} cores"
 
 
-def in_doubt(points: Sequence[Point]) -> Iterator[Run]:
+def in_doubt(points: Sequence[MeasuredPoint]) -> Iterator[Run]:
     """Yield the runs that others spoilt, and all runs of points whose time is in doubt for another reason."""
     for point in filter(why_doubtful, points):
         yield from [*filter(why_spoilt, point.finished_runs)] or point.finished_runs
 
 
-def why_doubtful(point: Point) -> str | None:
+def why_doubtful(point: MeasuredPoint) -> str | None:
     """Say in words why the point's time is in doubt: others spoilt a run of it, or its runs or steps scatter."""
     if spoilt := next(filter(None, map(why_spoilt, point.finished_runs)), None):
         return spoilt
@@ -215,7 +215,7 @@ def why_doubtful(point: Point) -> str | None:
     return None
 
 
-def drift_lines(points: Sequence[Point]) -> list[str]:
+def drift_lines(points: Sequence[MeasuredPoint]) -> list[str]:
     """Say once for each point what rose with the steps of its runs, but for times that others spoilt."""
     found = {
         f"{point.name}: {what}": how
@@ -335,7 +335,7 @@ class LossVerdict:
         return lines
 
 
-def losses_of(points: Sequence[Point]) -> LossVerdict | None:
+def losses_of(points: Sequence[MeasuredPoint]) -> LossVerdict | None:
     """Judge the curves of runs that came to their end by the first point's study.loss_agreement and loss_must_fall.
 
     None where there is no such curve.
@@ -369,7 +369,7 @@ def judge_losses(
     return LossVerdict(reference, bound, must_fall, judged)
 
 
-def in_order_of_losses(points: Sequence[Point]) -> list[Point]:
+def in_order_of_losses(points: Sequence[MeasuredPoint]) -> list[MeasuredPoint]:
     """Return the points that recorded losses, in their order but for those that nothing is compared with.
 
     Behind the others stand those with a loss that is no number, and last seldom synchronised replicas.

@@ -24,7 +24,7 @@ MAX_RUNNING_LINES = 8
 
 
 @dataclass
-class _Point:
+class _ShownPoint:
     number: int  # from 1
     name: str
     num_steps: int
@@ -62,14 +62,14 @@ class Progress:
         self._num_points = num_points
         self._stream, self._clock = stream or sys.stderr, clock
         self._live = self._stream.isatty()
-        self._running: dict[int, _Point] = {}
+        self._running: dict[int, _ShownPoint] = {}
         self._ended: Counter[str] = Counter()  # ended points by status
         self._num_lines = 0  # of the frame on the screen
         self._drawn = float("-inf")
 
     def start(self, number: int, name: str, num_steps: int) -> None:
         """Point `number` (from 1) starts; `num_steps` counts warm-up steps too."""
-        self._running[number] = _Point(number, name, num_steps, started=self._clock())
+        self._running[number] = _ShownPoint(number, name, num_steps, started=self._clock())
         self.note(f"[{number}/{self._num_points}] {name}: started")
 
     def step(self, number: int, record: StepRecord) -> None:
@@ -145,7 +145,7 @@ class Progress:
         ended = f"{self._ended.total()}/{self._num_points} points ended"
         return " | ".join([ended, *counts])
 
-    def _step_line(self, point: _Point, now: float) -> str:
+    def _step_line(self, point: _ShownPoint, now: float) -> str:
         head = f"[{point.number}/{self._num_points}] {point.name}"
         if point.record is None:
             return f"{head} | starting"

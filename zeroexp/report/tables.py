@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from html import escape
 
 from zeroexp.report.columns import Column
-from zeroexp.report.measured_points import Point
+from zeroexp.report.measured_points import MeasuredPoint
 
 LONG = 40  # characters of a cell of HTML that may break into lines
 LATEX = {"&": r"\&", "%": r"\%", "_": r"\_", "#": r"\#", "$": r"\$", "{": r"\{", "}": r"\}"}
@@ -22,7 +22,7 @@ class Table:
     rows: Sequence[Sequence[str]]
 
     @classmethod
-    def of(cls, points: Sequence[Point], columns: Sequence[Column]) -> Table:
+    def of(cls, points: Sequence[MeasuredPoint], columns: Sequence[Column]) -> Table:
         """Return the table with one row for each point."""
         heads = [(column.name or column.key, column.unit) for column in columns]
         rows = [[column.text(point) for column in columns] for point in points]

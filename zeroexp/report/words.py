@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from zeroexp.report.columns import Column, all_columns
-from zeroexp.report.measured_points import Point
+from zeroexp.report.measured_points import MeasuredPoint
 from zeroexp.report.statistics import drift_lines, losses_of
 
 LEAST = {  # label of a card -> the column whose least number it shows
@@ -26,7 +26,7 @@ class Card(NamedTuple):
     detail: str  # which point it is, and how it compares
 
 
-def headline_sentences(points: Sequence[Point]) -> list[str]:
+def headline_sentences(points: Sequence[MeasuredPoint]) -> list[str]:
     """Say what ran, which runs diverged, and what rose with the steps."""
     diverged = [
         f"{point.name} {point.summary.verdict}: its numbers are of a run that does not train."
@@ -36,7 +36,7 @@ def headline_sentences(points: Sequence[Point]) -> list[str]:
     return [_what_ran(points), *diverged, *drift_lines(points)]
 
 
-def headline_cards(points: Sequence[Point]) -> list[Card]:
+def headline_cards(points: Sequence[MeasuredPoint]) -> list[Card]:
     """Return the few numbers that head the page; those that nothing is known of are left out."""
     columns = {column.key: column for column in all_columns(points)}
     cards = [_least(label, columns[key], points) for label, key in LEAST.items()]
@@ -46,7 +46,7 @@ def headline_cards(points: Sequence[Point]) -> list[Card]:
     return [card for card in cards if card]
 
 
-def _least(label: str, column: Column, points: Sequence[Point]) -> Card | None:
+def _least(label: str, column: Column, points: Sequence[MeasuredPoint]) -> Card | None:
     """Return the least number, of equal ones the first, beside the largest; None where there are no two."""
     # One rank sends nothing.
     numbers = [(value, point) for point in points if (value := column.value(point))]
@@ -61,7 +61,7 @@ def _least(label: str, column: Column, points: Sequence[Point]) -> Card | None:
     return Card(label, value, f"{low.name}{share}{once}{doubt}")
 
 
-def _what_ran(points: Sequence[Point]) -> str:
+def _what_ran(points: Sequence[MeasuredPoint]) -> str:
     runs = [run for point in points for run in point.runs]
     models = dict.fromkeys(run.config["model.name"] for run in runs)
     sizes = sorted({run.world_size for run in runs})

@@ -22,7 +22,7 @@ from typing import Any
 from zeroexp.config.keys import ConfigError
 from zeroexp.process.locks import temporary_folder
 from zeroexp.report.conclusions import Conclusions, conclude
-from zeroexp.report.measured_points import Point
+from zeroexp.report.measured_points import MeasuredPoint
 from zeroexp.report.page.byte_charts import causes_chart, memory_chart, traffic_chart
 from zeroexp.report.page.chart import DEFAULTS, Chart
 from zeroexp.report.page.html_tables import differences_table, provenance_table, results_table
@@ -40,7 +40,7 @@ from zeroexp.report.writing import writing
 NAME = "report.html"
 TEMPLATES = ("hovertemplate", "texttemplate")  # these are ours, and have plotly's tags
 CARD = '<div class="card"><b>{}</b><strong>{}</strong><span>{}</span></div>'
-CHARTS: list[Callable[[Sequence[Point]], Chart]] = [
+CHARTS: list[Callable[[Sequence[MeasuredPoint]], Chart]] = [
     memory_chart,
     causes_chart,
     step_time_chart,
@@ -51,7 +51,7 @@ CHARTS: list[Callable[[Sequence[Point]], Chart]] = [
 ]
 
 
-def write_into(folder: Path, points: Sequence[Point]) -> None:
+def write_into(folder: Path, points: Sequence[MeasuredPoint]) -> None:
     """Write the page of a sweep into its folder and print where it is; a full disk costs one line."""
     path = folder / NAME
     try:
@@ -63,7 +63,7 @@ def write_into(folder: Path, points: Sequence[Point]) -> None:
 
 
 def save(
-    points: Sequence[Point],
+    points: Sequence[MeasuredPoint],
     problems: Sequence[str],
     path: Path,
     conclusions: Conclusions | None = None,
@@ -76,7 +76,9 @@ def save(
 
 
 def render(
-    points: Sequence[Point], problems: Sequence[str] = (), conclusions: Conclusions | None = None
+    points: Sequence[MeasuredPoint],
+    problems: Sequence[str] = (),
+    conclusions: Conclusions | None = None,
 ) -> str:
     """Return the page about these points; `problems` are lines about runs that are not on it.
 
@@ -119,7 +121,7 @@ def render(
     return re.sub(r"\{\{(\w+)\}\}", lambda match: values[match[1]], template)
 
 
-def chart_of(name: str, points: Sequence[Point], conclusions: Conclusions) -> Chart:
+def chart_of(name: str, points: Sequence[MeasuredPoint], conclusions: Conclusions) -> Chart:
     """Return one chart by its name. Raises ConfigError for a name that none has."""
     makers = {make.__name__.removesuffix("_chart"): partial(make, points) for make in CHARTS}
     makers["verdict"] = partial(verdict_chart, conclusions)

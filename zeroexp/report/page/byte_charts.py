@@ -7,14 +7,14 @@ from collections.abc import Mapping, Sequence
 from zeroexp.measure.record import CAUSES, Peak, RunSummary, kinds_in
 from zeroexp.report.columns import MIB
 from zeroexp.report.conclusions import describe_values
-from zeroexp.report.measured_points import MOMENT, Point
+from zeroexp.report.measured_points import MOMENT, MeasuredPoint
 from zeroexp.report.page.chart import INK, Chart, Trace, row_chart, row_marks
 from zeroexp.report.palette import CAUSE_COLOURS, KIND_LOOKS, RED, part_colour
 
 # ---- bytes held after backward, by kind, beside the closed form and the peak
 
 
-def memory_chart(points: Sequence[Point]) -> Chart:
+def memory_chart(points: Sequence[MeasuredPoint]) -> Chart:
     done = {point.name: point.summary for point in points if point.summary}
     peaks = {row: s.memory.peak.fullest / MIB for row, s in done.items() if s.memory.peak}
     held = {point.name: point.held_bytes for point in points if point.summary}
@@ -38,7 +38,7 @@ def memory_chart(points: Sequence[Point]) -> Chart:
     )
 
 
-def _closed_forms(points: Sequence[Point], planned: str) -> list[Trace]:
+def _closed_forms(points: Sequence[MeasuredPoint], planned: str) -> list[Trace]:
     """Return marks of what closed forms say, for runs that have one.
 
     planned: the key of RunSummary.plan. What torch's engines send has no closed form.
@@ -51,7 +51,7 @@ def _closed_forms(points: Sequence[Point], planned: str) -> list[Trace]:
 # ---- bytes allocated at the moment at which the fullest rank held most, by cause
 
 
-def causes_chart(points: Sequence[Point]) -> Chart:
+def causes_chart(points: Sequence[MeasuredPoint]) -> Chart:
     peaks = {point.name: peak for point in points if (peak := _fullest_peak(point.summary))}
     return row_chart(
         "causes",
@@ -91,7 +91,7 @@ def where_peak_comes(peak: Peak) -> str:
 MESSAGES = ("gather", "secondary", "reduce", "replicas", "matrices", "publish", "norm", "loss")
 
 
-def traffic_chart(points: Sequence[Point]) -> Chart:
+def traffic_chart(points: Sequence[MeasuredPoint]) -> Chart:
     sent = {point.name: point.sent_bytes for point in points if point.summary}
     kinds = {kind for one in sent.values() for kind, number in one.items() if number}
     ordered = [*(kind for kind in MESSAGES if kind in kinds), *sorted(kinds - {*MESSAGES})]

@@ -11,7 +11,7 @@ from shlex import quote
 from zeroexp.report.columns import POINT, STATUS, Column, columns_of, of_parts
 from zeroexp.report.conclusions import describe_values, differences
 from zeroexp.report.meanings import meanings_of
-from zeroexp.report.measured_points import Point
+from zeroexp.report.measured_points import MeasuredPoint
 from zeroexp.report.statistics import step_time_interval
 from zeroexp.report.tables import Table
 from zeroexp.tracking.run import Run
@@ -28,7 +28,7 @@ FACTS = {
 }
 
 
-def results_table(points: Sequence[Point]) -> str:
+def results_table(points: Sequence[MeasuredPoint]) -> str:
     """Return one row per point: the median of its repeats, the interval of its step time, bytes of the fullest rank."""
     columns = columns_of(points)
     times, losses = (of_parts(columns, part) for part in ("times", "losses"))
@@ -46,7 +46,7 @@ def results_table(points: Sequence[Point]) -> str:
     return f"{Table.of(points, shown).as_html()}<p>{escape(' '.join(notes))}</p>"
 
 
-def differences_table(points: Sequence[Point]) -> str:
+def differences_table(points: Sequence[MeasuredPoint]) -> str:
     """Return every fact that differs beside strategy, implementation, ranks and what else was swept."""
     facts = differences(points)
     if not facts:
@@ -59,7 +59,7 @@ def differences_table(points: Sequence[Point]) -> str:
     return f"<p>{introduction}</p>{Table.of_words(('fact', 'values'), rows).as_html()}"
 
 
-def provenance_table(points: Sequence[Point]) -> str:
+def provenance_table(points: Sequence[MeasuredPoint]) -> str:
     """Return what was run, where and with which versions, then the commands that run it again."""
     runs = [run for point in points for run in point.runs]
     versions = dict.fromkeys(
@@ -102,7 +102,7 @@ def _days(runs: Sequence[Run]) -> list[str]:
     return list(dict.fromkeys(f"{day:%Y-%m-%d}" for day in days))
 
 
-def _interval_text(point: Point) -> str | None:
+def _interval_text(point: MeasuredPoint) -> str | None:
     interval = step_time_interval(point)
     return f"{1e3 * interval.low:,.1f}–{1e3 * interval.high:,.1f}" if interval else None
 

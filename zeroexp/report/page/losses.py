@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from zeroexp.report.measured_points import Point
+from zeroexp.report.measured_points import MeasuredPoint
 from zeroexp.report.page.chart import MANY, Chart, Trace, axis_of, line_style, scatter
 from zeroexp.report.statistics import in_order_of_losses, losses_of, relative_distance
 
@@ -14,7 +14,7 @@ WIDEST, THIN, MOST_STRIPES = 10.0, 1.5, 12
 BELOW = "The lower half shows each step's distance; equal losses leave a gap."
 
 
-def loss_chart(points: Sequence[Point]) -> Chart:
+def loss_chart(points: Sequence[MeasuredPoint]) -> Chart:
     recorded, verdict = in_order_of_losses(points), losses_of(points)
     if not recorded:
         return Chart("losses", "Loss curves", "No point recorded a step.")

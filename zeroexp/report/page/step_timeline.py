@@ -17,7 +17,7 @@ from zeroexp.config.engines import stage_carried_out
 from zeroexp.cut.stage import Placement
 from zeroexp.measure.formats import refuse_newer_format
 from zeroexp.report.columns import MIB
-from zeroexp.report.measured_points import Point
+from zeroexp.report.measured_points import MeasuredPoint
 from zeroexp.report.page.chart import INK, Chart, Trace, axis_of, scatter
 from zeroexp.report.palette import CAUSE_COLOURS, SPAN_COLOURS, SPARE
 from zeroexp.report.reading import UNREADABLE
@@ -47,7 +47,7 @@ class RankTrace:
     memory: list[tuple[float, dict[str, float]]]  # microseconds since it began, bytes by cause
 
 
-def timeline_charts(points: Sequence[Point]) -> list[Chart]:
+def timeline_charts(points: Sequence[MeasuredPoint]) -> list[Chart]:
     """Return one chart for each of a few traced points, of the last step that each traced.
 
     Those come first that show most: our engines, and of these the ones that gather and free units.
@@ -62,7 +62,7 @@ def timeline_charts(points: Sequence[Point]) -> list[Chart]:
     return charts or [Chart("timeline", TITLE, NOTHING)]
 
 
-def _shows_less(point: Point) -> tuple[bool, bool]:
+def _shows_less(point: MeasuredPoint) -> tuple[bool, bool]:
     stage = stage_carried_out(point.run.implementation, point.run.strategy)
     gathers = stage is not None and stage.parameters is Placement.SHARD
     return point.run.implementation == "torch", not gathers
@@ -101,7 +101,7 @@ def _read_trace(path: Path) -> RankTrace:
     )
 
 
-def _chart(name: str, point: Point, ranks: Sequence[RankTrace]) -> Chart:
+def _chart(name: str, point: MeasuredPoint, ranks: Sequence[RankTrace]) -> Chart:
     first = min(rank.began_at for rank in ranks)
     height = (1 - BETWEEN * (len(ranks) - 1)) / len(ranks)
     end = axis_of("ms since the first rank began", anchor=f"y{2 * len(ranks)}")

@@ -9,7 +9,7 @@ from statistics import fmean
 
 from zeroexp.measure.record import ALL_RANKS, RankTimes, mean_verb_seconds
 from zeroexp.report.conclusions import Conclusions
-from zeroexp.report.measured_points import Point
+from zeroexp.report.measured_points import MeasuredPoint
 from zeroexp.report.page.chart import (
     INK,
     Chart,
@@ -26,7 +26,7 @@ from zeroexp.report.statistics import Comparison, Verdict, step_time_interval
 # ---- where the time of a step goes, by phase, with the interval of the whole step
 
 
-def step_time_chart(points: Sequence[Point]) -> Chart:
+def step_time_chart(points: Sequence[MeasuredPoint]) -> Chart:
     done = {point.name: s for point in points if (s := point.pooled.summary)}
     medians = {row: 1e3 * summary.step_seconds_median for row, summary in done.items()}
     # Over runs it is the interval of a mean, which may lie beside the median of many skewed runs.
@@ -57,7 +57,7 @@ def step_time_chart(points: Sequence[Point]) -> Chart:
 # ---- how much of a step computes and how much waits for bytes, by verb of the engine
 
 
-def exposed_chart(points: Sequence[Point]) -> Chart:
+def exposed_chart(points: Sequence[MeasuredPoint]) -> Chart:
     done = {point.name: s.times for point in points if (s := point.median_run.summary) and s.times}
     waits = {row: mean_verb_seconds(ranks, "exposed") for row, ranks in done.items()}
     verbs = dict.fromkeys(verb for one in waits.values() for verb in one if one[verb] > 0)
@@ -176,7 +176,7 @@ def _verdict_marks(compared: Mapping[str, Comparison], verdict: Verdict) -> Trac
 # ---- tokens per second over the number of ranks, one line per kind of point, beside the ideal
 
 
-def scaling_chart(points: Sequence[Point]) -> Chart:
+def scaling_chart(points: Sequence[MeasuredPoint]) -> Chart:
     title = "Scaling over ranks"
     curves = {name: curve for name, curve in _curves(points).items() if len(curve) > 1}
     if not curves:
@@ -209,7 +209,7 @@ def scaling_chart(points: Sequence[Point]) -> Chart:
     )
 
 
-def _curves(points: Sequence[Point]) -> dict[str, dict[int, float]]:
+def _curves(points: Sequence[MeasuredPoint]) -> dict[str, dict[int, float]]:
     """Return tokens/s by world size, for points that differ in nothing but their number of ranks."""
     curves: dict[str, dict[int, float]] = {}
     for point in points:
