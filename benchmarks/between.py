@@ -24,7 +24,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from statistics import fmean
 
-from zeroexp.report.statistics import Comparison, Verdict, compare_step_times
+from zeroexp.report.statistics import Comparison, TimeVerdict, compare_step_times
 from zeroexp.tracking.files import read_summary
 
 NUM_ROUNDS = 5
@@ -49,7 +49,7 @@ def main() -> int:
             print(f"benchmarks.between: {error}", file=sys.stderr)
             return WRONG
     print(f"B over A: {found.text} ({arguments.rounds} rounds)")
-    return SLOWER if found.verdict is Verdict.SLOWER else 0
+    return SLOWER if found.verdict is TimeVerdict.SLOWER else 0
 
 
 def compare(

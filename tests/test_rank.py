@@ -16,11 +16,11 @@ import torch
 
 from tests import rank_code
 from zeroexp.cluster.follow import ShownRun
-from zeroexp.cluster.job import Job, Outcome
+from zeroexp.cluster.job import Job, JobOutcome
 from zeroexp.cluster.local import LocalCluster
 from zeroexp.config import keys as configs
 from zeroexp.config.keys import Config
-from zeroexp.report.sweep_progress import Progress
+from zeroexp.report.sweep_progress import SweepProgress
 from zeroexp.run.rank import keep_freed_memory, prepare  # noqa: F401
 from zeroexp.tracking.files import read_records, read_summary
 from zeroexp.tracking.run import read_run
@@ -68,10 +68,10 @@ def process_of(job: Job, rank: int) -> int:
 def test_what_a_run_leaves_in_its_folder(local, tmp_path):
     job = make_job(tmp_path / "run")
     told, stepped = io.StringIO(), list[Job]()
-    shown = ShownRun(1, job, Progress(1, told), stepped.append, skip=True)
+    shown = ShownRun(1, job, SweepProgress(1, told), stepped.append, skip=True)
     shown.start()
     outcome = local.run(job, shown.show_steps)
-    assert outcome == Outcome("done"), outcome.cause
+    assert outcome == JobOutcome("done"), outcome.cause
     assert stepped == [job] * 4 and "[1/1] run | step 4/4 | loss " in told.getvalue()
     records, summary = read_records(job.folder), read_summary(job.folder)
     assert [record.step for record in records] == [0, 1, 2, 3]

@@ -26,7 +26,7 @@ from zeroexp.process.json_output import answer
 from zeroexp.report.exports import runs_as_json
 from zeroexp.report.measured_points import points_of
 from zeroexp.report.results_table import print_table
-from zeroexp.report.sweep_progress import Progress
+from zeroexp.report.sweep_progress import SweepProgress
 from zeroexp.sync import jobs_of, sync
 from zeroexp.tracking import owner
 from zeroexp.tracking.mlflow_uploads import Uploads, open_uploads
@@ -100,7 +100,7 @@ def watch(arguments: argparse.Namespace) -> int:
 def follow_all(jobs: list[Job], uploads: Uploads | None) -> None:
     waiting = set(unfinished(jobs).values())
     numbered = {n: job for n, job in enumerate(jobs, start=1) if job in waiting}
-    with Progress(len(jobs)) as progress, submitter_of(jobs) as held:
+    with SweepProgress(len(jobs)) as progress, submitter_of(jobs) as held:
         follow(
             {**numbered, **held},
             progress,

@@ -15,7 +15,7 @@ import pytest
 
 from zeroexp.cluster.follow import follow
 from zeroexp.cluster.job import Job
-from zeroexp.report.sweep_progress import Progress
+from zeroexp.report.sweep_progress import SweepProgress
 
 ROOT = Path(__file__).parents[2]
 MINICLUSTER = str(ROOT / "slurm" / "minicluster")
@@ -54,7 +54,7 @@ def why_no_networks() -> str | None:
 
 
 def follow_to_the_end(jobs: Mapping[str, Job]) -> None:
-    with Progress(len(jobs), io.StringIO()) as progress:
+    with SweepProgress(len(jobs), io.StringIO()) as progress:
         follow(dict(enumerate(jobs.values(), start=1)), progress, on_step=ignore, on_end=ignore)
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.cluster.test_sweep import ONE, jobs, statuses, zeroexp
-from zeroexp.cluster.job import Outcome, event_of
+from zeroexp.cluster.job import JobOutcome, event_of
 from zeroexp.config.keys import EventsConfig
 from zeroexp.run.rank import NotFinite
 from zeroexp.tracking import attempt
@@ -84,14 +84,14 @@ def test_no_run_is_tried_more_often_or_unasked(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("outcome", "event"),
     [
-        (Outcome("failed", {"exception": "Hang"}), "stall"),
-        (Outcome("failed", {"exception": NotFinite.__name__}), "nan"),
-        (Outcome("out_of_memory", {"exception": "RuntimeError"}), "out_of_memory"),
-        (Outcome("failed", {"exception": "RuntimeError"}), None),
-        (Outcome("timed_out"), None),
-        (Outcome("done"), None),
+        (JobOutcome("failed", {"exception": "Hang"}), "stall"),
+        (JobOutcome("failed", {"exception": NotFinite.__name__}), "nan"),
+        (JobOutcome("out_of_memory", {"exception": "RuntimeError"}), "out_of_memory"),
+        (JobOutcome("failed", {"exception": "RuntimeError"}), None),
+        (JobOutcome("timed_out"), None),
+        (JobOutcome("done"), None),
     ],
 )
-def test_each_event_is_known_by_how_the_job_ended(outcome: Outcome, event: str | None) -> None:
+def test_each_event_is_known_by_how_the_job_ended(outcome: JobOutcome, event: str | None) -> None:
     assert event_of(outcome) == event
     assert event is None or hasattr(EventsConfig(), event)

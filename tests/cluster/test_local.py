@@ -20,7 +20,7 @@ import pytest
 from tests import rank_code
 from tests.composing import composed
 from tests.warm import Warm, start_servers_with
-from zeroexp.cluster.job import Job, Outcome
+from zeroexp.cluster.job import Job, JobOutcome
 from zeroexp.cluster.local import LocalCluster
 from zeroexp.config import keys as configs
 from zeroexp.config.keys import Config, ConfigError
@@ -47,7 +47,7 @@ def make_job(
     return Job(folder)
 
 
-def cause_of(outcome: Outcome) -> dict[str, Any]:
+def cause_of(outcome: JobOutcome) -> dict[str, Any]:
     assert outcome.status == "failed" and outcome.cause is not None
     return outcome.cause
 
@@ -152,7 +152,7 @@ def test_a_rank_that_exits_without_a_word(local, tmp_path):
 def test_a_failure_of_an_earlier_attempt_is_forgotten(local, tmp_path):
     job = make_job(tmp_path / "say_who", world_size=1)
     (job.folder / "failure.json").write_text('{"message": "long ago"}')
-    assert local.run(job) == Outcome("done", None)
+    assert local.run(job) == JobOutcome("done", None)
 
 
 def test_a_job_that_takes_too_long_is_stopped(local, tmp_path):

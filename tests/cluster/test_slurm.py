@@ -43,7 +43,7 @@ from zeroexp.cluster.submit import submit as submit_jobs
 from zeroexp.cluster.task import ENDED, PREEMPTED, TIME_LIMIT
 from zeroexp.config.keys import ClusterConfig, Config, SlurmConfig, save
 from zeroexp.process.watchdog.lost import SECONDS_BETWEEN_CALLS
-from zeroexp.report.sweep_progress import Progress
+from zeroexp.report.sweep_progress import SweepProgress
 from zeroexp.tracking import attempt
 from zeroexp.tracking.files import read_json, read_records
 from zeroexp.tracking.json_files import reserve
@@ -446,13 +446,13 @@ def test_points_that_slurm_takes_later_are_held(
     assert slurm_id(first) and all(is_held_back(job) and not slurm_id(job) for job in others)
     assert "MaxSubmit" in others[0].state["reason"], others[0].state
     told = io.StringIO()
-    with Progress(len(jobs), told) as progress:
+    with SweepProgress(len(jobs), told) as progress:
         follow_waited(jobs, progress, on_step=ignore, on_end=ignore, submit=submits)
     assert "2 points are held, since Slurm takes no more now: " in told.getvalue()
     if not wait:
         cancel_unfinished(jobs.values())
         assert [job.state["status"] for job in others] == ["pending", "pending"], "for watch"
-        with Progress(len(jobs), told) as progress, submitter_of(list(jobs.values())) as held:
+        with SweepProgress(len(jobs), told) as progress, submitter_of(list(jobs.values())) as held:
             assert list(held.values()) == others
             follow({1: first, **held}, progress, on_step=ignore, on_end=ignore, submit=submits)
     assert [job.state["status"] for job in jobs.values()] == ["done"] * 3

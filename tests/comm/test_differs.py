@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from zeroexp.process.watchdog.differs import Comparison, Moves, describe_difference
+from zeroexp.process.watchdog.differs import ComparingThread, Moves, describe_difference
 from zeroexp.process.world import World
 
 LOOKS = 0.05  # seconds of a look and of patience here
@@ -80,7 +80,7 @@ class Ranks:
         cpu = torch.device("cpu")
         self.moves = [Moves(World(rank, size, cpu, "gloo")) for rank in range(size)]
         groups: list[Any] = [Group(self.store.of(rank)) for rank in range(size)]
-        self._threads = list(map(Comparison, self.moves, ["engine"] * size, groups))
+        self._threads = list(map(ComparingThread, self.moves, ["engine"] * size, groups))
         self.store.take_most()
 
     def look(self) -> set[str | None]:

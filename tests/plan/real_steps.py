@@ -35,7 +35,7 @@ from zeroexp.plan.hidden_memory import product_scratch_bytes
 from zeroexp.plan.rehearse import UNDISTURBED_STEP, RehearsedRank, prepared
 from zeroexp.plan.stand_ins import NoData
 from zeroexp.process.world import World, barrier, fake_world, joined_process_group
-from zeroexp.training.loop import Data, train
+from zeroexp.training.loop import TrainingData, train
 
 CPU = torch.device("cpu")
 # By which a product takes more than its sums, and small messages that threads of gloo let go late.
@@ -95,7 +95,7 @@ def real_steps(world: World, config: Config, run: Path | None = None) -> Steps:
     model = build_model(config.model, seed=0, device="cpu", vocab_size=config.data.vocab_size)
     checkpoint_as_configured(model.module, model.blocks, config.train)
     strategy = build_strategy(config, model, world)
-    instruments, data = Instruments(config.train, world, Path()), cast(Data, Zeros(config))
+    instruments, data = Instruments(config.train, world, Path()), cast(TrainingData, Zeros(config))
     saver, records = run and Saver(run, strategy, config, world), []
     for record in train(strategy, data, config=config, world=world, instruments=instruments):
         records.append(record)

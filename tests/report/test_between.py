@@ -8,10 +8,10 @@ import random
 import pytest
 
 from benchmarks import between
-from zeroexp.report.statistics import Verdict
+from zeroexp.report.statistics import TimeVerdict
 
 
-def verdicts(slower: float, number: int = 100) -> list[Verdict]:
+def verdicts(slower: float, number: int = 100) -> list[TimeVerdict]:
     """Compare so many times where B takes `slower` times A's step, each run is off by 1 %, and the machine drifts."""
     draw, turns = random.Random(11), 0
 
@@ -25,10 +25,10 @@ def verdicts(slower: float, number: int = 100) -> list[Verdict]:
 
 
 def test_two_per_cent_are_found_in_ninety_of_a_hundred_and_nothing_is_found_in_nothing() -> None:
-    assert verdicts(1.02).count(Verdict.SLOWER) >= 90
-    assert verdicts(1 / 1.02).count(Verdict.FASTER) >= 90
+    assert verdicts(1.02).count(TimeVerdict.SLOWER) >= 90
+    assert verdicts(1 / 1.02).count(TimeVerdict.FASTER) >= 90
     equal = verdicts(1.0)
-    assert equal.count(Verdict.SLOWER) + equal.count(Verdict.FASTER) <= 5
+    assert equal.count(TimeVerdict.SLOWER) + equal.count(TimeVerdict.FASTER) <= 5
 
 
 def test_both_sides_take_as_many_turns_and_a_drift_favours_nobody() -> None:

@@ -8,7 +8,7 @@ import re
 import pytest
 
 from tests.run_folders import record
-from zeroexp.report.sweep_progress import MAX_RUNNING_LINES, Progress, duration
+from zeroexp.report.sweep_progress import MAX_RUNNING_LINES, SweepProgress, duration
 
 
 class Clock:
@@ -44,7 +44,7 @@ class Terminal(io.StringIO):
 
 def test_a_pipe_gets_one_plain_line_per_event() -> None:
     pipe, clock = io.StringIO(), Clock()
-    with Progress(2, pipe, clock) as progress:
+    with SweepProgress(2, pipe, clock) as progress:
         progress.start(1, "zero3-buffer", num_steps=3)
         for step in range(3):
             clock.now += 1.0
@@ -63,7 +63,7 @@ def test_a_pipe_gets_one_plain_line_per_event() -> None:
 
 def test_a_long_run_in_a_pipe_shows_a_step_every_few_seconds_with_time_left() -> None:
     pipe, clock = io.StringIO(), Clock()
-    progress = Progress(1, pipe, clock)
+    progress = SweepProgress(1, pipe, clock)
     progress.start(1, "run", num_steps=100)
     for step in range(50):
         clock.now += 1.0
@@ -77,7 +77,7 @@ def test_a_long_run_in_a_pipe_shows_a_step_every_few_seconds_with_time_left() ->
 
 def test_a_run_that_goes_on_counts_the_steps_that_it_has_seen() -> None:
     pipe, clock = io.StringIO(), Clock()
-    progress = Progress(1, pipe, clock)
+    progress = SweepProgress(1, pipe, clock)
     progress.start(1, "run", num_steps=100)
     for step in range(50, 56):
         clock.now += 1.0
@@ -89,7 +89,7 @@ def test_a_run_that_goes_on_counts_the_steps_that_it_has_seen() -> None:
 
 def test_what_drifts_is_named_every_three_hundred_steps_while_the_run_goes_on() -> None:
     pipe = io.StringIO()
-    progress = Progress(1, pipe, Clock())
+    progress = SweepProgress(1, pipe, Clock())
     progress.start(1, "run", num_steps=1000)
     for step in range(603):
         objects = 1000 + 10 * min(step, 303) if step % 10 == 0 else None
@@ -100,7 +100,7 @@ def test_what_drifts_is_named_every_three_hundred_steps_while_the_run_goes_on() 
 
 def test_a_terminal_shows_the_running_points_and_keeps_what_ended() -> None:
     terminal, clock = Terminal(), Clock()
-    with Progress(3, terminal, clock) as progress:
+    with SweepProgress(3, terminal, clock) as progress:
         progress.start(1, "one", num_steps=4)
         progress.start(2, "two", num_steps=4)
         clock.now = 2.0
@@ -131,7 +131,7 @@ def test_a_frame_is_one_write_that_never_clears_before_it_draws() -> None:
             return super().write(text)
 
     clock = Clock()
-    progress = Progress(1, Recorder(), clock)
+    progress = SweepProgress(1, Recorder(), clock)
     progress.start(1, "run", num_steps=9)
     del writes[:]
     clock.now = 1.0
@@ -149,7 +149,7 @@ def test_lines_never_wrap_and_many_running_points_are_counted(
 ) -> None:
     monkeypatch.setenv("COLUMNS", "40")
     terminal = Terminal()
-    progress = Progress(20, terminal, Clock())
+    progress = SweepProgress(20, terminal, Clock())
     for number in range(1, 13):
         progress.start(number, "a-name-that-is-longer-than-forty-columns-are", num_steps=4)
     frame = terminal.screen()[12:]

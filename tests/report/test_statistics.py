@@ -11,7 +11,7 @@ from tests.report.made import points, timed
 from zeroexp.report.statistics import (
     MARGIN,
     Comparison,
-    Verdict,
+    TimeVerdict,
     compare_step_times,
     judge_interval,
     judge_losses,
@@ -34,21 +34,31 @@ def against_one(*ratios: float, num_comparisons: int = 1) -> Comparison:
 @pytest.mark.parametrize(
     ("ratios", "num_comparisons", "verdict", "remedy"),
     [
-        ((0.80, 0.81, 0.79), 1, Verdict.FASTER, ""),
-        ((1.25, 1.24, 1.27), 1, Verdict.SLOWER, ""),
-        ((1.001, 0.999, 1.002), 1, Verdict.SAME, ""),
-        ((1.010, 1.011, 1.009), 1, Verdict.SAME, ""),  # surely slower, and surely by less than 2 %
-        ((0.50, 0.50), 1, Verdict.OPEN, " from 2 runs each; repeats=3 at least"),
-        ((0.9,), 1, Verdict.OPEN, " from one run each; repeats=3 at least"),
-        ((0.90, 0.92, 0.88), 1, Verdict.FASTER, ""),
-        ((0.90, 0.92, 0.88), 9, Verdict.OPEN, "; repeats=4 would"),  # many pairs: wider intervals
+        ((0.80, 0.81, 0.79), 1, TimeVerdict.FASTER, ""),
+        ((1.25, 1.24, 1.27), 1, TimeVerdict.SLOWER, ""),
+        ((1.001, 0.999, 1.002), 1, TimeVerdict.SAME, ""),
+        (
+            (1.010, 1.011, 1.009),
+            1,
+            TimeVerdict.SAME,
+            "",
+        ),  # surely slower, and surely by less than 2 %
+        ((0.50, 0.50), 1, TimeVerdict.OPEN, " from 2 runs each; repeats=3 at least"),
+        ((0.9,), 1, TimeVerdict.OPEN, " from one run each; repeats=3 at least"),
+        ((0.90, 0.92, 0.88), 1, TimeVerdict.FASTER, ""),
+        (
+            (0.90, 0.92, 0.88),
+            9,
+            TimeVerdict.OPEN,
+            "; repeats=4 would",
+        ),  # many pairs: wider intervals
         # Mean log -0.0467, scatter 0.0442: at 6 runs 2.571 × 0.0442 / √6 = 0.0464 < 0.0467, at 5 0.0549.
-        ((0.90, 1.00, 0.95, 0.97), 1, Verdict.OPEN, "; repeats=6 would"),
-        ((0.2, 5.0, 0.2, 5.0), 1, Verdict.OPEN, "; not even with repeats=100"),
+        ((0.90, 1.00, 0.95, 0.97), 1, TimeVerdict.OPEN, "; repeats=6 would"),
+        ((0.2, 5.0, 0.2, 5.0), 1, TimeVerdict.OPEN, "; not even with repeats=100"),
     ],
 )
 def test_the_four_verdicts_and_what_would_tell(
-    ratios: tuple[float, ...], num_comparisons: int, verdict: Verdict, remedy: str
+    ratios: tuple[float, ...], num_comparisons: int, verdict: TimeVerdict, remedy: str
 ) -> None:
     found = against_one(*ratios, num_comparisons=num_comparisons)
     assert found.verdict is verdict
@@ -56,10 +66,10 @@ def test_the_four_verdicts_and_what_would_tell(
 
 
 def test_borders_belong_to_no_difference() -> None:
-    assert judge_interval(-MARGIN, MARGIN) is Verdict.SAME
-    assert judge_interval(-MARGIN - 1e-9, -1e-9) is Verdict.FASTER
-    assert judge_interval(-MARGIN - 1e-9, 0.0) is Verdict.OPEN
-    assert judge_interval(1e-9, MARGIN + 1e-9) is Verdict.SLOWER
+    assert judge_interval(-MARGIN, MARGIN) is TimeVerdict.SAME
+    assert judge_interval(-MARGIN - 1e-9, -1e-9) is TimeVerdict.FASTER
+    assert judge_interval(-MARGIN - 1e-9, 0.0) is TimeVerdict.OPEN
+    assert judge_interval(1e-9, MARGIN + 1e-9) is TimeVerdict.SLOWER
 
 
 def test_runs_of_one_round_are_compared_with_each_other() -> None:
@@ -67,12 +77,12 @@ def test_runs_of_one_round_are_compared_with_each_other() -> None:
     reference = {0: 1.0, 1: 1.5, 2: 2.25}
     other = {number: 0.9 * seconds * (1 + 0.001 * number) for number, seconds in reference.items()}
     found = compare_step_times(other, reference)
-    assert found is not None and found.verdict is Verdict.FASTER
+    assert found is not None and found.verdict is TimeVerdict.FASTER
     assert found.ratio == pytest.approx(0.9, rel=0.002)
     # Round 1 of the reference failed: two pairs are left, which are never enough.
     del reference[1]
     found = compare_step_times(other, reference)
-    assert found is not None and (found.num_pairs, found.verdict) == (2, Verdict.OPEN)
+    assert found is not None and (found.num_pairs, found.verdict) == (2, TimeVerdict.OPEN)
     assert compare_step_times(other, {9: 1.0}) is None
 
 
@@ -99,7 +109,7 @@ def test_of_many_sweeps_without_a_difference_few_claim_one(num_runs: int) -> Non
     for _ in range(120):
         reference = runs()
         found = [compare_step_times(runs(), reference, num_comparisons=3) for _ in range(3)]
-        wrong += any(c and c.verdict in (Verdict.FASTER, Verdict.SLOWER) for c in found)
+        wrong += any(c and c.verdict in (TimeVerdict.FASTER, TimeVerdict.SLOWER) for c in found)
     assert wrong < 14
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from zeroexp.verify.explain_difference import UpdateLook
-from zeroexp.verify.local_elements import Piece
+from zeroexp.verify.local_elements import LocalElements
 from zeroexp.verify.observe import Seen
 
 
@@ -25,7 +25,7 @@ def test_an_update_is_a_multiple_or_near_or_another_one(
     random = torch.Generator().manual_seed(0)
     before, update, noise = torch.randn(3, 64, generator=random, dtype=torch.float64).unbind()
     moved = factor * update + off * noise * update.norm() / noise.norm()
-    pieces = [(0, Piece("w", torch.arange(64), before + moved))]
+    pieces = [(0, LocalElements("w", torch.arange(64), before + moved))]
     whole, shapes = {"w": before}, {"w": torch.Size([8, 8])}
     look = UpdateLook(whole, {"w": before + update}, {}, [Seen([])], shapes)
     found = next(iter(look.stories(pieces)))

@@ -16,7 +16,7 @@ from zeroexp.cluster import slurm_state
 from zeroexp.cluster.job import Job
 from zeroexp.cluster.slurm_state import Sighting, SlurmSilent
 from zeroexp.cluster.submit import SUBMITTING, adopt, is_held_back, slurm_id, submit_all
-from zeroexp.report.sweep_progress import Progress
+from zeroexp.report.sweep_progress import SweepProgress
 from zeroexp.tracking.files import RECORDS, read_json, read_rows, step_record, write_json
 from zeroexp.tracking.follow_file import Tail
 from zeroexp.tracking.run import SLURM_FILE, UNFINISHED, state_of
@@ -101,7 +101,7 @@ def cancel_unfinished(jobs: Iterable[Job]) -> list[Job]:
 
 def follow_waited(
     jobs: Mapping[int, Job],
-    progress: Progress,
+    progress: SweepProgress,
     *,
     on_step: OnJob,
     on_end: OnJob,
@@ -123,7 +123,7 @@ def follow_waited(
 
 def follow(
     jobs: Mapping[int, Job],
-    progress: Progress,
+    progress: SweepProgress,
     *,
     on_step: OnJob,
     on_end: OnJob,
@@ -178,7 +178,7 @@ class ShownRun:
     """
 
     def __init__(
-        self, number: int, job: Job, progress: Progress, on_step: OnJob, *, skip: bool = False
+        self, number: int, job: Job, progress: SweepProgress, on_step: OnJob, *, skip: bool = False
     ) -> None:
         self.job = job
         self._number, self._progress, self._on_step = number, progress, on_step
@@ -203,7 +203,7 @@ class ShownRun:
 class _Followed(ShownRun):
     """One that Slurm runs."""
 
-    def __init__(self, number: int, job: Job, progress: Progress, on_step: OnJob) -> None:
+    def __init__(self, number: int, job: Job, progress: SweepProgress, on_step: OnJob) -> None:
         super().__init__(number, job, progress, on_step)
         job_id = slurm_id(job)
         assert job_id is not None, "only what was submitted can be followed"

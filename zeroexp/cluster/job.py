@@ -23,7 +23,7 @@ Status = Literal[Ending, "pending", "running", "requeued", "preempted", "skipped
 
 
 @dataclass(frozen=True)
-class Outcome:
+class JobOutcome:
     """The end of a job; `cause` is what the first failing rank wrote into failure.json."""
 
     status: Ending
@@ -124,7 +124,7 @@ def ending_of(status: Ending, failure: dict[str, Any] | None) -> Ending:
     return "out_of_memory" if short else status
 
 
-def event_of(outcome: Outcome) -> str | None:
+def event_of(outcome: JobOutcome) -> str | None:
     """Return the key of `events` that is about this end of a job, if one is."""
     if outcome.status == "out_of_memory":
         return "out_of_memory"

@@ -12,7 +12,7 @@ from contextlib import suppress
 from multiprocessing.connection import Connection, Pipe
 from typing import Any
 
-from zeroexp.cluster.job import Job, Outcome, ending_of
+from zeroexp.cluster.job import Job, JobOutcome, ending_of
 from zeroexp.config.keys import ClusterConfig, Config, ConfigError
 from zeroexp.tracking import failure
 
@@ -59,7 +59,7 @@ class LocalCluster:
         job: Job,
         meanwhile: Callable[[], None] = lambda: None,
         on_event: Callable[[str], None] = print,
-    ) -> Outcome:
+    ) -> JobOutcome:
         """Run a job to its end; `meanwhile` is called again and again, and once after it, `on_event` with messages."""
         if self._is_replaced():
             on_event("the process that starts ranks has died; starting another")
@@ -69,7 +69,7 @@ class LocalCluster:
         self._runs = False
         if "ServerLost" in answer:
             failure.write(job.folder, "ServerLost", answer["ServerLost"])
-        return Outcome(ending_of(answer["ended"], job.failure), job.failure)
+        return JobOutcome(ending_of(answer["ended"], job.failure), job.failure)
 
     def rehearse(self, job: Job, seconds: float) -> bool:
         """Have a run that has ended rehearsed beside its summary; tell whether that was over in so many seconds."""

@@ -49,7 +49,7 @@ from zeroexp.report.measured_points import MeasuredPoint
 from zeroexp.report.measured_points import points_of as runs_as_points
 from zeroexp.report.results_table import print_lines, print_table
 from zeroexp.report.statistics import AGAIN, in_doubt, losses_of
-from zeroexp.report.sweep_progress import Progress
+from zeroexp.report.sweep_progress import SweepProgress
 from zeroexp.tracking import owner
 from zeroexp.tracking.files import (
     read_json,
@@ -297,7 +297,7 @@ class Sweep:
         }
         try:
             submit_all(queued.values())
-            with Progress(len(jobs)) as progress:
+            with SweepProgress(len(jobs)) as progress:
                 for number in sorted(numbered.keys() - queued.keys()):
                     self._run_one(number, numbered[number], progress)
                 for job in queued.values():
@@ -309,7 +309,7 @@ class Sweep:
             for job in begun:
                 self._send(job)
 
-    def _run_spoilt_again(self, numbered: Mapping[int, Job], progress: Progress) -> None:
+    def _run_spoilt_again(self, numbered: Mapping[int, Job], progress: SweepProgress) -> None:
         """Run rounds once more in which others have spoilt a run, of points that this machine repeats for their times.
 
         Whole rounds, in their order, since times are compared within one. A run with a checkpoint stays as it is: it
@@ -331,7 +331,7 @@ class Sweep:
             progress.again()
             self._run_one(number, numbered[number], progress)
 
-    def _run_one(self, number: int, job: Job, progress: Progress) -> None:
+    def _run_one(self, number: int, job: Job, progress: SweepProgress) -> None:
         if job.status == "skipped":
             progress.end(number, "skipped", job.state["reason"], job.name)
             return

@@ -27,7 +27,7 @@ NUM_REMEMBERED = 4096  # layouts kept; each unit and bucket of a model has one
 
 
 @dataclass(frozen=True)
-class Run:
+class MessageRun:
     """Neighbouring elements of one chunk, or of one member of it, that begin at `at` in the message."""
 
     chunk: int
@@ -95,28 +95,28 @@ class MessageLayout:
         )
 
     @cached_property
-    def sections(self) -> list[Run]:
+    def sections(self) -> list[MessageRun]:
         """The sections of all ranks, in the order of the message; those that also lie together in a chunk are one."""
-        runs: list[Run] = []
+        runs: list[MessageRun] = []
         for run in self._section_of_each_chunk():
             last = runs[-1] if runs else None
             if last and (last.chunk, last.stop, last.place[1]) == (run.chunk, run.start, run.at):
-                runs[-1] = Run(run.chunk, last.start, run.stop, last.at)
+                runs[-1] = MessageRun(run.chunk, last.start, run.stop, last.at)
             else:
                 runs.append(run)
         return runs
 
-    def _section_of_each_chunk(self) -> Iterator[Run]:
+    def _section_of_each_chunk(self) -> Iterator[MessageRun]:
         for rank in self.owners:
             at = self._starts[rank]
             for index, chunk in enumerate(self.chunks):
                 start, stop = chunk.cuts[rank], chunk.cuts[rank + 1]
                 if start < stop:
-                    yield Run(index, start, stop, at)
+                    yield MessageRun(index, start, stop, at)
                 at += stop - start
 
     @cached_property
-    def members(self) -> list[Run]:
+    def members(self) -> list[MessageRun]:
         """What lies of members in the sections, in the same order; elements count from the member's beginning."""
         return [run for section in self.sections for run in _members_in(self.chunks, section)]
 
@@ -150,7 +150,7 @@ def message_layout_of(chunks: tuple[Chunk, ...], itemsize: int) -> MessageLayout
     return MessageLayout(chunks, itemsize)
 
 
-def _members_in(chunks: tuple[Chunk, ...], section: Run) -> Iterator[Run]:
+def _members_in(chunks: tuple[Chunk, ...], section: MessageRun) -> Iterator[MessageRun]:
     members = chunks[section.chunk].members
     first = bisect_right(members, section.start, key=lambda member: member.stop)
     for index, member in enumerate(members[first:], first):
@@ -158,4 +158,4 @@ def _members_in(chunks: tuple[Chunk, ...], section: Run) -> Iterator[Run]:
         if start >= stop:  # the rest is padding, or lies elsewhere
             return
         at = section.at + start - section.start
-        yield Run(section.chunk, start - member.start, stop - member.start, at, index)
+        yield MessageRun(section.chunk, start - member.start, stop - member.start, at, index)

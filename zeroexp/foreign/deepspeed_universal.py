@@ -22,7 +22,7 @@ from zeroexp.checkpoint.manifest import CheckpointError, Manifest
 from zeroexp.checkpoint.weights import Weights
 from zeroexp.config.keys import Config
 from zeroexp.foreign.deepspeed_zero import (
-    Part,
+    MappedPart,
     found_of,
     load_mapped,
     model_states,
@@ -54,7 +54,7 @@ def read_universal(folder: Path, names: Collection[str]) -> Found:
     model, shapes = model_states(folder, is_zero3=ranks_of_zero3 > 0)
     shapes.update((tied, shapes[n]) for tied, n in model["shared_params"].items() if n in shapes)
     parts = {
-        Place(path.parent.name, KEYS.get(path.stem, path.stem)): [Part(0, _values(path))]
+        Place(path.parent.name, KEYS.get(path.stem, path.stem)): [MappedPart(0, _values(path))]
         for path in (folder / "zero").glob("*/*.pt")
     }
     has_steps = any(place.key == STEP for place in parts)

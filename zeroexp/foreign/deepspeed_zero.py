@@ -32,14 +32,14 @@ RANKS = re.compile(r"zero_pp_rank_(\d+)_mp_rank_(\d+)(?:_\d+)?_optim_states\.pt$
 OLDER = "give one of the whole model, saved by DeepSpeed 0.10 or newer"
 
 
-class Part(NamedTuple):
+class MappedPart(NamedTuple):
     """Elements of a flattened tensor from `start` on, as a view of a mapped file."""
 
     start: int
     values: Tensor
 
 
-Parts = dict[Place, list[Part]]
+Parts = dict[Place, list[MappedPart]]
 Shapes = dict[str, tuple[int, ...]]
 
 
@@ -82,7 +82,7 @@ def _files_by_rank(folder: Path) -> list[Path]:
 
 def untrained_parts(
     folder: Path, model: dict[str, Any], shapes: Shapes, num_ranks: int
-) -> Iterator[tuple[Place, list[Part]]]:
+) -> Iterator[tuple[Place, list[MappedPart]]]:
     """Yield the parts of each buffer and frozen parameter, and add their shapes.
 
     zero1 and zero2 have them whole beside the trained ones, which are rounded there. zero3 cuts the frozen ones.
@@ -92,7 +92,7 @@ def untrained_parts(
     for name, values in model["module"].items():
         if name in buffers or (num_ranks == 1 and name not in trained_or_tied):
             shapes[name] = tuple(values.shape)
-            yield Place(name, WEIGHT), [Part(0, values.reshape(-1))]
+            yield Place(name, WEIGHT), [MappedPart(0, values.reshape(-1))]
     if num_ranks > 1 and cut:
         files = [f"zero_pp_rank_{rank}_mp_rank_00_model_states.pt" for rank in range(num_ranks)]
         fragments = [load_mapped(folder / file)["frozen_param_fragments"] for file in files]
@@ -143,9 +143,9 @@ def _add(
     """Add elements of one parameter: from `start` on there, from `offset` on in each flat tensor."""
     for key, values in flat.items():
         if key == STEP:
-            parts[Place(name, key)] = [Part(0, values)]
+            parts[Place(name, key)] = [MappedPart(0, values)]
         elif numel:
-            parts[Place(name, key)].append(Part(start, values.narrow(0, offset, numel)))
+            parts[Place(name, key)].append(MappedPart(start, values.narrow(0, offset, numel)))
 
 
 def _moments(state: Mapping[str, Any], group: int) -> dict[str, Tensor]:
@@ -161,11 +161,11 @@ def _moments(state: Mapping[str, Any], group: int) -> dict[str, Tensor]:
     return moments
 
 
-def _cut_evenly(cut: list[Tensor], numel: int) -> Iterator[Part]:
+def _cut_evenly(cut: list[Tensor], numel: int) -> Iterator[MappedPart]:
     share = -(-numel // len(cut))
     for rank, values in enumerate(cut):
         if (stop := min(share, numel - rank * share)) > 0:
-            yield Part(rank * share, values.reshape(-1)[:stop])
+            yield MappedPart(rank * share, values.reshape(-1)[:stop])
 
 
 def found_of(folder: Path, parts: Parts, shapes: Shapes, step: int | None = None) -> Found:

@@ -39,7 +39,7 @@ class Allocation:
 
 
 @dataclass(frozen=True)
-class Span:
+class TracedSpan:
     """Something that torch names itself: a collective, a range of one of its engines."""
 
     name: str
@@ -54,7 +54,7 @@ class Log:
     blocks: list[Allocation] = field(default_factory=list[Allocation])
     # (when, address, bytes) of blocks from before the log.
     freed: list[tuple[float, int, int]] = field(default_factory=list[tuple[float, int, int]])
-    spans: list[Span] = field(default_factory=list[Span])
+    spans: list[TracedSpan] = field(default_factory=list[TracedSpan])
     # Of a GPU's caching allocator with its history, as torch's viewer shows it.
     snapshot: dict[str, Any] | None = None
 
@@ -111,7 +111,7 @@ def _logged_on_cpu(log: Log) -> Generator[Log]:
         for nanoseconds, num_bytes, address, operator, thread in _rows("changes", CHANGE)
     )
     log.spans = [
-        Span(named(operator), began / 1e9, ended / 1e9, bool(asynchronous))
+        TracedSpan(named(operator), began / 1e9, ended / 1e9, bool(asynchronous))
         for began, ended, operator, asynchronous in _rows("spans", SPAN)
     ]
 

@@ -38,7 +38,7 @@ from zeroexp.measure.verb_seconds import TimedMove
 ROWS = ("phase", "unit", "verb", "exposed", "flight", "backend")
 NUM_MEMORY_POINTS = 1000  # of one step; each shows the most that was held since the one before
 MICRO = 1e6
-Span = tuple[str, str, float, float, dict[str, Any]]  # row, name, from, to, args
+TraceSpan = tuple[str, str, float, float, dict[str, Any]]  # row, name, from, to, args
 
 
 def events_of(trace: StepTrace, rank: int) -> list[dict[str, Any]]:
@@ -74,7 +74,7 @@ def events_of(trace: StepTrace, rank: int) -> list[dict[str, Any]]:
     return [{"pid": rank, **event} for event in events]
 
 
-def _spans(trace: StepTrace) -> Iterator[Span]:
+def _spans(trace: StepTrace) -> Iterator[TraceSpan]:
     for name, start, end in trace.phases:
         yield "phase", name, start, end, {}
     for unit, turn, start, end in trace.unit_spans():
@@ -86,7 +86,7 @@ def _spans(trace: StepTrace) -> Iterator[Span]:
         yield "backend", span.name, span.began_at, span.ended_at, words
 
 
-def _spans_of_move(move: TimedMove, began: float) -> Iterator[Span]:
+def _spans_of_move(move: TimedMove, began: float) -> Iterator[TraceSpan]:
     words = {"verb": move.verb, "what": move.what}
     name = f"{move.verb} {move.what}"
     sent = {"collective": move.collective, "ranks": [*move.ranks], "bytes": move.num_bytes}

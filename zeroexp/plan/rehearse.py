@@ -49,10 +49,10 @@ from zeroexp.plan.caching_allocator import Change
 from zeroexp.plan.hidden_memory import AutogradSums, HostMemory
 from zeroexp.plan.speed import Speed
 from zeroexp.plan.stand_ins import NoData, absent_neighbours, buckets_in_python
-from zeroexp.plan.storages import Peak, Storages
+from zeroexp.plan.storages import PhasePeak, Storages
 from zeroexp.plan.timing import Seconds, Timeline
 from zeroexp.process.world import fake_world
-from zeroexp.training.loop import Data, train
+from zeroexp.training.loop import TrainingData, train
 
 NUM_STEPS, UNDISTURBED_STEP = 3, 1  # [Note: three steps]
 CHECKPOINT = "checkpoint copy"
@@ -68,7 +68,7 @@ class RehearsedRank:
 
     rank: int
     device: str  # cpu or cuda, whose kernels decide what autograd saves; cuda needs a GPU
-    peaks: dict[str, Peak]  # by phase: build, then each of PHASES in the undisturbed step
+    peaks: dict[str, PhasePeak]  # by phase: build, then each of PHASES in the undisturbed step
     traffic: Traffic  # of one step
     seconds: dict[str, Seconds]  # by phase, what is estimated; nothing without a speed
     # Moment -> kind -> model states, as a run's record has them; where they were asked for.
@@ -128,7 +128,9 @@ def rehearse(
         checkpoint_as_configured(model.module, model.blocks, config.train)
         watched = _Watched(build_strategy(config, model, world), storages, timeline)
         strategy = cast(Strategy, watched)  # what it does not watch goes to the engine
-        data = cast(Data, NoData(config, most_microbatches, holds_others=bool(ranks_per_host)))
+        data = cast(
+            TrainingData, NoData(config, most_microbatches, holds_others=bool(ranks_per_host))
+        )
         instruments = Instruments(config.train, world, Path())
         steps = train(
             strategy,

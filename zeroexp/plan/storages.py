@@ -76,7 +76,7 @@ class Storage:
 
 
 @dataclass(frozen=True)
-class Peak:
+class PhasePeak:
     """The most bytes that lived at once in a phase."""
 
     num_bytes: int
@@ -180,9 +180,9 @@ class Storages(LocalOperations):
             if serial is not None and self._all[serial].kind in (None, MESSAGES):
                 self._all[serial].kind = kind
 
-    def peaks(self) -> dict[str, Peak]:
+    def peaks(self) -> dict[str, PhasePeak]:
         """Return the peak of each phase; one that came several times counts where it was highest."""
-        found: dict[str, Peak] = {}
+        found: dict[str, PhasePeak] = {}
         alive: dict[int, int] = {}  # serial number -> bytes when the phase began
         ends = [*(start for _, start in self._phases[1:]), len(self._changes)]
         for number, ((phase, start), end) in enumerate(zip(self._phases, ends, strict=True)):
@@ -232,7 +232,7 @@ class Storages(LocalOperations):
             self._all[serial].num_bytes = num_bytes
             self._changes.append((serial, num_bytes, self._current_stream()))
 
-    def _peak_of(self, alive: dict[int, int], changes: list[tuple[int, int]]) -> Peak:
+    def _peak_of(self, alive: dict[int, int], changes: list[tuple[int, int]]) -> PhasePeak:
         now, when = dict(alive), 0  # after how many changes there were most
         num_bytes = total = sum(now.values())
         for index, (serial, size) in enumerate(changes, start=1):
@@ -246,7 +246,7 @@ class Storages(LocalOperations):
             by_kind[self._kind_of(serial)] += size
         largest = sorted(held.items(), key=lambda each: -each[1])[:10]
         told = [(size, self._kind_of(s), self._all[s].made_by) for s, size in largest if size]
-        return Peak(num_bytes, {kind: size for kind, size in by_kind.items() if size}, told)
+        return PhasePeak(num_bytes, {kind: size for kind, size in by_kind.items() if size}, told)
 
     def _kind_of(self, serial: int) -> str:
         storage = self._all[serial]

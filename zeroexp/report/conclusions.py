@@ -29,7 +29,7 @@ from zeroexp.report.statistics import (
     AGAIN,
     Comparison,
     Quality,
-    Verdict,
+    TimeVerdict,
     compare_quality,
     compare_step_times,
     why_doubtful,
@@ -169,7 +169,7 @@ class Moved:
     @property
     def has_moved(self) -> bool:
         verdict = self.comparison and self.comparison.verdict
-        return bool(self.changes) or verdict in (Verdict.FASTER, Verdict.SLOWER)
+        return bool(self.changes) or verdict in (TimeVerdict.FASTER, TimeVerdict.SLOWER)
 
     @property
     def time(self) -> str:

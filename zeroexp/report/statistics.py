@@ -38,7 +38,7 @@ UNSTEADY = 1.25  # slowest over fastest run
 MUST_FALL, AGREEMENT = "study.loss_must_fall", "study.loss_agreement"
 
 
-class Verdict(StrEnum):
+class TimeVerdict(StrEnum):
     FASTER = "faster"
     SLOWER = "slower"
     SAME = "no difference within ±2 %"
@@ -53,7 +53,7 @@ class Comparison:
     low: float | None  # the interval of the ratio; None with fewer than FEWEST pairs
     high: float | None
     num_pairs: int
-    verdict: Verdict
+    verdict: TimeVerdict
     # Repeats that would tell, if runs go on to scatter as they did; None if none would.
     needed: int | None
 
@@ -65,7 +65,7 @@ class Comparison:
     def text(self) -> str:
         """`0.71 [0.69, 0.74]: faster`, or `0.95: can't tell; repeats=9 would`."""
         numbers = " ".join(filter(None, (f"{self.ratio:.2f}", self.interval)))
-        if self.verdict is not Verdict.OPEN:
+        if self.verdict is not TimeVerdict.OPEN:
             remedy = ""
         elif self.num_pairs < FEWEST:
             runs = "one run" if self.num_pairs == 1 else f"{self.num_pairs} runs"
@@ -99,21 +99,21 @@ def compare_step_times(
     logs = [math.log(seconds[number] / reference[number]) for number in rounds]
     ratio = math.exp(fmean(logs))
     if len(logs) < FEWEST:
-        return Comparison(ratio, None, None, len(logs), Verdict.OPEN, FEWEST)
+        return Comparison(ratio, None, None, len(logs), TimeVerdict.OPEN, FEWEST)
     alpha = ALPHA / num_comparisons
     low, high = _interval_of_mean(logs, alpha)
     verdict = judge_interval(low, high)
-    needed = num_needed(logs, alpha) if verdict is Verdict.OPEN else None
+    needed = num_needed(logs, alpha) if verdict is TimeVerdict.OPEN else None
     return Comparison(ratio, math.exp(low), math.exp(high), len(logs), verdict, needed)
 
 
-def judge_interval(low: float, high: float) -> Verdict:
+def judge_interval(low: float, high: float) -> TimeVerdict:
     """Judge the interval of a mean log ratio; a difference that is surely below MARGIN counts as none."""
     if low >= -MARGIN and high <= MARGIN:
-        return Verdict.SAME
+        return TimeVerdict.SAME
     if high < 0:
-        return Verdict.FASTER
-    return Verdict.SLOWER if low > 0 else Verdict.OPEN
+        return TimeVerdict.FASTER
+    return TimeVerdict.SLOWER if low > 0 else TimeVerdict.OPEN
 
 
 def num_needed(logs: Sequence[float], alpha: float) -> int | None:

@@ -50,7 +50,7 @@ class _ShownPoint:
         return pace * (self.num_steps - self.num_done)
 
 
-class Progress:
+class SweepProgress:
     """The progress of `num_points` sweep points, of which any number may run at once. A context manager."""
 
     def __init__(
@@ -104,7 +104,7 @@ class Progress:
         """A point that has ended will run once more."""
         self._num_points += 1
 
-    def __enter__(self) -> Progress:
+    def __enter__(self) -> SweepProgress:
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -46,7 +46,7 @@ Chart = dict[str, Any]
 
 
 @dataclass(frozen=True)
-class SavedView:
+class ChartView:
     sweep: str
     title: str
     charts: list[Chart] = field(default_factory=list[Chart])  # empty: the view is the table
@@ -116,7 +116,7 @@ class SavedView:
         }
 
 
-def of_sweep(sweep: str) -> list[SavedView]:
+def of_sweep(sweep: str) -> list[ChartView]:
     kinds = ("params", "grads", "optim", "buffers", "total", "peak")
     speeds = ("tokens_per_s_mean", "mfu_percent", "time/step_ms_median", "time/exposed_ms")
     scaling = ("step_ms", "tokens_per_s", "memory_total_mib")
@@ -129,9 +129,9 @@ def of_sweep(sweep: str) -> list[SavedView]:
         "speed": [_bar(metric) for metric in (*speeds, "traffic/sent_mib_per_step")],
         "loss": [_line(metric, "step") for metric in ("loss", "grad_norm")],
     }
-    views = [SavedView(sweep, title, cards) for title, cards in charts.items()]
+    views = [ChartView(sweep, title, cards) for title, cards in charts.items()]
     curves = [_line(f"scaling/{metric}") for metric in scaling]
-    return [*views, SavedView(sweep, "scaling over world size", curves, group_by="strategy")]
+    return [*views, ChartView(sweep, "scaling over world size", curves, group_by="strategy")]
 
 
 def filter_of(sweep: str) -> str:
@@ -147,7 +147,7 @@ def outdated_tags(tags: Mapping[str, str], sweep: str) -> list[str]:
     ours = [tag for tag in tags if tag.startswith(TAG_PREFIX + KEY_PREFIX)]
     for tag in ours:
         ages[_owner(tag)] = max(ages.get(_owner(tag), 0), json.loads(tags[tag])["updatedAt"])
-    ages.pop(_owner(SavedView(sweep, "table").tag), None)
+    ages.pop(_owner(ChartView(sweep, "table").tag), None)
     newest_first = sorted(ages, key=ages.__getitem__, reverse=True)
     dropped = set(newest_first[MAX_SWEEPS - 1 :])
     return [tag for tag in ours if _owner(tag) in dropped]

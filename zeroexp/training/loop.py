@@ -51,13 +51,13 @@ from zeroexp.training.validate import ValidationData, validate
 GPU_TIMES_EVERY = 10  # steps, of which one has its moves timed
 
 
-class Data(ValidationData, Protocol):
+class TrainingData(ValidationData, Protocol):
     def step_batch(self, position: int, *, rank: int, world_size: int) -> StepBatch: ...
 
 
 def train(
     strategy: Strategy,
-    data: Data,
+    data: TrainingData,
     *,
     config: Config,
     world: World,
@@ -103,7 +103,7 @@ class _Run:
     def __init__(
         self,
         strategy: Strategy,
-        data: Data,
+        data: TrainingData,
         config: Config,
         world: World,
         stop: Stop,

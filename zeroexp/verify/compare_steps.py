@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from zeroexp.verify import explain_difference
 from zeroexp.verify.explain_difference import GradientLook, Story, UpdateLook, Wrong
-from zeroexp.verify.local_elements import Piece, whole
+from zeroexp.verify.local_elements import LocalElements, whole
 from zeroexp.verify.loop_to_verify import Loop, NoLoop
 from zeroexp.verify.observe import Record, Seen
 from zeroexp.verify.oracle import Expected, Oracle, Updates, Whole, distance
@@ -156,7 +156,7 @@ class _Judge:
         self,
         step: int,
         what: str,
-        held: list[list[Piece]],
+        held: list[list[LocalElements]],
         expected: Expected,
         stories: Callable[[Wrong], Iterator[Story]],
     ) -> Difference | None:
@@ -184,11 +184,11 @@ class _Judge:
         number, cause = len({p.name for _, p in wrong}), Cause(*next(stories(wrong)))
         return Difference(step, what, piece.name, rank, *relative, number, cause)
 
-    def _held(self, step: int) -> list[list[Piece]]:
+    def _held(self, step: int) -> list[list[LocalElements]]:
         """The weights that each rank holds before a step, or after the last."""
         return [[*each.steps, each][step].weights for each in self.records]
 
-    def _whole(self, held: Iterable[list[Piece]]) -> Whole:
+    def _whole(self, held: Iterable[list[LocalElements]]) -> Whole:
         return whole((piece for each in held for piece in each), self.oracle.shapes)
 
     def _note_rounding(self, exact: Whole, bounds: dict[str, float]) -> None:
@@ -206,7 +206,7 @@ class _Judge:
             self.verdict.notes.append(text)
 
 
-def _most_bytes(held: list[list[Piece]]) -> dict[str, int]:
+def _most_bytes(held: list[list[LocalElements]]) -> dict[str, int]:
     """The bytes of an element of each weight where it has most: of its master, if there is one."""
     most: dict[str, int] = {}
     for piece in (piece for each in held for piece in each):
@@ -214,7 +214,7 @@ def _most_bytes(held: list[list[Piece]]) -> dict[str, int]:
     return most
 
 
-def _of_copying(piece: Piece, exact: Whole) -> float:
+def _of_copying(piece: LocalElements, exact: Whole) -> float:
     """How far a master's copy in this piece's dtype is from it, rounded to the nearest."""
     meant = exact[piece.name][piece.where]
     return float((meant.to(piece.values.dtype).double() - meant).norm())

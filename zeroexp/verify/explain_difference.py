@@ -15,11 +15,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zeroexp.verify.local_elements import Piece
+from zeroexp.verify.local_elements import LocalElements
 from zeroexp.verify.observe import Seen, Settings
 from zeroexp.verify.oracle import Oracle, Whole, distance
 
-Wrong = list[tuple[int, Piece]]  # (rank, what it holds), in the order of weights
+Wrong = list[tuple[int, LocalElements]]  # (rank, what it holds), in the order of weights
 # What a difference looks like: its kind in one word, and a sentence. Of several stories the first one counts.
 Story = tuple[str, str]
 CLOSE = 0.01  # relative distance from a factor that has a name
@@ -182,7 +182,7 @@ class GradientLook:
             yield "norm", f"ranks clip by norms of their own, x {shown}: of their shards"
         yield "norm", f"it is clipped by a norm x {norms[0]:.3g}{self._named(norms[0])}"
 
-    def _of_one_weight(self, pieces: list[Piece], exact: Tensor) -> Iterator[Story]:
+    def _of_one_weight(self, pieces: list[LocalElements], exact: Tensor) -> Iterator[Story]:
         name, shape = pieces[0].name, self.oracle.shapes[pieces[0].name]
         yield from self._tied(pieces[0])
         off, zero = (torch.zeros(len(exact), dtype=torch.bool) for _ in range(2))
@@ -200,7 +200,7 @@ class GradientLook:
             if all(distance(piece, {name: exact}) <= bound for piece in pieces):
                 yield "dtype", "it is as far away as computing in 16 bits brings it"
 
-    def _tied(self, piece: Piece) -> Iterator[Story]:
+    def _tied(self, piece: LocalElements) -> Iterator[Story]:
         untied = self.oracle.contributions(self.weights[self.step], self.step, untied=True)
         rows = untied[piece.name]
         num_uses = len(rows) // len(self.rows[piece.name])
@@ -290,7 +290,7 @@ def of_missing(lacking: Tensor, whole: bool, shape: torch.Size, skipped: bool) -
     yield "rows", f"no optimizer holds {_rows(lacking, shape)}, which do not change"
 
 
-def _is_copy(piece: Piece, weights: Whole) -> bool:
+def _is_copy(piece: LocalElements, weights: Whole) -> bool:
     return torch.equal(piece.values, weights[piece.name][piece.where].to(piece.values.dtype))
 
 
@@ -307,7 +307,7 @@ def _unlike(used: Settings, plain: Settings) -> str:
 def _without(wrong: Wrong, whole: Whole) -> Wrong:
     """Take its part of these off each piece."""
     return [
-        (rank, Piece(p.name, p.where, p.values.double() - whole[p.name][p.where]))
+        (rank, LocalElements(p.name, p.where, p.values.double() - whole[p.name][p.where]))
         for rank, p in wrong
     ]
 
@@ -340,7 +340,7 @@ def _is_zero(part: Tensor, factors: Tensor) -> bool:
     return bool(part.abs().max() < 2 * CLOSE * factors.abs().max()) if part.numel() else False
 
 
-def _bits(pieces: Iterable[Piece]) -> str | None:
+def _bits(pieces: Iterable[LocalElements]) -> str | None:
     """Name a dtype of 16 bits in which all these values are exact."""
     values = torch.cat([piece.values.float() for piece in pieces])
     values = values[values != 0]

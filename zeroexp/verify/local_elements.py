@@ -21,7 +21,7 @@ Place = tuple[
 
 
 @dataclass
-class Piece:
+class LocalElements:
     """Some elements of one weight, or of its gradient."""
 
     name: str
@@ -37,23 +37,25 @@ class Places:
         self._holder, self._initial = holder, initial
         self._known: dict[int, tuple[Tensor, list[Place]]] = {}  # of optimizers, by their id
 
-    def weights(self) -> list[Piece]:
+    def weights(self) -> list[LocalElements]:
         """Copies of all weights on this rank, as modules show them and as optimizers hold them besides."""
-        pieces = [Piece(name, where, values.clone()) for name, where, values in self._shown()]
+        pieces = [
+            LocalElements(name, where, values.clone()) for name, where, values in self._shown()
+        ]
         add(pieces, self.held())
         return pieces
 
-    def held(self) -> list[Piece]:
+    def held(self) -> list[LocalElements]:
         """Copies of what optimizers hold: masters, flat shards, or the parameters themselves."""
         return [
-            Piece(name, where, _flat(tensor)[at].clone())
+            LocalElements(name, where, _flat(tensor)[at].clone())
             for tensor, places in self._known.values()
             for name, where, at in places
         ]
 
-    def gradients(self, tensors: Iterable[Tensor]) -> list[Piece]:
+    def gradients(self, tensors: Iterable[Tensor]) -> list[LocalElements]:
         """Copies of the gradients of these tensors, of a module or of an optimizer."""
-        pieces: list[Piece] = []
+        pieces: list[LocalElements] = []
         # Our engine shows its gradients to no plain code.
         with torch._C.DisableTorchFunctionSubclass():  # pyright: ignore[reportPrivateUsage]
             found = [each for each in tensors if each.grad is not None]
@@ -61,7 +63,9 @@ class Places:
             for tensor in found:
                 gradient = _flat(tensor.grad)
                 places = self._known[id(tensor)][1]
-                pieces += [Piece(name, where, gradient[at].clone()) for name, where, at in places]
+                pieces += [
+                    LocalElements(name, where, gradient[at].clone()) for name, where, at in places
+                ]
         return pieces
 
     def names(self, tensor: Tensor) -> list[str]:
@@ -168,13 +172,13 @@ class Places:
         return found
 
 
-def add(pieces: list[Piece], further: list[Piece]) -> None:
+def add(pieces: list[LocalElements], further: list[LocalElements]) -> None:
     """Add pieces of weights that have none yet in this dtype: the first wins, and masters stand beside copies."""
     there = {(piece.name, piece.values.dtype) for piece in pieces}
     pieces += [piece for piece in further if (piece.name, piece.values.dtype) not in there]
 
 
-def whole(pieces: Iterable[Piece], shapes: Mapping[str, torch.Size]) -> dict[str, Tensor]:
+def whole(pieces: Iterable[LocalElements], shapes: Mapping[str, torch.Size]) -> dict[str, Tensor]:
     """Return whole flat tensors in float64; nan where no piece is. The first with most bits wins."""
     result = {
         name: torch.full((size.numel(),), torch.nan).double() for name, size in shapes.items()

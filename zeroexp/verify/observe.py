@@ -16,7 +16,7 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
-from zeroexp.verify.local_elements import Piece, Places, add
+from zeroexp.verify.local_elements import LocalElements, Places, add
 
 Settings = tuple[str, dict[str, Any]]
 
@@ -25,9 +25,11 @@ Settings = tuple[str, dict[str, Any]]
 class Seen:
     """One step of one rank."""
 
-    weights: list[Piece]  # before it
-    raw: list[Piece] = field(default_factory=list)  # gradients as torch's clipping finds them
-    gradients: list[Piece] = field(default_factory=list)  # as the optimizer finds them
+    weights: list[LocalElements]  # before it
+    raw: list[LocalElements] = field(
+        default_factory=list
+    )  # gradients as torch's clipping finds them
+    gradients: list[LocalElements] = field(default_factory=list)  # as the optimizer finds them
     calls: dict[str, int] = field(default_factory=dict)  # of an optimizer, for each weight
     # Of each weight, the class of the optimizer that holds it and the settings of its group
     settings: dict[str, Settings] = field(default_factory=dict)
@@ -38,7 +40,7 @@ class Record:
     """Everything that one rank saw."""
 
     steps: list[Seen] = field(default_factory=list)
-    weights: list[Piece] = field(default_factory=list)  # after the last step
+    weights: list[LocalElements] = field(default_factory=list)  # after the last step
     has_strangers: bool = False  # gradients of tensors that are no weights of the model
 
 

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, nn
 
-from zeroexp.verify.local_elements import Piece
+from zeroexp.verify.local_elements import LocalElements
 from zeroexp.verify.loop_to_verify import Loop, as_dtype, batch_of, optimizers_of, plain_model
 from zeroexp.verify.observe import Settings, settings_of
 
@@ -121,7 +121,7 @@ class Updates:
         }
 
 
-def distance(piece: Piece, exact: Mapping[str, Tensor]) -> float:
+def distance(piece: LocalElements, exact: Mapping[str, Tensor]) -> float:
     return float((piece.values.double() - exact[piece.name][piece.where]).norm())
 
 

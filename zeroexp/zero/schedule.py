@@ -60,7 +60,7 @@ Ticks = tuple[int, int, int]
 
 
 @dataclass
-class Progress:
+class UnitProgress:
     """How far one unit has come in this microbatch."""
 
     # Which of the unit's trainable parameters have no gradient yet, and how many by bucket.
@@ -102,7 +102,7 @@ class Schedule:
         # Whether reductions start only at events, see [Note: one order].
         self._at_events_only = bool(self.gathers.sharded) and not wire.traits.gathers_alone
         self._of_two_dtypes = [unit for unit in units if unit.has_two_dtypes]
-        self._progress = {unit: Progress() for unit in units}
+        self._progress = {unit: UnitProgress() for unit in units}
         self._open: dict[Unit, None] = {}  # used in this microbatch and not closed, or used again
         # Parameters that got no gradient in the previous microbatch.
         self._silent: dict[Unit, set[int]] = {unit: set() for unit in units}
@@ -144,7 +144,7 @@ class Schedule:
             buckets_of, missing_in = self._buckets_of[unit], [0] * len(unit.buckets)
             for index in chain.from_iterable(buckets_of):
                 missing_in[index] += 1
-            self._progress[unit] = Progress(set(range(len(buckets_of))), missing_in)
+            self._progress[unit] = UnitProgress(set(range(len(buckets_of))), missing_in)
 
     def before_forward(self, unit: Unit) -> None:
         self._tick += 1
@@ -275,7 +275,7 @@ class Schedule:
         self._observer.abandon_microbatch(reduced=self._abandon_reductions())
         self._use_reduce_dtype()
         self.gathers.abandon_microbatch()
-        self._progress = {unit: Progress() for unit in self._progress}
+        self._progress = {unit: UnitProgress() for unit in self._progress}
         self._inner.clear()
         self._num_running = 0
 

@@ -64,14 +64,14 @@ class Moves:
         self.collectives: deque[tuple[int, str]] = deque(older, maxlen=NUM_REMEMBERED)
         self.waits = False
         self.error: str | None = None
-        self._thread: Comparison | None = None
+        self._thread: ComparingThread | None = None
 
     def start(self, name: str) -> None:
         """Let ranks compare their moves. All ranks call it together, with a name that no other engine has."""
         if self.world.size > 1 and not self.world.is_fake:
             group = dist.group.WORLD
             assert group is not None
-            self._thread = Comparison(self, name, group)
+            self._thread = ComparingThread(self, name, group)
             run = partial(self._thread.run, weakref.ref(self))
             threading.Thread(target=run, name="zeroexp-watchdog", daemon=True).start()
 
@@ -126,7 +126,7 @@ class WatchedWork:
             raise RuntimeError(moves.error)
 
 
-class Comparison:
+class ComparingThread:
     """The work of the thread, which ends with the engine or with the process group."""
 
     def __init__(self, moves: Moves, name: str, group: dist.ProcessGroup) -> None:

@@ -21,7 +21,7 @@ from zeroexp.report.page.chart import (
     scatter,
 )
 from zeroexp.report.palette import GREEN, GREY, NAVY, RED, SYMBOLS, part_colour
-from zeroexp.report.statistics import Comparison, Verdict, step_time_interval
+from zeroexp.report.statistics import Comparison, TimeVerdict, step_time_interval
 
 # ---- where the time of a step goes, by phase, with the interval of the whole step
 
@@ -109,10 +109,10 @@ def _longest_wait(done: Mapping[str, Sequence[RankTimes]]) -> str:
 # ---- each point's step time over that of the reference, with its interval
 
 LOOKS = {  # verdict -> (symbol, colour)
-    Verdict.FASTER: ("triangle-left", GREEN),
-    Verdict.SLOWER: ("triangle-right", RED),
-    Verdict.SAME: ("square", NAVY),
-    Verdict.OPEN: ("circle-open", INK),
+    TimeVerdict.FASTER: ("triangle-left", GREEN),
+    TimeVerdict.SLOWER: ("triangle-right", RED),
+    TimeVerdict.SAME: ("square", NAVY),
+    TimeVerdict.OPEN: ("circle-open", INK),
 }
 WIDEST = 8.0  # an axis beyond this ratio, and below its inverse, would leave no room for what intervals say
 NO_DIFFERENCE = 1.02
@@ -158,7 +158,7 @@ def verdict_chart(conclusions: Conclusions) -> Chart:
     )
 
 
-def _verdict_marks(compared: Mapping[str, Comparison], verdict: Verdict) -> Trace:
+def _verdict_marks(compared: Mapping[str, Comparison], verdict: TimeVerdict) -> Trace:
     """Return a mark with its interval for each point of this verdict."""
     symbol, colour = LOOKS[verdict]
     mine = {name: c for name, c in compared.items() if c.verdict is verdict}
