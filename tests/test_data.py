@@ -344,6 +344,7 @@ WRONG: list[tuple[Any, str, dict[str, Any], str]] = [
     ({"a.txt": ""}, CAUSAL, {}, r"data.path=.*a.txt: is empty; name a file with rows"),
     ({"a.csv": "text,n\n"}, CAUSAL, {}, r"data.path=.*a.csv: has no rows; name a file with"),
     ({"a.csv": "text;n\na;1\n"}, CAUSAL, {}, r"columns are separated by ';', no comma; con"),
+    ({"a.csv": "n,text\n1,a, b\n"}, CAUSAL, {}, r"a row has more fields than the first row has"),
     ({"a.csv": "\0" + "x" * 200_000 + ",b\n"}, CAUSAL, {}, r"data.path=.*; repair or conver"),
     ({"a.csv": "text\na\n", "b.csv": "word\nb\n"}, CAUSAL, {}, r"have different columns; n"),
     ({"a.csv": "text\na\n", "b.txt": "b\n"}, CAUSAL, {}, r"several kinds \(.csv, .txt\); na"),
@@ -387,6 +388,21 @@ def test_texts_that_look_like_numbers_stay_texts(tmp_path, suffix):
     ids = [int(i) for row in read for i in row.inputs["input_ids"][0]]
     stream = [i for text in rows + rows[-27:] for i in (*TOKENIZER.encode(text).ids, 0)]
     assert ids == stream[: len(ids)] and len(stream) - len(ids) <= 8
+
+
+def test_a_comma_behind_every_row_moves_no_column(tmp_path):
+    rows = "".join(f"a name,{n},\n" for n in range(99))
+    (tmp_path / "a.csv").write_text(f"text,n\n{rows}", encoding="utf-8")
+    data = opened("yelp_causal", path=str(tmp_path / "a.csv"), seq_len=8, micro_batch_size=1)
+    first = in_stored_order(data).microbatches[0].inputs["input_ids"][0]
+    assert first.tolist() == ([*TOKENIZER.encode("a name").ids, 0] * 8)[:8]
+
+
+def test_a_completion_in_a_csv_may_be_a_number(tmp_path):
+    rows = "".join(f"What is {n} and {n}?,{n + n}\n" for n in range(99))
+    (tmp_path / "a.csv").write_text(f"prompt,completion\n{rows}", encoding="utf-8")
+    data = opened("hf", path=str(tmp_path / "a.csv"), seq_len=8)
+    assert 0 < data.num_samples
 
 
 @pytest.mark.parametrize("kind", ["yelp_causal", "offline"])
@@ -680,6 +696,9 @@ def test_the_shipped_text_has_its_licence_and_its_tokenizer_reads_anything():
 def test_real_weights_bring_their_own_tokenizer(tmp_path):
     words = Tokenizer.from_file(str(CORPUS / "tokenizer.json"))
     words.add_tokens(["assert"])
+    # A file keeps what it was last called with: no reason to cut or to pad a text.
+    words.enable_truncation(8)
+    words.enable_padding(length=12, pad_id=5)
     words.save(str(tmp_path / "tokenizer.json"))
     (tmp_path / "config.json").write_text(json.dumps({"eos_token_id": [7, 8]}))
     data, model = configs("offline", seq_len=16)
@@ -688,6 +707,7 @@ def test_real_weights_bring_their_own_tokenizer(tmp_path):
     assert (theirs.vocab_size, shipped.vocab_size) == (2049, 2048)
     ids = torch.cat([turn.labels for turn in in_stored_order(theirs).microbatches])
     assert 2048 in ids and 7 in ids and 0 not in ids
+    assert abs(theirs.num_samples - shipped.num_samples) < shipped.num_samples / 10
 
 
 @pytest.mark.parametrize(

@@ -102,7 +102,7 @@ def _packed_folder(config: DataConfig, model: ModelConfig) -> Path:
     words, files = sources.choose_tokenizer(config, model), sources.text_files(config)
     labelled = config.task == "classification"
     decisive = {
-        "format": 7,
+        "format": 8,
         "kind": config.kind,
         "task": config.task,
         "seq_len": config.seq_len,

@@ -7,6 +7,7 @@ is kept, and the library takes a changed file of the same size and time for the 
 from __future__ import annotations
 
 import csv
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -39,6 +40,7 @@ MESSAGES, PROMPT, COMPLETION = (
     "prompt",
     "completion",
 )  # as in TRL, of data/conversations.py
+MORE_FIELDS = "Length of header or names does not match length of data"  # a warning of pandas
 TEXT, LABEL = "text", "label"  # names of the columns where the config names none
 
 Table = datasets.Dataset
@@ -186,6 +188,8 @@ def _loader(config: DataConfig, files: list[Path]) -> tuple[str, dict[str, Any]]
         # pandas types each block of rows by itself, so that 007 would become 7 in a block of numbers alone.
         options["converters"] = dict.fromkeys(texts, _as_it_stands)
         options |= {"keep_default_na": False, "na_values": [""]}  # NA or null is a word, and no gap
+        # Where rows have a field more than the header, pandas would take the first for names of rows: by this it warns.
+        options["index_col"] = False
     return LOADERS[suffix], options
 
 
@@ -225,10 +229,12 @@ def _read_hub(config: DataConfig) -> Table:
 def _one_line_errors(config: DataConfig) -> Iterator[None]:
     """Turn what the library raises about files, splits and names into one line behind our key."""
     try:
-        yield
+        with warnings.catch_warnings():
+            warnings.filterwarnings("error", message=MORE_FIELDS)
+            yield
     except ConfigError:
         raise
-    except (OSError, ValueError, csv.Error, DatasetsError) as error:
+    except (OSError, ValueError, UserWarning, csv.Error, DatasetsError) as error:
         raise ConfigError(f"data.path={config.path}: {_explain(error, config)}") from error
 
 
@@ -237,6 +243,8 @@ def _explain(error: BaseException, config: DataConfig) -> str:
     reason = (str(cause).strip() or type(cause).__name__).splitlines()[0]
     if any(word in reason for word in ("onfig name", "BuilderConfig", "onfigurations")):
         return f"{' '.join(str(cause).split())[:300]}; choose one with data.subset"
+    if reason.startswith(MORE_FIELDS):
+        return "a row has more fields than the first row has names; quote fields with commas, or name all columns"
     if "corresponds to no data" in reason:
         return "has no rows; name a file with rows"
     if "same columns" in str(error) or "Schema at index" in reason:
@@ -272,11 +280,14 @@ def _require_columns(table: Table, config: DataConfig) -> None:
 
 
 def _require_words(table: Table, config: DataConfig) -> None:
-    """Refuse texts of a CSV file, which has no types, of which every one is a number: stars, and no review of them."""
-    columns = columns_of(config, table.column_names)
-    for key, name in (columns[kind] for kind in columns if kind != LABEL):
-        if all(_is_number(text) for chunk in table.data.column(name).chunks for text in chunk):
-            raise ConfigError(f"{key}={name}: holds numbers, no text; {_other_texts(table, name)}")
+    """Refuse texts of a CSV file, which has no types, of which every one is a number: stars, and no review of them.
+
+    A completion may be the number that answers its prompt.
+    """
+    key, name = columns_of(config, table.column_names).get(TEXT, ("", ""))
+    chunks = table.data.column(name).chunks if name else []
+    if name and all(_is_number(text) for chunk in chunks for text in chunk):
+        raise ConfigError(f"{key}={name}: holds numbers, no text; {_other_texts(table, name)}")
 
 
 def _other_texts(table: Table, column: str) -> str:

@@ -44,7 +44,7 @@ def write_packed(
     sample is dropped, so that there is no padding at all. Of prompts with completions a sample without any token of a
     completion is dropped too.
     """
-    tokenizer = Tokenizer.from_file(str(words.file))
+    tokenizer = _tokenizer_of(words)
     texts, source = _read_texts(config, files, folder / SCRATCH)
     packer = _Packer(tokenizer, words, config.seq_len, texts, config)
     packed = map_batches(first_rows(texts, config.limit), packer)
@@ -62,7 +62,7 @@ def write_labelled(
     folder: Path, config: DataConfig, files: list[Path], words: TokenizerChoice, num_labels: int
 ) -> None:
     """Write classification samples: each text cut or padded on the right to seq_len tokens, with its class."""
-    tokenizer = Tokenizer.from_file(str(words.file))
+    tokenizer = _tokenizer_of(words)
     tokenizer.enable_truncation(config.seq_len)
     table, source = _read_texts(config, files, folder / SCRATCH)
     text, label = (name for _, name in columns_of(config).values())
@@ -84,6 +84,14 @@ def write_labelled(
     save_column(folder / "lengths.npy", padded, "lengths", (), np.dtype(np.int64))
     values = [names[value] for value in classes] if names else classes
     _write_about(folder, config, tokenizer, source, classes, values)
+
+
+def _tokenizer_of(words: TokenizerChoice) -> Tokenizer:
+    """Return the tokenizer of the file, which may keep how long it last cut and padded texts: as in transformers, not."""
+    tokenizer = Tokenizer.from_file(str(words.file))
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    return tokenizer
 
 
 class _Packer:
