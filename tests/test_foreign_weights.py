@@ -9,10 +9,17 @@ import pytest
 import torch
 import transformers
 from safetensors.torch import load_file
-from transformers import GPT2Config, LlamaConfig, MistralConfig, MixtralConfig, Qwen2Config
+from transformers import (
+    GPT2Config,
+    LlamaConfig,
+    MistralConfig,
+    MixtralConfig,
+    MptConfig,
+    Qwen2Config,
+)
 
 from tests.composing import composed
-from tests.model_folders import assert_same, refusal_of, rewrite, rewrite_config, saved
+from tests.model_folders import assert_same, of_line, refusal_of, rewrite, rewrite_config, saved
 from zeroexp.models.module import build_model
 
 TINY = {
@@ -95,6 +102,16 @@ def test_a_sliding_window_is_refused():
     windowed = MixtralConfig(**MIXTRAL_TINY, sliding_window=64)
     told = told_of(saved("mine", "MixtralForCausalLM", windowed), "mixtral_tiny")
     assert "sliding_window=64 where model.name=mixtral_tiny has null" in told
+
+
+def test_a_config_inside_a_config_is_compared_by_its_own_keys():
+    """Saved ones say a dtype, which those of a class do not."""
+    tiny = {"d_model": 32, "n_heads": 2, "n_layers": 1, "vocab_size": 64, "max_seq_len": 32}
+    folder = saved("mine", "MptForCausalLM", MptConfig(**tiny))
+    assert build_model(of_line("model=hf", f"model.path={folder}"), seed=0).module
+    other = ("model=hf", f"model.path={folder}", "++model.hf_config.attn_config.alibi=false")
+    told = refusal_of(*other)
+    assert "attn_config.alibi=true where" in told and len(told) < 400
 
 
 def test_the_remedy_is_a_command_that_loads_them():

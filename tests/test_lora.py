@@ -226,6 +226,37 @@ def test_without_peft_one_line_says_how_it_is_installed(monkeypatch):
     assert line in refusal_of("model=tiny", "model.lora.r=3")
 
 
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("names", [["norm"], ["embed_tokens"], ["model.norm", "self_attn.o_proj"]])
+def test_modules_that_are_trained_as_they_are_are_those_of_peft_and_return(tmp_path, names, tied):
+    saved(
+        tmp_path,
+        "LlamaForCausalLM",
+        transformers.LlamaConfig(**GROUPED | {"tie_word_embeddings": tied}),
+    )
+    words = [
+        "model=hf",
+        f"model.path={tmp_path}",
+        f"model.lora.modules_to_save=[{','.join(names)}]",
+    ]
+    config = of_line(*words, "model.lora.r=3")
+    module = build_model(config, seed=3).module
+    with torch.no_grad():
+        for parameter in module.parameters():
+            if parameter.requires_grad:
+                parameter += torch.randn_like(parameter)
+    tensors = dict(module.named_parameters())
+    to = tmp_path / "to"
+    to.mkdir()
+    lora.write_adapters(to, config, module, lambda name: tensors[name].detach(), torch.float32)
+    base = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
+    theirs = peft.PeftModel.from_pretrained(base, to, is_trainable=True)
+    tokens = torch.tensor([[5, 6, 7]])
+    assert torch.equal(theirs(tokens).logits, module.eval()(input_ids=tokens).logits)
+    count = sum(p.numel() for p in theirs.parameters() if p.requires_grad)
+    assert count == sum(p.numel() for p in module.parameters() if p.requires_grad)
+
+
 def test_a_classifier_trains_and_exports_its_head_too(here):
     words = ["model=hf", "model.path=base", "model.task=classification", "model.num_labels=3"]
     config = of_line(*words, "data=yelp", "model.lora.r=3")

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -86,7 +87,7 @@ def cancel_unfinished(jobs: Iterable[Job]) -> list[Job]:
         go_on = [job for job in stopped if slurm_id(job) or (job.folder / SUBMITTING).exists()]
         stopped = [job for job in stopped if job not in go_on]
         ids = " ".join(job_id for job in go_on if (job_id := slurm_id(job)))
-        sweep = os.path.relpath(go_on[0].folder.parent)
+        sweep = shlex.quote(os.path.relpath(go_on[0].folder.parent))
         print(
             f"zeroexp: Slurm does not answer ({error}), so that {len(go_on)} jobs go on"
             f"{f' ({ids})' if ids else ''}; once it does, "

@@ -7,6 +7,7 @@ before anything ran. A single point is a sweep too, and a sweeper that learns (O
 from __future__ import annotations
 
 import os
+import shlex
 import shutil
 import subprocess
 import sys
@@ -192,7 +193,7 @@ class Sweep:
         failed = sum(run.status not in (*FINE, *UNFINISHED) for run in runs)
         failed += len(self._jobs) - len(runs)
         if failed and self._folder:
-            folder = os.path.relpath(self._folder)
+            folder = shlex.quote(os.path.relpath(self._folder))
             print(
                 f"\n{failed} of {len(self._jobs)} points did not come to their end; run them again with"
             )
@@ -409,7 +410,7 @@ class Sweep:
         queued = sum(run.status in UNFINISHED for run in of_slurm)
         if queued and self._folder:
             print(f"\n{queued} points are Slurm's now; to see what becomes of them:")
-            print(f"  zeroexp watch {os.path.relpath(self._folder)}")
+            print(f"  zeroexp watch {shlex.quote(os.path.relpath(self._folder))}")
 
     def _print_conclusions(self, points: Sequence[MeasuredPoint]) -> bool:
         """Print verdicts and broken claims and write the page; return False if a claim is broken."""

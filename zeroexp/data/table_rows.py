@@ -246,7 +246,7 @@ def _explain(error: BaseException, config: DataConfig) -> str:
     if reason.startswith(MORE_FIELDS):
         return "a row has more fields than the first row has names; quote fields with commas, or name all columns"
     if "corresponds to no data" in reason:
-        return "has no rows; name a file with rows"
+        return "has no rows; name a file with rows, or a slice that has some"
     if "same columns" in str(error) or "Schema at index" in reason:
         return "its files have different columns; name one, or give all the same"
     if "split" in reason.lower():

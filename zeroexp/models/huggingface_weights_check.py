@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -105,8 +105,18 @@ def _effective(shape: PreTrainedConfig) -> dict[str, Any]:
         values["head_dim"] = values["head_dim"] or width // heads
     if "n_inner" in values and width:
         values["n_inner"] = values["n_inner"] or 4 * width
-    rope = values.pop("rope_parameters", None) or {}
-    return {**values, **{f"rope_parameters.{key}": value for key, value in rope.items()}}
+    values["rope_parameters"] = values.get("rope_parameters") or {}
+    return {name: leaf for key, value in values.items() for name, leaf in _leaves(key, value)}
+
+
+def _leaves(key: str, value: Any) -> Iterator[tuple[str, Any]]:
+    """Yield the values of a key, which may itself be a config, that decide the function."""
+    if not isinstance(value, dict):
+        yield key, value
+        return
+    for inner, each in value.items():
+        if inner not in HARMLESS and not RANDOMNESS.search(str(inner)):
+            yield from _leaves(f"{key}.{inner}", each)
 
 
 def _shown(value: Any) -> str:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import re
 import warnings
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from importlib.util import find_spec
 from pathlib import Path
@@ -84,12 +84,18 @@ def write_adapters(
     made: Any = module
     settings = made.peft_config[ADAPTER]
     settings.base_model_name_or_path = config.weights
-    settings.modules_to_save = _heads_of(module, config) or None
+    heads = _heads_of(module, config)
+    settings.modules_to_save = heads or None
     settings.inference_mode = True
+    owners = {p: n for n, p in module.named_parameters() if ".lora_" in n or _is_of(n, heads)}
+    names = {
+        n: owners[p] for n, p in module.named_parameters(remove_duplicate=False) if p in owners
+    }
+    # Otherwise peft makes two weights of one that is tied; it reads both.
+    settings.ensure_weight_tying = len(names) > len(owners)
     tensors = {
-        f"base_model.model.{NAME_OF_ADAPTER.sub('', name)}": read(name).to(dtype).contiguous()
-        for name, _ in module.named_parameters()
-        if ".lora_" in name or _is_of(name, settings.modules_to_save or ())
+        f"base_model.model.{NAME_OF_ADAPTER.sub('', name)}": read(owner).to(dtype).clone()
+        for name, owner in names.items()
     }
     save_file(tensors, folder / "adapter_model.safetensors", metadata={"format": "pt"})
     settings.save_pretrained(folder)
@@ -148,20 +154,22 @@ def _settings_of(config: ModelConfig) -> Any:
 
 
 def _heads_of(module: nn.Module, config: ModelConfig) -> list[str]:
-    """Return the names of modules that are trained as they are. Raises ConfigError for one that is not there."""
-    there = {name.rpartition(".")[2] for name, _ in module.named_modules() if name}
+    """Return the ends of names of modules that are trained as they are. Raises ConfigError for one that fits none."""
     asked = config.lora.modules_to_save
-    for name in asked or ():
-        if name not in there:
+    there = [name for name, _ in module.named_modules() if name]
+    for end in asked or ():
+        if not any(name.endswith(end) for name in there):
             remedy = "name modules of the model, or leave it out"
-            raise ConfigError(f"model.lora.modules_to_save={name}: no such module; {remedy}")
+            raise ConfigError(f"model.lora.modules_to_save={end}: no such module; {remedy}")
     if asked is not None or config.task != "classification":
         return list(asked or ())
-    return [name for name in HEADS if name in there]
+    return [end for end in HEADS if any(name.endswith(end) for name in there)]
 
 
-def _is_of(name: str, modules: list[str] | tuple[()]) -> bool:
-    return any(part in modules for part in name.split(".")[:-1])
+def _is_of(name: str, ends: Sequence[str]) -> bool:
+    """Tell whether a parameter lies in a module whose name ends like one of these: norm means input_layernorm too."""
+    modules = [name[:at] for at, letter in enumerate(name) if letter == "."]
+    return any(module.endswith(tuple(ends)) for module in modules)
 
 
 def _is_linear(module: nn.Module) -> bool:

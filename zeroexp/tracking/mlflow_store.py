@@ -16,7 +16,7 @@ from dataclasses import replace
 from functools import cache, cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-from urllib.parse import quote
+from urllib.parse import quote, unquote
 
 from zeroexp.config.keys import Config, ConfigError
 from zeroexp.process import locks
@@ -218,9 +218,13 @@ def store_uri(uri: str | None, outputs: Path) -> str:
     else:
         key = "tracking.uri"
     if uri is None:
-        return f"{SQLITE}{outputs.resolve() / 'mlflow.db'}"
+        key, uri = "outputs", f"{SQLITE}{outputs.resolve() / 'mlflow.db'}"
     if uri.startswith(SQLITE):
-        return f"{SQLITE}{_database(uri).resolve()}"
+        database = _database(uri).resolve()
+        if "?" in str(database) or unquote(str(database)) != str(database):
+            problem = "MLflow can not open a database whose path has a ? or a % with two digits"
+            raise ConfigError(f"{key}: {database}: {problem}; choose another, or tracking=files")
+        return f"{SQLITE}{database}"
     if not uri.startswith((*SERVERS, *DATABASES)):
         raise ConfigError(
             f"{key}={without_password(uri)} is no store that MLflow writes to; use "
@@ -231,10 +235,11 @@ def store_uri(uri: str | None, outputs: Path) -> str:
 
 def with_store(config: Config) -> Config:
     """Return the config with the store that applies here and now, for later or remote senders, without its password."""
-    named = config.tracking.uri is not None or os.environ.get(STORE)
-    if not config.tracking.mlflow or not named:
+    if not config.tracking.mlflow:
         return config
     uri = without_password(store_uri(config.tracking.uri, Path(config.outputs)))
+    if config.tracking.uri is None and not os.environ.get(STORE):
+        return config  # the default follows a folder that is moved
     return replace(config, tracking=replace(config.tracking, uri=uri))
 
 
@@ -301,7 +306,7 @@ def _explain(database: Path, error: sqlite3.Error) -> Exception:
         return ConfigError(f"{database}: another program has locked it; send the runs again later")
     if code in (sqlite3.SQLITE_NOTADB, sqlite3.SQLITE_CORRUPT) or database.is_dir():
         return ConfigError(f"{database}: no database of MLflow ({error}); {_move_away(database)}")
-    if not _may_write(database) or not _may_write(database.parent):
+    if not _may_write(database.parent) or (database.exists() and not _may_write(database)):
         return ConfigError(f"{database}: {error}: {NO_PERMISSION}")
     return ConfigError(f"{database}: {error}")
 

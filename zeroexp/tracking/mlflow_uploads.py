@@ -8,6 +8,7 @@ its error is printed at the end, with the command that sends the files of the ru
 from __future__ import annotations
 
 import os
+import shlex
 import sys
 import threading
 import time
@@ -69,7 +70,7 @@ class Uploads:
         if (error := self._worker.error) is not None:
             first = without_password(str(error).partition("\n")[0])
             print(f"\nMLflow did not take the runs ({type(error).__name__}: {first}); later:")
-            print(f"  zeroexp sync {os.path.relpath(folder)}")
+            print(f"  zeroexp sync {shlex.quote(os.path.relpath(folder))}")
             return
         for key, why in self._tracker.store.refused.items():
             print(f"\nMLflow did not take {key}, and all else: {without_password(why)[:200]}")
