@@ -143,6 +143,20 @@ def test_who_got_faster_is_said_and_who_did_not(sweeps: Path) -> None:
     assert first == "  zero3: step 0.75 [0.75, 0.75]: faster"
 
 
+def test_keys_that_came_later_part_no_points(sweeps: Path) -> None:
+    """A run from before a key was added has its default; of other settings those that differ are told."""
+    for config in (sweeps / "before").glob("*/config.yaml"):
+        edit(config, "  offload_fraction: null\n", "")
+        edit(config, "  min_lr_ratio: 0.1\n", "")
+    for config in (sweeps / "before").glob("ddp*/config.yaml"):
+        edit(config, "  steps: ", "  a_key_that_went: null\n  steps: 1")
+    pairs, alone = points_that_moved(points(sweeps / "before"), points(sweeps / "after"))
+    assert [one.name for one in pairs] == ["zero3"]
+    told, only = alone
+    assert told.startswith("  no pair: ddp has train.steps=1") and told.endswith(" after")
+    assert only == "  only after: zero2"
+
+
 def test_what_the_machine_did_between_two_sweeps_moves_nothing(tmp_path: Path) -> None:
     """It was 30 % slower afterwards, and most in the second round: PyTorch's own point shows it."""
     slower = (1.3, 1.5, 1.3)

@@ -26,7 +26,7 @@ from tests.optimizers_for_tests import (
 )
 from zeroexp.cut.stage import STAGES
 from zeroexp.engines.sharded import Sharded
-from zeroexp.interface.elementwise import refuse_unless_elementwise
+from zeroexp.interface.elementwise import make_optimizer, refuse_unless_elementwise
 from zeroexp.process.world import fake_world
 from zeroexp.zero.options import Dtypes
 
@@ -110,6 +110,11 @@ def test_what_no_strategy_can_step_is_refused_by_name(factory, told):
     for cut in (True, False):
         with pytest.raises(ValueError, match=f"optimizer {told}.*: use another optimizer"):
             refuse_unless_elementwise(factory, matrices(), layout="parameter", cut=cut)
+
+
+def test_what_wants_a_closure_is_refused_where_nothing_is_tried_too():
+    with pytest.raises(ValueError, match=r"LBFGS wants a closure in step\(\), .*another optimizer"):
+        make_optimizer(optim.LBFGS, [{"params": [torch.nn.Parameter(torch.zeros(3))]}])
 
 
 def test_steps_to_infinity_are_told_as_such():

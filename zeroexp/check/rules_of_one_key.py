@@ -266,6 +266,9 @@ def check_study(config: Config) -> Iterator[Refusal]:
     """Require that every key of an include row exists, and that must_equal names keys, groups or facts of a run."""
     for key in (key for row in config.study.include for key in row):
         value_of(config, key)
+    if config.study.plan_must_hold and config.train.warmup_steps + config.train.steps < 2:
+        problem = "the only step of a run is its first, which makes moments and is not as planned"
+        yield "study.plan_must_hold=true", problem, "use train.warmup_steps=2"
     for word in config.study.must_equal:
         group = word.partition(".")[0]
         if group in RUN_FACTS:

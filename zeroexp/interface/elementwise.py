@@ -27,6 +27,7 @@ import copy
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from inspect import Parameter, signature
 from math import isclose
 from typing import Any, NamedTuple
 
@@ -51,6 +52,8 @@ TO_INFINITY = (
     "moves weights to infinity or NaN in its first steps",
     "lower its learning rate (optimizer.lr)",
 )
+ANOTHER = "use another optimizer"
+WANTS_CLOSURE = "wants a closure in step(), and no strategy can give it one"
 LEAST_RATE = 1e-3  # a warm-up begins with a rate of 0, which would move nothing
 
 
@@ -83,7 +86,7 @@ def refuse_unless_elementwise(
             factory, optimizer, whole, lambda samples, _: samples, seed=1
         ):
             problem = "draws random numbers in step(), and every rank would draw its own"
-            remedy = "use another optimizer"
+            remedy = ANOTHER
     if problem:
         raise ValueError(f"optimizer {type(optimizer).__name__} {problem}: {remedy}")
 
@@ -147,6 +150,9 @@ def make_optimizer(factory: OptimizerFactory, groups: Sequence[dict[str, Any]]) 
     if any(id(tensor) not in ids for group in optimizer.param_groups for tensor in group["params"]):
         problem = f"optimizer_factory makes {type(optimizer).__name__} over other parameters"
         raise ValueError(f"{problem} than it is handed: make it over the groups it gets")
+    closure = signature(optimizer.step).parameters.get("closure")
+    if closure and closure.default is Parameter.empty:
+        raise ValueError(f"optimizer {type(optimizer).__name__} {WANTS_CLOSURE}: {ANOTHER}")
     return optimizer
 
 
@@ -280,9 +286,9 @@ def _step(
             optimizer.step()
         except Exception as error:  # ScheduleFree raises this class itself
             problem = f"can not make a step: {str(error).splitlines()[0]}"
-            remedy = "use another optimizer"
+            remedy = ANOTHER
             if "closure" in str(error):
-                problem = "wants a closure in step(), and no strategy can give it one"
+                problem = WANTS_CLOSURE
             if not all(bool(parameter.isfinite().all()) for parameter, _ in pairs):
                 problem, remedy = TO_INFINITY
             raise ValueError(f"optimizer {type(optimizer).__name__} {problem}: {remedy}") from error

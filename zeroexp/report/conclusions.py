@@ -190,9 +190,27 @@ def points_that_moved(
     steady = next((key for key in both if new[key].run.implementation == "torch"), None)
     unchanged = (old[steady], new[steady]) if steady else None
     pairs = [_moved(old[key], new[key], unchanged, len(both)) for key in both]
-    alone = [f"  only before: {old[key].name}" for key in old if key not in new]
-    alone += [f"  only after: {new[key].name}" for key in new if key not in old]
-    return pairs, alone
+    return pairs, _without_partner(
+        {point.name: key for key, point in old.items() if key not in new},
+        {point.name: key for key, point in new.items() if key not in old},
+    )
+
+
+def _without_partner(
+    before: Mapping[str, Sequence[str]], after: Mapping[str, Sequence[str]]
+) -> list[str]:
+    """Return a line for each point, named with its settings, that only one sweep has, or both with other settings."""
+    lines: list[str] = []
+    for name, settings in before.items():
+        if name in after:
+            was, now = (
+                " ".join(each for each in one if each not in other) or "defaults"
+                for one, other in ((settings, after[name]), (after[name], settings))
+            )
+            lines.append(f"  no pair: {name} has {was} before, {now} after")
+        else:
+            lines.append(f"  only before: {name}")
+    return [*lines, *(f"  only after: {name}" for name in after if name not in before)]
 
 
 def lines_of_moved(pairs: Sequence[Moved], alone: Sequence[str]) -> list[str]:

@@ -8,14 +8,15 @@ by seed.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from functools import cached_property
+from dataclasses import asdict, dataclass, replace
+from functools import cache, cached_property
 from operator import attrgetter
 from statistics import fmean, median
 
+from zeroexp.config.keys import Config
 from zeroexp.measure.record import OFF_DEVICE, RunSummary, StepRecord
 from zeroexp.report.reading import records_of
-from zeroexp.tracking.run import Run
+from zeroexp.tracking.run import Run, flatten
 
 SEED = "train.seed"
 # Keys of the config that say why or where a point ran, or are its replicates, not what it was.
@@ -133,10 +134,18 @@ class MeasuredPoint:
 
 
 def settings_of(run: Run) -> tuple[str, ...]:
-    """Return the settings of what ran."""
+    """Return the settings of what ran that are no defaults: a run of an older zeroexp lacks the keys of a newer one."""
+    defaults = default_settings()
     return tuple(
-        f"{key}={value}" for key, value in run.config.items() if not key.startswith(OUTSIDE)
+        f"{key}={value}"
+        for key, value in run.config.items()
+        if not key.startswith(OUTSIDE) and value != defaults.get(key, "null")
     )
+
+
+@cache
+def default_settings() -> dict[str, str]:
+    return flatten(asdict(Config()))
 
 
 def points_of(runs: Sequence[Run]) -> list[MeasuredPoint]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,4 +18,6 @@ def writing(
     try:
         yield
     except OSError as error:
+        if error.errno == errno.ENOSPC:
+            remedy = "make room there, or use a file on another disk"
         raise ConfigError(f"--{option} {path}: {error.strerror}; {remedy}") from None

@@ -327,5 +327,8 @@ def _make_tables(database: Path) -> None:
         left.unlink()
     beside = database.with_name(f".{database.name}.{os.getpid()}")
     artifacts = (database.parent / "mlartifacts").as_uri()
-    SqlAlchemyStore(f"{SQLITE}{beside}", artifacts).engine.dispose()
-    beside.replace(database)
+    try:
+        SqlAlchemyStore(f"{SQLITE}{beside}", artifacts).engine.dispose()
+        beside.replace(database)
+    finally:
+        beside.unlink(missing_ok=True)
