@@ -53,6 +53,8 @@ def test_every_key_and_group_has_help(monkeypatch, capsys):
     told = capsys.readouterr().out
     assert "units gathered ahead (zero3)" in told and "at most 1024" in told
     assert "bf16_master" in told and "precision.autocast" in told
+    assert "read by adamw, muon\n" in help.about("optimizer.eps", CONF) + "\n"
+    assert "read by" not in help.about("strategy.outer.momentum", CONF)
     assert say(monkeypatch, "--help", "strategy.outer", "cluster.slurm") == 0
     told = capsys.readouterr().out
     for group in ("strategy.outer", "cluster.slurm"):

@@ -369,6 +369,19 @@ def test_what_others_return_is_tried_before_a_rank_starts(what, code, told, tmp_
     assert problem and told in problem
 
 
+def test_data_that_reads_files_and_ships_none_needs_a_path(tmp_path):
+    text = (
+        CODE_OF_OTHERS["data"][0]
+        .replace("CODE", "pass")
+        .replace("(Source)", "(Source, suffixes=('.py',))")
+    )
+    (tmp_path / "plugin_of_test.py").write_text(text)
+    plugins.load(["plugin_of_test"])
+    config = composed("model=tiny", "data=synthetic", "tracking=files", "data.seq_len=8")
+    with pytest.raises(ConfigError, match="data.path=null: names nothing to read; name a file or"):
+        check(replace(config, data=replace(config.data, kind="data_of_test")))
+
+
 def test_a_line_that_tries_code_of_others_is_refused_in_one_line(tmp_path, monkeypatch, capsys):
     text, _ = CODE_OF_OTHERS["model"]
     (tmp_path / "plugin_of_test.py").write_text(text.replace("CODE", "return open('gone')"))

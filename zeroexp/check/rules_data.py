@@ -66,8 +66,10 @@ def check_vocabulary(config: Config) -> Iterator[Refusal]:
 
 
 def check_source(config: Config) -> Iterator[Refusal]:
-    if DATA[config.data.kind].is_table and config.data.path is None:
-        yield "data.path", "names nothing to read", "name a file, a folder or an id on the hub"
+    kind = DATA[config.data.kind]
+    if config.data.path is None and kind.suffixes and not kind.ships:
+        others = ", a folder or an id on the hub" if kind.is_table else " or a folder"
+        yield "data.path", "names nothing to read", f"name a file{others}"
     elif config.data.path == "":
         yield (
             "data.path",

@@ -15,6 +15,7 @@ from zeroexp.check.rules_of_one_key import choices_of_keys
 from zeroexp.check.witnesses import WITNESSES
 from zeroexp.config import plugins
 from zeroexp.config.keys import KEYS, Config, ConfigError, default_of
+from zeroexp.config.optimizer import OPTIMIZERS
 from zeroexp.registry.did_you_mean import suggest_key
 
 SCREEN = """\
@@ -39,6 +40,7 @@ IMPORTANT = (
     *("train.steps", "checkpoint.every", "cluster.device", "tracking.uri"),
 )
 WIDTH = 108
+OF_OPTIMIZER = "optimizer.{}".format
 
 
 def screen(conf: Path, verbs: str) -> str:
@@ -71,6 +73,9 @@ def about(key: str, conf: Path) -> str:
             lines.append(f"{phrase} {bounds[bound]}")
     shown = "null" if default is None else default
     lines.append(f"default: {shown} (a group's file may set another)")
+    readers = [name for name, kind in OPTIMIZERS.items() if key in map(OF_OPTIMIZER, kind.keys)]
+    if readers:
+        lines.append(f"read by {', '.join(readers)}")
     if key in WITNESSES:
         lines.append("shows in: {} ({})".format(*WITNESSES[key]))
     return "\n".join([lines[0], *(f"  {line}" for line in lines[1:]), *_below(key)])

@@ -20,12 +20,14 @@ class DataKind:
     tasks: what its samples can train.
     settings: its own keys below `data.settings`, with their defaults.
     suffixes: of the files that `data.path` may name; empty: it reads no file.
+    ships: without `data.path` it reads what is shipped.
     """
 
     open: Callable[[DataConfig, ModelConfig, int], Any]
     tasks: tuple[str, ...] = ("causal",)
     settings: Mapping[str, Any] = field(default_factory=dict[str, Any])
     suffixes: tuple[str, ...] = ()
+    ships: bool = False
     tokenizes: bool = False  # it turns text into tokens once, and keeps them in the cache
     is_table: bool = False  # it has columns and splits, and may come from the hub
 
@@ -34,7 +36,10 @@ DATA = Registry(
     "data.kind",
     {
         "text": DataKind(
-            Later("zeroexp.data.batches:tokenize_data"), suffixes=(".txt",), tokenizes=True
+            Later("zeroexp.data.batches:tokenize_data"),
+            suffixes=(".txt",),
+            ships=True,
+            tokenizes=True,
         ),
         "hf": DataKind(
             Later("zeroexp.data.batches:tokenize_data"),

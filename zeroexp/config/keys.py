@@ -118,7 +118,7 @@ class LoraKeys:
 @dataclass
 class ModelConfig:
     name: str = text("small", NAME)
-    family: str = "llama"  # llama | gpt2 | mixtral | hf | mlp | moe, or a plugin's
+    family: str = "llama"  # a word of MODELS (config/families.py)
     task: str = choice(*TASKS)
     num_labels: int | None = number(None, least=1, most=1 << 20)
     hf_config: dict[str, Any] = field(default_factory=dict[str, Any])  # keys of transformers' class
@@ -138,7 +138,7 @@ class ModelConfig:
 @dataclass
 class DataConfig:
     name: str = text("offline", NAME)
-    kind: str = "text"  # text | hf | synthetic, or a plugin's
+    kind: str = "text"  # a word of DATA (config/data_sources.py)
     task: str = choice(*TASKS)
     seq_len: int = number(128, least=1, most=1 << 24)  # tokens per sample
     # samples per optimizer step over all ranks
@@ -173,16 +173,16 @@ class OuterKeys:
 
 @dataclass
 class StrategyConfig:
-    name: str = text("zero3", NAME)  # ddp | zero1 | zero1_allreduce | zero2 | zero3, or a plugin's
+    name: str = text("zero3", NAME)  # a word of STAGES (cut/stage.py)
     parameters: ParametersPlacement = field(default_factory=ParametersPlacement)
     gradients: StatePlacement = field(default_factory=StatePlacement)
     optimizer: OptimizerPlacement = field(default_factory=OptimizerPlacement)
-    implementation: str = "buffer"  # parameter | tensor | buffer (ours) | torch, or a plugin's
+    implementation: str = "buffer"  # of LAYOUTS (cut/layout.py) or ENGINES (config/engines.py)
     # These are settings of our engine; None = its default.
     # What moves together; layer: each block, and outside of blocks each module that holds parameters, as the head.
     unit: str | None = of_engine("block", "model", "block", "layer", "module")
     overlap: bool | None = of_engine(True)  # communication beside compute, or strictly after it
-    # Who owns which parameter: contiguous | greedy, or a plugin's.
+    # Who owns which parameter: a word of OWNERS (cut/owners.py).
     owners: str | None = of_engine("greedy")
     # units gathered ahead (zero3); None: 1, in shared memory 0
     prefetch: int | None = of_engine(least=0, most=1024)
@@ -246,11 +246,11 @@ class PrecisionConfig:
 
 @dataclass
 class OptimizerConfig:
-    name: str = text("adamw", NAME)  # adamw | sgd | muon, or a plugin's
+    name: str = text("adamw", NAME)  # a word of OPTIMIZERS (config/optimizer.py)
     lr: float = number(1e-3, above=0)  # learning rate at its top
-    betas: list[float] = field(default_factory=lambda: [0.9, 0.95])  # adamw, muon
-    eps: float = number(1e-8, above=0)  # adamw, muon
-    momentum: float = number(0.0, least=0, most=1)  # sgd, muon
+    betas: list[float] = field(default_factory=lambda: [0.9, 0.95])  # decays of the moments
+    eps: float = number(1e-8, above=0)  # added to the root of the second moment
+    momentum: float = number(0.0, least=0, most=1)  # decay of the only moment
     # dtype in which moments rest; None: the master's. Of int8 large parameters are in blocks of 256 with a scale.
     moments: str | None = choice_or_null("bfloat16", "int8")
     weight_decay: float = number(0.1, least=0)  # per unit of the learning rate
