@@ -378,7 +378,7 @@ def test_data_that_reads_files_and_ships_none_needs_a_path(tmp_path):
     (tmp_path / "plugin_of_test.py").write_text(text)
     plugins.load(["plugin_of_test"])
     config = composed("model=tiny", "data=synthetic", "tracking=files", "data.seq_len=8")
-    with pytest.raises(ConfigError, match="data.path=null: names nothing to read; name a file or"):
+    with pytest.raises(ConfigError, match=r"data.path=null: names nothing to read; name a file or"):
         check(replace(config, data=replace(config.data, kind="data_of_test")))
 
 

@@ -51,6 +51,7 @@ def test_what_is_as_planned_holds_and_is_on_the_page(sweep: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "line"),
     [
+        ({"plan.bus": 5}, "bytes sent: 0 of 1 points as planned, to the byte (ours -5 bytes)"),
         ({"plan.total": 5}, "bytes held: 1 of 2 points as planned, to the byte (ours +"),
         ({"plan.sent": 5}, "bytes sent: 0 of 1 points"),
         (

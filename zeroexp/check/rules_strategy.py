@@ -11,11 +11,10 @@ from zeroexp.config.families import MODELS
 from zeroexp.config.job_shape import shape_of
 from zeroexp.config.keys import MASTER, TORCH_DDP, Config, StrategyConfig
 from zeroexp.config.optimizer import OPTIMIZERS, master_of_kind, rows_of
-from zeroexp.cut.moment_blocks import CODES_PER_OCTAVE, INT8
+from zeroexp.cut.moment_blocks import INT8, MOST_DECAY
 from zeroexp.cut.stage import STAGES, Stage, why_no_replicas, why_no_secondary_copy
 
 # What a moment of this dtype may be multiplied by in a step at most, and get smaller.
-MOST_DECAY = {"bfloat16": 1 - 2**-8, INT8: (1 + 2 ** (-1 / CODES_PER_OCTAVE)) / 2}
 REPLICATE = "set strategy.replicas=2 or more"
 # Engines of others whose optimizers step whole parameters.
 WHOLE_ON_A_RANK = {("torch", stage) for stage in TORCH_DDP}

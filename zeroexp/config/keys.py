@@ -19,6 +19,7 @@ from zeroexp.config.gpus import GPUS, NETWORKS
 from zeroexp.cut.codec_bytes import CODE_BITS
 from zeroexp.cut.layout import LAYOUTS
 from zeroexp.cut.matrix_step import MATRIX_STEPS
+from zeroexp.cut.moment_blocks import MOST_DECAY
 from zeroexp.cut.stage import Placement, default_reduce_each
 from zeroexp.registry.did_you_mean import suggest_nearest
 from zeroexp.registry.errors import ConfigError, DamagedFile
@@ -252,7 +253,7 @@ class OptimizerConfig:
     eps: float = number(1e-8, above=0)  # added to the root of the second moment
     momentum: float = number(0.0, least=0, most=1)  # decay of the only moment
     # dtype in which moments rest; None: the master's. Of int8 large parameters are in blocks of 256 with a scale.
-    moments: str | None = choice_or_null("bfloat16", "int8")
+    moments: str | None = choice_or_null(*MOST_DECAY)
     weight_decay: float = number(0.1, least=0)  # per unit of the learning rate
     decay_norms_and_biases: bool = False  # False: they form a second parameter group without decay
     fused: bool = True  # but for SGD under torch's FSDP2, for which torch has none

@@ -40,7 +40,10 @@ def data_files(config: DataConfig) -> list[Path]:
         raise ConfigError(f"data.path={config.path}: {problem}; use data=hf for tables")
     if not files:
         kinds = ", ".join(suffixes)
-        raise ConfigError(f"data.path={config.path}: no file in it ends in {kinds}; add one")
+        problem = f"no file in it ends in {kinds}; add one"
+        if path.is_file():
+            problem = f"ends in none of {kinds}; name a file that does"
+        raise ConfigError(f"data.path={config.path}: {problem}")
     saved = any(file.suffix == ".arrow" for file in files)  # `datasets` itself wrote this folder
     if not DATA[config.kind].is_table or saved:
         return files

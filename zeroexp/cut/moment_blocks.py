@@ -17,6 +17,10 @@ ROW_BYTES = BLOCK + 4
 LEAST_NUMEL = 4096
 CODES_PER_OCTAVE = 8  # neighbouring codes differ by 2 ** (1 / 8)
 
+# Dtypes of moments -> the decay from which on rounding takes back what a moment falls in a step: half of what parts
+# two neighbouring numbers.
+MOST_DECAY = {"bfloat16": 1 - 2**-8, INT8: (1 + 2 ** (-1 / CODES_PER_OCTAVE)) / 2}
+
 
 def num_blocks(numel: int) -> int:
     return -(-numel // BLOCK)

@@ -1,6 +1,6 @@
 """A placement says where a tensor rests, and a move takes it to where it is needed.
 
-A ZeRO stage is a row of three placements: parameters, gradients, optimizer state. `move` derives from that row
+A ZeRO stage is a row of three placements: parameters, gradients, optimizer state. `move_between` derives from that row
 everything that the stage *does*:
 
     verb        when                        change                zero1     zero2     zero3
