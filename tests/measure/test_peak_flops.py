@@ -51,6 +51,15 @@ def test_the_fastest_of_the_sizes_counts(monkeypatch):
         assert peaks.measure_peak_flops(world, torch.bfloat16) == (2 * 64**3 / 1e-5, 64)
 
 
+def test_a_slow_product_is_not_tried_again(monkeypatch):
+    """A finished run waits for it: bf16 without instructions for it takes seconds a product."""
+    asked: list[int] = []
+    monkeypatch.setattr(peaks, "_seconds", lambda left, right: asked.append(len(left)) or 1.0)
+    with worlds.joined_process_group(device="cpu") as world:
+        peaks.measure_peak_flops(world, torch.bfloat16)
+    assert asked == peaks.SIZES["cpu"]
+
+
 def measured_unless_one_can_not(world: World) -> dict[str, Any]:
     """Rank 1 asks for a product that torch does not have."""
     return peak_flops(world, torch.uint16 if world.rank else torch.float32)

@@ -70,8 +70,8 @@ LINES = {
     f"{MASTERS} strategy=zero3 strategy.implementation=torch": "no effect with .*=torch",
     f"{CODES} strategy=zero3 model.lora.r=2": "have no master: .*; use strategy.gather_codec",
     # float16 with a loss scale
-    f"{FP16} precision.reduce=bfloat16": "compute=float16: sums .* use precision=fp16_master",
-    f"{FP16} strategy.optimizer.dtype=float16": "use precision=fp16_master",
+    f"{FP16} precision.reduce=bfloat16": "gradients.dtype=bfloat16: in float16 sums .* use precision=fp16_master",
+    f"{FP16} strategy.optimizer.dtype=float16": "optimizer.dtype=float16: in .* let it set all dtypes",
     f"{FP16} strategy.reduce_codec=int8": r"strategy\.reduce_codec=int8: has no code for inf",
     f"{FP16} strategy.outer.every=1 strategy.replicas=2": r"outer\.every=1: replicas would",
     # Muon

@@ -87,9 +87,17 @@ def check_float16(config: Config) -> Iterator[Refusal]:
         dtypes[1] = mode.compute
     if "float16" not in dtypes:
         return
-    if dtypes != ["float16", "float16", "float32", "float32"]:
-        problem = "sums overflow in float16, and small updates are lost"
-        yield "precision.compute", problem, "use precision=fp16_master"
+    trains = ("float16", "float16", "float32", "float32")
+    rows_of = (f"strategy.{name}.dtype" for name in ("parameters", "gradients", "optimizer"))
+    wrong = [
+        (key, dtype)
+        for key, dtype, right in zip(("precision.compute", *rows_of), dtypes, trains, strict=True)
+        if dtype != right
+    ]
+    if wrong:
+        key, _ = next((each for each in wrong if each[1] == "float16"), wrong[0])
+        problem = "in float16 sums overflow and small updates are lost"
+        yield key, problem, "use precision=fp16_master, and let it set all dtypes"
     if strategy.implementation in ENGINES and not _is_fsdp2(strategy):
         yield "precision.compute", "only ours and FSDP2 scale the loss", "use another precision"
     if strategy.outer.every is not None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 import sys
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from hashlib import sha256
@@ -141,11 +142,14 @@ def _name(overrides: Sequence[str], config: Config) -> str:
     """Return zero3-buffer-n2 plus the swept values: zero3-buffer-n2-tiny-lr0.01."""
     strategy = config.strategy
     parts = [strategy.name, strategy.implementation, f"n{config.world_size}"]
-    for override in overrides:
-        key, _, value = override.lstrip("+").partition("=")
+    swept = dict(override.lstrip("+").split("=", 1) for override in overrides)
+    last = Counter(key.rpartition(".")[2] for key in swept)
+    for key, value in swept.items():
         value = re.sub(r"^'([\w.+-]+)'$", r"\1", value)
         if key not in (*IN_EVERY_NAME, *TOO_LONG_FOR_A_NAME):
-            parts.append(key.rpartition(".")[2] + value if "." in key else value)
+            *groups, word = key.split(".")
+            told = ".".join((*groups[-1:], word)) if last[word] > 1 else word  # of lr and outer.lr
+            parts.append(told + value if groups else value)
     name = "-".join(re.sub(r"[^\w.]+", "_", part) for part in parts)
     if len(name.encode()) <= LONGEST_NAME_BYTES:
         return name

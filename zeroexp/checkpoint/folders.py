@@ -9,6 +9,7 @@ commit any more.
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 import re
@@ -88,7 +89,7 @@ def asked_for(target: Path) -> Iterator[Path]:
             for path in folder.rglob("*"):
                 sync(path)
     except OSError as error:
-        remedy = "make room there, or set --to to a folder that can be made"
+        remedy = _remedy(error, "set --to to a folder that can be made")
         raise ConfigError(f"--to={target}: {error.strerror or error}; {remedy}") from error
 
 
@@ -107,8 +108,13 @@ def register_attempt(run: Path, attempt: int) -> None:
         for path in folder.glob(f"{UNFINISHED}*"):
             shutil.rmtree(path)
     except OSError as error:
-        remedy = "make room there, or set outputs to a folder that can be written"
+        remedy = _remedy(error, "set outputs to a folder that can be written")
         raise CheckpointError(f"{folder}: {error.strerror}; {remedy}") from error
+
+
+def _remedy(error: OSError, another: str) -> str:
+    is_room = error.errno not in (errno.EACCES, errno.EPERM, errno.EROFS)
+    return f"make room there, or {another}" if is_room else another
 
 
 def unfinished_folder(run: Path, step: int, attempt: int) -> Path:

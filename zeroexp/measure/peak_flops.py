@@ -20,8 +20,10 @@ from zeroexp.process import world as worlds
 from zeroexp.process.world import World, barrier
 
 NUM_TRIALS = 12  # the fastest counts, since whatever else runs only slows a product down
-# Rows of square matrices: a product of the largest takes a hundredth of a second. A CPU without instructions for bf16
-# is four times as fast on the smallest.
+# For each size: a product of the largest takes a hundredth of a second, or seconds on a busy CPU without instructions
+# for bf16, which is four times as fast on the smallest.
+MOST_SECONDS = 0.3
+# Rows of square matrices.
 SIZES = {"cpu": [64, 256, 768], "cuda": [8192]}
 
 
@@ -79,8 +81,10 @@ def measure_peak_flops(world: World, dtype: torch.dtype) -> tuple[float, int]:
     rates: list[tuple[float, int]] = []
     for size in SIZES.get(world.device.type, SIZES["cpu"]):
         left, right = (torch.ones(size, size, dtype=dtype, device=world.device) for _ in range(2))
-        seconds = min(_seconds(left, right) for _ in range(NUM_TRIALS))
-        rates.append((2 * size**3 / seconds, size))
+        seconds: list[float] = []
+        while len(seconds) < NUM_TRIALS and sum(seconds) < MOST_SECONDS:
+            seconds.append(_seconds(left, right))
+        rates.append((2 * size**3 / min(seconds), size))
     return max(rates)
 
 

@@ -35,7 +35,7 @@ from zeroexp.config.optimizer import (
     rows_of,
 )
 from zeroexp.data.batches import Data, build_data
-from zeroexp.engines.build import build_strategy
+from zeroexp.engines.build import build_strategy, row_dtypes
 from zeroexp.interface.strategy import Strategy
 from zeroexp.measure.dtypes_found import dtypes_asked
 from zeroexp.measure.instruments import Instruments
@@ -389,7 +389,7 @@ def _summarise(
 
 def _speed(config: Config, world: World, flops_per_step: float) -> dict[str, Any]:
     """Return the fields of the summary from which the utilisation of the ranks follows; all ranks call it."""
-    dtype = torch.bfloat16 if config.precision.autocast else DTYPES[config.precision.compute]
+    dtype = torch.bfloat16 if config.precision.autocast else DTYPES[row_dtypes(config)[0]]
     peak = peak_flops(world, dtype, config.cluster.peak_tflops)
     return {"model_flops_per_step": flops_per_step, **peak}
 

@@ -193,12 +193,12 @@ class GradientLook:
         if zero.any() and not (off & ~zero).any():
             yield "rows", f"{_rows(zero, shape)} are zero"
         if 0 < off.sum() <= len(off) // 2:
-            yield "rows", f"{_rows(off, shape)} differ, and no others"
+            yield "rows", f"{_rows(off, shape)} differ, and no others of it"
         if self.oracle.loop.dtype == torch.float32:
             half = self.weights[self.step], self.step, self.rows, torch.bfloat16
             bound = self.oracle.rounding(*half)[name]
             if all(distance(piece, {name: exact}) <= bound for piece in pieces):
-                yield "dtype", "it is as far away as computing in 16 bits brings it"
+                yield "dtype", "it is no further away than computing in 16 bits would bring it"
 
     def _tied(self, piece: LocalElements) -> Iterator[Story]:
         untied = self.oracle.contributions(self.weights[self.step], self.step, untied=True)
