@@ -142,7 +142,8 @@ def _name(overrides: Sequence[str], config: Config) -> str:
     """Return zero3-buffer-n2 plus the swept values: zero3-buffer-n2-tiny-lr0.01."""
     strategy = config.strategy
     parts = [strategy.name, strategy.implementation, f"n{config.world_size}"]
-    swept = dict(override.lstrip("+").split("=", 1) for override in overrides)
+    words = (override.lstrip("+").partition("=") for override in overrides)
+    swept = {key: value for key, _, value in words}
     last = Counter(key.rpartition(".")[2] for key in swept)
     for key, value in swept.items():
         value = re.sub(r"^'([\w.+-]+)'$", r"\1", value)

@@ -40,7 +40,6 @@ IMPORTANT = (
     *("train.steps", "checkpoint.every", "cluster.device", "tracking.uri"),
 )
 WIDTH = 108
-OF_OPTIMIZER = "optimizer.{}".format
 
 
 def screen(conf: Path, verbs: str) -> str:
@@ -73,8 +72,9 @@ def about(key: str, conf: Path) -> str:
             lines.append(f"{phrase} {bounds[bound]}")
     shown = "null" if default is None else default
     lines.append(f"default: {shown} (a group's file may set another)")
-    readers = [name for name, kind in OPTIMIZERS.items() if key in map(OF_OPTIMIZER, kind.keys)]
-    if readers:
+    group, _, word = key.partition(".")
+    readers = [name for name, kind in OPTIMIZERS.items() if word in kind.keys]
+    if group == "optimizer" and readers:
         lines.append(f"read by {', '.join(readers)}")
     if key in WITNESSES:
         lines.append("shows in: {} ({})".format(*WITNESSES[key]))

@@ -24,10 +24,10 @@ is missed.)
 from __future__ import annotations
 
 import copy
+import inspect
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from inspect import Parameter, signature
 from math import isclose
 from typing import Any, NamedTuple
 
@@ -150,8 +150,8 @@ def make_optimizer(factory: OptimizerFactory, groups: Sequence[dict[str, Any]]) 
     if any(id(tensor) not in ids for group in optimizer.param_groups for tensor in group["params"]):
         problem = f"optimizer_factory makes {type(optimizer).__name__} over other parameters"
         raise ValueError(f"{problem} than it is handed: make it over the groups it gets")
-    closure = signature(optimizer.step).parameters.get("closure")
-    if closure and closure.default is Parameter.empty:
+    closure = inspect.signature(optimizer.step).parameters.get("closure")
+    if closure and closure.default is inspect.Parameter.empty:
         raise ValueError(f"optimizer {type(optimizer).__name__} {WANTS_CLOSURE}: {ANOTHER}")
     return optimizer
 
