@@ -53,12 +53,12 @@ class SavedState:
         world: World,
         optimizer: Optimizer,
         names: Sequence[Sequence[str]],
-        kept: Callable[[], Sequence[Collection[str]]],
+        kept: Callable[[], Sequence[Collection[str]]] = tuple,
         python: PythonValues | None = None,
     ):
         """optimizer: that keeps the moments. names: see PythonValues; `python` is that of other optimizers.
 
-        kept: see elementwise.moments_kept; asked when a state is loaded.
+        kept: see elementwise.moments_kept; asked when a state is loaded. By default no moment is required.
         """
         self.buffers = Buffers(module, world)
         self._names = [name for name, _ in module.named_parameters()]
