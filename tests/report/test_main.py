@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -12,9 +13,11 @@ import pytest
 
 from tests.report.made import edit, points, repeats
 from tests.run_folders import write_run
+from zeroexp.config.keys import ConfigError
 from zeroexp.report.__main__ import BROKEN, REFUSED, main
 from zeroexp.report.markdown import BEGIN, END
 from zeroexp.report.page.html_tables import provenance_table
+from zeroexp.report.writing import writing
 
 
 @pytest.fixture
@@ -161,3 +164,12 @@ def test_a_page_names_its_sweep_as_the_command_did(tmp_path, outputs, named):
     edit(folder / "config.yaml", "outputs: outputs", f"outputs: {outputs}")
     page = provenance_table(points(folder.parent))
     assert f"zeroexp report &#x27;{named}/sweep&#x27; --html report.html" in page
+
+
+def test_a_full_disk_is_asked_for_room():
+    full = Path("/dev/full")
+    told = (
+        "--csv /dev/full: No space left on device; make room there, or use a file on another disk"
+    )
+    with pytest.raises(ConfigError, match=f"^{re.escape(told)}$"), writing("csv", full):
+        full.write_text("x", encoding="utf-8")

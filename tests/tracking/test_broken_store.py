@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import multiprocessing
 import os
+import resource
 import shutil
 import signal
 import sqlite3
@@ -159,6 +160,19 @@ def test_a_store_that_another_program_has_locked_is_told_as_such(
     said = capsys.readouterr().out
     assert f"{outputs / 'mlflow.db'}: another program has locked it; send the runs again" in said
     assert "move it away" not in said
+
+
+def test_a_store_without_room_is_no_matter_of_permission_and_leaves_nothing(tmp_path: Path) -> None:
+    tracker = MlflowTracker(None, "x", tmp_path)
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, hard))
+    try:
+        with pytest.raises(ConfigError) as caught:
+            tracker.write_views("x")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert "may not write" not in str(caught.value)
+    assert [path.name for path in tmp_path.glob("*mlflow.db*")] == ["mlflow.db.lock"]
 
 
 def test_a_store_of_somebody_else_is_told_as_a_matter_of_permission(outputs: Path) -> None:

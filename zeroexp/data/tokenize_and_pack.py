@@ -87,7 +87,7 @@ def write_labelled(
 
 
 def _tokenizer_of(words: TokenizerChoice) -> Tokenizer:
-    """Return the tokenizer of the file, which may say how texts were cut and padded before: here none is, as in HF."""
+    """Return the file's tokenizer, which neither cuts nor pads unless it is told to, as transformers calls it."""
     tokenizer = Tokenizer.from_file(str(words.file))
     tokenizer.no_truncation()
     tokenizer.no_padding()

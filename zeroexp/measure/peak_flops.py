@@ -20,10 +20,9 @@ from zeroexp.process import world as worlds
 from zeroexp.process.world import World, barrier
 
 NUM_TRIALS = 12  # the fastest counts, since whatever else runs only slows a product down
-# For each size: a product of the largest takes a hundredth of a second, or seconds on a busy CPU without instructions
-# for bf16, which is four times as fast on the smallest.
-MOST_SECONDS = 0.3
-# Rows of square matrices.
+MOST_SECONDS = 0.3  # after which a size is not tried again: a finished run waits for it
+# Rows of square matrices. A product of the largest takes a hundredth of a second, and up to seconds in bf16 on a CPU
+# without instructions for it, where the smallest is four times as fast.
 SIZES = {"cpu": [64, 256, 768], "cuda": [8192]}
 
 

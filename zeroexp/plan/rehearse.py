@@ -128,13 +128,11 @@ def rehearse(
         checkpoint_as_configured(model.module, model.blocks, config.train)
         watched = _Watched(build_strategy(config, model, world), storages, timeline)
         strategy = cast(Strategy, watched)  # what it does not watch goes to the engine
-        data = cast(
-            TrainingData, NoData(config, most_microbatches, holds_others=bool(ranks_per_host))
-        )
+        no_data = NoData(config, most_microbatches, holds_others=bool(ranks_per_host))
         instruments = Instruments(config.train, world, Path())
         steps = train(
             strategy,
-            data,
+            cast(TrainingData, no_data),
             config=config,
             world=world,
             instruments=instruments,

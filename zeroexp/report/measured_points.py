@@ -135,7 +135,7 @@ class MeasuredPoint:
 
 def settings_of(run: Run) -> tuple[str, ...]:
     """Return the settings of what ran that are no defaults: a run of an older zeroexp lacks the keys of a newer one."""
-    defaults = default_settings()
+    defaults = _defaults()
     return tuple(
         f"{key}={value}"
         for key, value in run.config.items()
@@ -144,7 +144,7 @@ def settings_of(run: Run) -> tuple[str, ...]:
 
 
 @cache
-def default_settings() -> dict[str, str]:
+def _defaults() -> dict[str, str]:
     return flatten(asdict(Config()))
 
 
