@@ -8,6 +8,7 @@ import pytest
 
 from tests.composing import composed
 from zeroexp.config.job_shape import JobShape
+from zeroexp.cut.rank_grid import RankGrid
 from zeroexp.plan.machines import Machines, device_of, machines_of
 from zeroexp.plan.speed import prior_speed, speed_of
 
@@ -28,28 +29,40 @@ def test_messages_of_cpus_go_to_every_peer_and_those_of_gpus_round_a_ring(nodes,
     pairs = [node_of[a] == node_of[b] for a in range(size) for b in range(size) if a != b]
     inside = {"cuda": ring, "cpu": pairs or [True]}
     for device, messages in inside.items():
-        share = Machines(device, JobShape(nodes, per_node)).share_inside_node(size)
+        share = Machines(device, JobShape(nodes, per_node)).share_inside_node([range(size)])
         assert share == float(Fraction(sum(messages), len(messages))), device
 
 
 @pytest.mark.parametrize(
-    ("num_ranks", "apart", "device", "share"),
+    ("num_groups", "device", "in_groups", "between"),
     [
-        (2, 1, "cuda", 1.0),  # a group is a node
-        (4, 2, "cuda", 0.0),  # the holders of a piece, one on each node
-        (4, 1, "cuda", 0.5),  # a group of two nodes
-        (4, 1, "cpu", 1 / 3),
+        (4, "cuda", 1.0, 0.0),  # a group is a node, the holders of a piece are one on each
+        (2, "cuda", 0.5, 0.0),  # a group of two nodes
+        (2, "cpu", 1 / 3, 0.0),
+        (8, "cuda", 1.0, 0.5),  # a group is a rank
     ],
 )
-def test_what_of_a_group_lies_on_one_node(num_ranks, apart, device, share):
-    assert Machines(device, JobShape(4, 2)).share_inside_node(num_ranks, apart) == share
+def test_what_of_a_group_lies_on_one_node(num_groups, device, in_groups, between):
+    inside, shares = Machines(device, JobShape(4, 2)).shares_inside(RankGrid(8, num_groups))
+    assert (inside, shares["replicas"]) == (in_groups, between)
+
+
+def test_groups_that_lie_across_nodes_are_counted_rank_by_rank():
+    """Nodes of four ranks, groups of three: 0 1 2 | 3 4 5 | 6 7 8 | 9 10 11."""
+    machines, grid = Machines("cpu", JobShape(3, 4)), RankGrid(12, 4)
+    # Of each rank's two peers, node by node: 2 2 2 | 0 1 1 | 1 1 0 | 2 2 2.
+    inside, shares = machines.shares_inside(grid)
+    assert inside == 16 / 24
+    # 0 3 6 9 | 1 4 7 10 | 2 5 8 11 lie on nodes 0 0 1 2 | 0 1 1 2 | 0 1 2 2.
+    assert shares["replicas"] == 6 / 36
+    assert machines.transports(grid) == ("mixed", "mixed")
 
 
 def test_transports_and_words():
     one, two, apart = JobShape(1, 8), JobShape(2, 4), JobShape(8, 1)
     transports = [Machines("cpu", shape).transport for shape in (one, two, apart)]
     assert transports == ["direct", "mixed", "gloo"]
-    of_groups = [Machines("cpu", two).transports(replicas) for replicas in (2, 4, 8)]
+    of_groups = [Machines("cpu", two).transports(RankGrid(8, num)) for num in (2, 4, 8)]
     assert of_groups == [("direct", "gloo"), ("direct", "mixed"), ("direct", "mixed")]
     assert {Machines("cuda", shape).transport for shape in (one, two, apart)} == {"native"}
     told = [str(Machines(*each)) for each in (("cpu", one), ("cuda", two))]

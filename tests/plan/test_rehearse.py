@@ -218,7 +218,7 @@ def test_a_rehearsal_the_closed_forms_and_real_steps_agree(ranks, ranks_per_host
     else:
         real = ranks(among_peers, config, ranks_per_host, world_size=size)
         hosts = Machines("cpu", JobShape(size // ranks_per_host, ranks_per_host))
-        transports = hosts.transports(config.strategy.replicas or 1)
+        transports = hosts.transports(config.grid)
     form = form_of(config, build_on_meta(config), *transports)
     recomputes_modules = RECOMPUTES in words and "strategy.unit=module" in words
     # Of recomputed modules it counts one gather too many.

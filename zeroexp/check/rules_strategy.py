@@ -202,7 +202,7 @@ def check_secondary_partition(config: Config) -> Iterator[Refusal]:
     if strategy.implementation in ENGINES:
         return
     stage = Stage.of(*(row.placement for row in strategy.rows))
-    shards = config.world_size // (strategy.replicas or 1)
+    shards = config.grid.group_size
     if problem := why_no_secondary_copy(size, stage, shards):
         yield key, *problem
     is_planned_for_gpus = config.cluster.gpu or config.cluster.network
@@ -226,7 +226,7 @@ def check_masters_at_rest(config: Config) -> Iterator[Refusal]:
     strategy, key = config.strategy, "strategy.parameters.dtype"
     if not strategy.masters_rest or strategy.implementation in ENGINES:
         return
-    shards = config.world_size // (strategy.replicas or 1)
+    shards = config.grid.group_size
     if strategy.parameters.placement != "shard" or shards == 1:
         problem = "parameters that rest whole are computed with as they rest"
         yield key, problem, "use strategy=zero3 on two ranks or more, or leave it out"
@@ -256,7 +256,7 @@ def check_outer(config: Config) -> Iterator[Refusal]:
     strategy, train, every = config.strategy, config.train, config.strategy.outer.every
     if every is None:
         return
-    if (strategy.replicas or 1) == 1:
+    if config.grid.num_groups == 1:
         yield "strategy.outer.every", "there is one replica, and nothing to join", REPLICATE
     if strategy.outer.momentum >= 1:
         yield "strategy.outer.momentum", "a change would never fade", "use 0.9"

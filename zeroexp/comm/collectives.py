@@ -41,6 +41,7 @@ from zeroexp.comm.replicas import BetweenReplicas, common_traits
 from zeroexp.comm.secondary import Node, SecondaryCopy
 from zeroexp.comm.traits import TransportTraits
 from zeroexp.cut.chunk import Chunk
+from zeroexp.cut.rank_grid import RankGrid
 from zeroexp.measure.record import Traffic, sum_of_traffic
 from zeroexp.measure.verb_seconds import TimedMove, meter
 from zeroexp.process import progress
@@ -107,8 +108,8 @@ class Updating:
 class Collectives:
     """The three moves inside of a group and the sum of a tiny tensor over ranks, counted by kind of message.
 
-    world: all ranks. group: those that shard among themselves. holders: those that hold the same pieces, one of each
-    of the `replicas` groups. With one replica the group is the world, and this rank the only holder.
+    world: all ranks. grid: their groups; None: one of all. group: those that shard among themselves. holders: those
+    that hold the same pieces, one of each group. In one group of all ranks this one is the only holder.
     shares_updates: holders update a share each of some of these pieces (replicas.py), see `Chunk.over_all`.
     sums_each_step: reductions are of all ranks; False: of the group, and `sum_between` alone leaves it.
     reductions_apart: see `Transport.reduce_apart`. gather_codec, reduce_codec: of gathers and of reduce-scatters in the
@@ -124,7 +125,7 @@ class Collectives:
         world: World,
         *,
         transport: str = "auto",
-        replicas: int = 1,
+        grid: RankGrid | None = None,
         shares_updates: bool = False,
         sums_each_step: bool = True,
         reductions_apart: bool = False,
@@ -135,18 +136,18 @@ class Collectives:
         secondary_partition: int | None = None,
         **of_bus: Any,
     ):
-        self.world = world
+        self.world, self.grid = world, grid or RankGrid(world.size)
         self.bus = Bus(world, self._count_over_bus, **of_bus, masters_rest=masters_rest)
         self.masters_rest = masters_rest
-        self.group, self.holders = world.split(replicas)
+        self.group, self.holders = world.split(self.grid)
         # The ranks that take a step together.
         self.stepping = world if sums_each_step else self.group
         self.shares_updates = shares_updates
-        size, alone = self.group.size, replace(world, rank=0, size=1)
-        in_order, own = tuple(range(size)), self.group.rank
-        self._in_group = Updating(self.group, in_order, own, self.holders)
-        by_place = tuple(r for place in in_order for r in range(place, world.size, size))
-        self._over_all = Updating(world, by_place, by_place.index(world.rank), alone)
+        alone = replace(world, rank=0, size=1)
+        in_order = tuple(range(self.group.size))
+        self._in_group = Updating(self.group, in_order, self.group.rank, self.holders)
+        number = self.grid.number_by_place(world.rank)
+        self._over_all = Updating(world, self.grid.by_place, number, alone)
         sends = self.group.size > 1  # else nothing travels, and nothing is rounded
         self._gather_codec = gather_codec if sends else None
         self._reduce_codec = reduce_codec if sends else None
@@ -159,15 +160,15 @@ class Collectives:
         if reductions_apart:
             self._transport.reduce_apart()
         self._between: BetweenReplicas | None = None
-        if replicas > 1:
+        if self.holders.size > 1:
             # Pieces lie in memory that a group shares, and not its holders.
             shared = self.shares_updates and transport in ("auto", "direct")
             way = "messages" if shared else transport
             other = TRANSPORTS[way](self.holders, self._moves)
-            self._between = BetweenReplicas(other, self.holders.rank, replicas)
+            self._between = BetweenReplicas(other, self.holders.rank, self.holders.size)
         self._node: Node | None = None
         if secondary_partition:
-            node, _ = world.split(world.size // secondary_partition)
+            node, _ = world.split(RankGrid(world.size, world.size // secondary_partition))
             self._node = Node(node, TRANSPORTS[transport](node, self._moves))
         self._common_traits: TransportTraits | None = None
         self._exchanges: dict[Updating, Transport] = {}  # those that this transport does not carry

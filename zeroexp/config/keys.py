@@ -20,6 +20,7 @@ from zeroexp.cut.codec_bytes import CODE_BITS
 from zeroexp.cut.layout import LAYOUTS
 from zeroexp.cut.matrix_step import MATRIX_STEPS
 from zeroexp.cut.moment_blocks import MOST_DECAY
+from zeroexp.cut.rank_grid import RankGrid
 from zeroexp.cut.stage import Placement, default_reduce_each
 from zeroexp.registry.did_you_mean import suggest_nearest
 from zeroexp.registry.errors import ConfigError, DamagedFile
@@ -427,6 +428,11 @@ class Config:
     outputs: str = text("outputs", FOLDER)  # root folder of all runs
     # Modules with code of your own, imported in the command and in every rank; see docs/extending.md.
     plugins: list[str] = field(default_factory=list[str])
+
+    @property
+    def grid(self) -> RankGrid:
+        """Which ranks shard among themselves."""
+        return RankGrid(self.world_size, self.strategy.replicas or 1)
 
 
 def fields_of(schema: Any = Config, parent: str = "") -> Iterator[tuple[str, Field[Any]]]:

@@ -96,7 +96,7 @@ def _fsdp2(config: Config, model: BuiltModel, world: World, common: dict[str, An
         reshard_after_forward=config.strategy.name == "zero3",
         dtypes=dtypes_of(config),
         world=world,
-        replicas=config.strategy.replicas or 1,
+        replicas=config.grid.num_groups,
         scales_loss=config.precision.compute == "float16",
         **common,
     )

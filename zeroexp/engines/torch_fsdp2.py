@@ -27,6 +27,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
+from zeroexp.cut.rank_grid import RankGrid
 from zeroexp.interface.canonical import moments_of
 from zeroexp.interface.elementwise import moments_kept
 from zeroexp.interface.held_pieces import HeldPiece
@@ -63,7 +64,7 @@ class TorchFSDP2:
         if replicas > 1:
             self.settings["engine"] += f" in {replicas} groups"
         self._world = world
-        self._group, self._holders = world.split(replicas)
+        self._group, self._holders = world.split(RankGrid(world.size, replicas))
         self._reshards = reshard_after_forward
         self._max_grad_norm = max_grad_norm
         dtypes = dtypes or Dtypes(torch.float32, torch.float32, torch.float32)

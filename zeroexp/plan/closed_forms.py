@@ -29,6 +29,7 @@ from zeroexp.cut.bucket import Bucket, cut_in_buckets
 from zeroexp.cut.chunk import FROZEN, Chunk, Span
 from zeroexp.cut.codec_bytes import encoded_bytes, encoded_chunk
 from zeroexp.cut.matrix_step import CutMatrix, exchanges_of
+from zeroexp.cut.rank_grid import RankGrid
 from zeroexp.cut.stage import Move, Placement, Stage
 from zeroexp.measure.record import FILES, HOST, MOMENTS, OUTER, Traffic
 from zeroexp.plan.form_terms import (
@@ -111,9 +112,13 @@ class ClosedForm:
         return ITEMSIZE[getattr(self.precision, self.at_rest)]
 
     @property
+    def grid(self) -> RankGrid:
+        return RankGrid(self.world_size, self.replicas)
+
+    @property
     def group_size(self) -> int:
         """Ranks that shard among themselves."""
-        return self.world_size // self.replicas
+        return self.grid.group_size
 
     @property
     def _compute(self) -> int:
@@ -161,6 +166,10 @@ class EngineForm(ClosedForm):
     outer_share: tuple[int, int] = (1, 1)  # outer steps, of so many measured steps
 
     @property
+    def grid(self) -> RankGrid:
+        return self.options.grid(self.world_size)
+
+    @property
     def replicas(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
         return self.options.replicas
 
@@ -181,7 +190,7 @@ class EngineForm(ClosedForm):
 
     def traffic(self, rank: int) -> Traffic:
         traffic = Traffic()
-        place = rank % self.group_size
+        place = self.grid.place(rank)
         for chunks, fine, num_units, num_gathers, buckets in self.units_by_shape:
             num_over_all = min(num_gathers, 1) if self.options.secondary_partition else num_gathers
             gathered = self._gather_bytes(chunks, place) if num_gathers else 0
@@ -292,7 +301,7 @@ class EngineForm(ClosedForm):
         yield total - own
 
     def _bytes_of_sums(self, bucket: Bucket, rank: int) -> int:
-        replica, place = divmod(rank, self.group_size)
+        replica, place = self.grid.group_number(rank), self.grid.place(rank)
         chunk = sums_of(bucket, place, self.replicas)
         total, all_reduces = chunk.unpadded_numel, self.reduction is Move.ALL_REDUCE
         if self.traits.is_collective and all_reduces and self.options.outer is None:
@@ -302,15 +311,14 @@ class EngineForm(ClosedForm):
 
     def _share_bytes(self, fine: Sequence[Chunk], rank: int, itemsize: int) -> tuple[int, int]:
         """Return the bytes of what holders of these chunks' pieces cut among them, and of this rank's share."""
-        replica, place = divmod(rank, self.group_size)
+        replica, place = self.grid.group_number(rank), self.grid.place(rank)
         shares = [chunk.within(place, self.group_size) for chunk in fine]
         total, own = self._moved_numel(shares, replica, itemsize)
         return total * itemsize, own * itemsize
 
     def _number(self, rank: int, *, over_all: bool) -> int:
         """Return the number of a rank in the cut by what is updated, see `Collectives.updating`."""
-        replica, place = divmod(rank, self.group_size)
-        return place * self.replicas + replica if over_all else place
+        return self.grid.number_by_place(rank) if over_all else self.grid.place(rank)
 
     @property
     def _summed(self) -> int:
@@ -402,7 +410,7 @@ class EngineForm(ClosedForm):
 
     def held_elements(self, rank: int, *, on_host: bool = False) -> HeldElements:
         """Return what `rank` holds of all parameters, or of these what rests on the host."""
-        place = rank % self.group_size
+        place = self.grid.place(rank)
         parts = [
             (self._held_of_chunk(chunk, place, fine.spans(at)), each.num_units)
             for each in self.units_by_shape
@@ -423,7 +431,7 @@ class EngineForm(ClosedForm):
             held[OUTER] = num_tensors * self._master * self.held_elements(rank).owned
         codes = 0
         if self.options.masters_rest:  # pieces are masters, and what is frozen in its own dtype
-            place = rank % self.group_size
+            place = self.grid.place(rank)
             if self.options.gather_codec:
                 codes = self._section_bytes(rank, self.group_size)
             numel = sum(num * chunk.section_numel(place) for chunk, num in self._trained_chunks)
@@ -465,7 +473,7 @@ class EngineForm(ClosedForm):
         return num_bytes
 
     def equivalence_key(self, rank: int) -> Hashable:
-        traits, place = self.traits, rank % self.group_size
+        traits, place = self.traits, self.grid.place(rank)
         has_uneven_sums = self.replicas > 1 and not traits.is_collective
         if traits.shares_memory or has_uneven_sums or any(map(exchanges_of, self.matrices)):
             return rank  # what peers read of it differs, or which matrices it has whole
@@ -502,7 +510,7 @@ class EngineForm(ClosedForm):
             return self._num_trainable * max(self._compute, self._reduce)
         if self.stage.gradients is not Placement.SHARD:  # sums of what rests partial lie in it
             return self._reduce * self._num_trainable
-        place = rank % self.group_size
+        place = self.grid.place(rank)
         of_chunks = (num * chunk.real_numel(place) for chunk, num in self._trained_chunks)
         return self._reduce * sum(of_chunks)
 
@@ -511,7 +519,7 @@ class EngineForm(ClosedForm):
         gathers = self.stage.gather is Move.ALL_GATHER
         kept = self._kept_bytes if gathers and moment == "after_forward" else 0
         shared = self._staging_bytes(rank) if self.world_size > 1 else 0
-        return kept + shared + self._residual_bytes(rank % self.group_size)
+        return kept + shared + self._residual_bytes(self.grid.place(rank))
 
     def _residual_bytes(self, place: int) -> int:
         """Return the bytes of what the codes of gradients leave out, of all elements that other ranks sum."""
@@ -539,7 +547,7 @@ class EngineForm(ClosedForm):
         def staging_bytes(rank: int) -> int:
             units = [trainable(alike.chunks) for alike in self.units_by_shape]
             itemsize, most = self._reduce, self.resolved.bucket_bytes
-            replica, place = divmod(rank, self.group_size)
+            replica, place = self.grid.group_number(rank), self.grid.place(rank)
             inside, between = self.transport, self.transport_between
             slots = 0
             if TRAITS[inside].shares_memory and self.group_size > 1:

@@ -50,7 +50,7 @@ def _sharded_form(config: Config, model: BuiltModel, transport: str, between: st
     strategy, world_size = config.strategy, config.world_size
     of_optimizer = parameter_groups(model.module, config.optimizer, model.blocks)
     options = options_of(strategy).with_optimizer_over_of(of_optimizer)
-    group_size = world_size // options.replicas
+    group_size = options.grid(world_size).group_size
     stage = stage_for_world(stage_of(strategy), group_size, options.offload)
     sends = options.gather_codec or options.reduce_codec or options.secondary_partition
     sends = sends or options.masters_rest or options.offload == ALL

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import platform
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from zeroexp.config.job_shape import JobShape, shape_of
 from zeroexp.config.keys import Config
+from zeroexp.cut.rank_grid import RankGrid
 
 
 @dataclass(frozen=True)
@@ -26,48 +28,47 @@ class Machines:
     @property
     def transport(self) -> str:
         """The transport that our engine finds there: a word of comm.traits.TRAITS."""
-        return self.transports(1)[0]
+        return self.transports(RankGrid(self.num_ranks))[0]
 
-    def transports(self, replicas: int) -> tuple[str, str]:
-        """The transport inside of each of so many groups of ranks, and that between them."""
-        size = self.num_ranks // replicas
-        return self._transport_of(size, 1), self._transport_of(replicas, size)
+    def transports(self, grid: RankGrid) -> tuple[str, str]:
+        """The transport inside of the groups of ranks, and that between them."""
+        return self._transport_of(_groups(grid)), self._transport_of(_holders(grid))
 
-    def _transport_of(self, num_ranks: int, apart: int) -> str:
-        """The transport of ranks that are `apart` from each other."""
+    def _transport_of(self, groups: Sequence[Sequence[int]]) -> str:
         if self.device == "cuda":
             return "native"
-        together = self._on_one_node(num_ranks, apart)
-        if together == num_ranks:
+        nodes = [(len(set(self._nodes(group))), len(group)) for group in groups]
+        if all(num == 1 for num, _ in nodes):
             return "direct"
-        return "mixed" if together > 1 else "gloo"
+        return "mixed" if any(num < size for num, size in nodes) else "gloo"
 
-    def _on_one_node(self, num_ranks: int, apart: int) -> int:
-        """How many of a group's ranks share a node, where they are `apart` from each other."""
-        return min(num_ranks, max(1, self.shape.ranks_per_node // apart))
+    def _nodes(self, ranks: Sequence[int]) -> list[int]:
+        """Return the number of each rank's node."""
+        return [rank // self.shape.ranks_per_node for rank in ranks]
 
-    def share_inside_node(self, num_ranks: int, apart: int = 1) -> float:
-        """Return the part of what a rank sends that stays inside its node, the mean over ranks.
+    def share_inside_node(self, groups: Sequence[Sequence[int]]) -> float:
+        """Return the part of what ranks send in their groups that stays inside of a node, the mean over ranks.
 
-        num_ranks: of the group that sends, whose members are `apart` ranks from each other. Between CPUs every rank
-        sends as much to each peer. Between GPUs messages go round a ring through all ranks, which leaves each node
-        once.
+        Between CPUs every rank sends as much to each peer. Between GPUs messages go round a ring through the group.
         """
-        together = self._on_one_node(num_ranks, apart)
-        if together == num_ranks:
-            return 1.0
-        if self.device == "cuda":
-            return (together - 1) / together
-        return (together - 1) / (num_ranks - 1)
+        inside = sent = 0
+        for nodes in map(self._nodes, groups):
+            if self.device == "cuda":
+                inside += sum(a == b for a, b in zip(nodes, nodes[1:] + nodes[:1], strict=True))
+                sent += len(nodes)
+            else:
+                inside += sum(num * (num - 1) for num in Counter(nodes).values())
+                sent += len(nodes) * (len(nodes) - 1)
+        return inside / sent if sent else 1.0
 
     def shares_inside(
-        self, replicas: int, *, shares_updates: bool = False
+        self, grid: RankGrid, *, shares_updates: bool = False
     ) -> tuple[float, dict[str, float]]:
         """Return the part inside of a node of what a rank sends in its group, and of moves over other ranks by kind."""
-        size, of_all = self.num_ranks // replicas, self.share_inside_node(self.num_ranks)
-        return self.share_inside_node(size), {
+        of_all = self.share_inside_node([range(self.num_ranks)])
+        return self.share_inside_node(_groups(grid)), {
             **({"matrices": of_all} if shares_updates else {}),
-            "replicas": self.share_inside_node(replicas, size),
+            "replicas": self.share_inside_node(_holders(grid)),
             "secondary": 1.0,  # of the ranks of one node
             "norm": of_all,
         }
@@ -75,6 +76,14 @@ class Machines:
     def __str__(self) -> str:
         nodes = f"{self.shape.nodes} node{'s' if self.shape.nodes > 1 else ''}"
         return f"{self.device}, {nodes} of {self.shape.ranks_per_node}"
+
+
+def _groups(grid: RankGrid) -> list[range]:
+    return [grid.group(first) for first in grid.holders(0)]
+
+
+def _holders(grid: RankGrid) -> list[range]:
+    return [grid.holders(first) for first in grid.group(0)]
 
 
 def processor_name() -> str:

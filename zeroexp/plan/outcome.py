@@ -165,7 +165,7 @@ def plan_point(
     Raises UndefinedCombination for an engine that brings no form.
     """
     machines, model = machines_of(config, device), model or build_on_meta(config)
-    transports = machines.transports(config.strategy.replicas or 1)
+    transports = machines.transports(config.grid)
     form = form_of(config, model, *transports)
     return PlannedPoint(config, model, machines, form, _outcome_of(name, config, form, machines))
 
@@ -201,7 +201,7 @@ def _outcome_of(name: str, config: Config, form: ClosedForm, machines: Machines)
 
 def _sent_inside(form: ClosedForm, machines: Machines, ranks: Sequence[PlannedRank]) -> float:
     """Return the bytes that stay inside of a rank's node, the mean over ranks."""
-    inside_group, shares = machines.shares_inside(form.replicas, shares_updates=form.shares_updates)
+    inside_group, shares = machines.shares_inside(form.grid, shares_updates=form.shares_updates)
     sent = (shares.get(kind, inside_group) * n for rank in ranks for kind, n in rank.sent.items())
     return sum(sent) / len(ranks)
 

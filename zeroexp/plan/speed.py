@@ -181,7 +181,7 @@ def _behind_link(speed: Speed, config: Config, machines: Machines) -> Speed:
         return 1 / ((1 - inside) / own + inside / speed.link_bytes_per_second)
 
     inside_group, shares = machines.shares_inside(
-        config.strategy.replicas or 1, shares_updates="all" in overs_of(config)
+        config.grid, shares_updates="all" in overs_of(config)
     )
     return replace(
         speed,

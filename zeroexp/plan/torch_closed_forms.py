@@ -148,7 +148,7 @@ class FsdpForm(ClosedForm):
 
     def held_elements(self, rank: int) -> HeldElements:
         """Return what `rank` holds: shards that are padded alike on all ranks, and moments of its real rows."""
-        place = rank % self.group_size
+        place = self.grid.place(rank)
         real, owned = 0, list[Owned]()
         for parameter, num in self._different.items():
             numel = num * parameter.real_numel(place, self.group_size)
@@ -204,7 +204,7 @@ def _fsdp_form(config: Config, model: BuiltModel) -> FsdpForm:
     return FsdpForm(
         units=[_shapes(group.parameters.values(), group.kinds) for group in groups],
         reshards=config.strategy.name == "zero3",
-        replicas=config.strategy.replicas or 1,
+        replicas=config.grid.num_groups,
         **arguments_of_every_form(config),
     )
 

@@ -20,6 +20,7 @@ import torch.distributed as dist
 import torch.distributed.nn.functional  # imported before a group exists: its default arguments would keep one alive
 from torch import nn
 
+from zeroexp.cut.rank_grid import RankGrid
 from zeroexp.process import progress
 from zeroexp.process.ports import SCHEME
 from zeroexp.process.rendezvous import open_store
@@ -49,14 +50,9 @@ class World:
         assert whole is not None
         return _groups[whole][self._key] if self._is_own else whole
 
-    def split(self, num_groups: int) -> tuple[World, World]:
-        """Return this rank's group of neighbours, and the ranks that have its place in the other groups.
-
-        Rank 3 of 6 in 2 groups works with 4 and 5, and with 0.
-        """
-        size = self.size // num_groups
-        place, first = self.rank % size, self.rank - self.rank % size
-        return self._part(range(first, first + size)), self._part(range(place, self.size, size))
+    def split(self, grid: RankGrid) -> tuple[World, World]:
+        """Return this rank's group, and the ranks that have its place in the other groups."""
+        return self._part(grid.group(self.rank)), self._part(grid.holders(self.rank))
 
     def _part(self, members: range) -> World:
         if len(members) == self.size:

@@ -84,13 +84,13 @@ class Engine:
         carried_out_by = stage, options, dtypes, max_grad_norm, values, world
         self._observer.building(module, blocks, *trained_by, *carried_out_by)
         dtypes = (dtypes or own_dtypes(module)).with_masters_of(param_groups)
-        stage = stage_for_world(stage, world.size // options.replicas, options.offload)
+        stage = stage_for_world(stage, options.grid(world.size).group_size, options.offload)
         if values is not None:
             make_places(module, world.device)
         # torch can not convert modules of fake tensors, and a fake world is given a model that lies on its device.
         self.model = module if world.is_fake else module.to(world.device)
         self._stage, self._max_grad_norm = stage, max_grad_norm
-        self.wire = Collectives(world, **options.for_collectives)
+        self.wire = Collectives(world, **options.for_collectives(world.size))
         settings = [str(stage), options, dtypes, max_grad_norm, list(blocks), scales_loss]
         start_alike(self.model, settings, param_groups, values, self.wire)
         self.wire.connect()

@@ -15,6 +15,7 @@ from torch import nn
 from zeroexp.comm.traits import ALL, TransportTraits
 from zeroexp.cut.chunk import FROZEN, Chunk
 from zeroexp.cut.layout import Units, lay_out, place_on_host
+from zeroexp.cut.rank_grid import RankGrid
 from zeroexp.cut.stage import Placement, Stage, default_reduce_each
 
 MIB = 1 << 20
@@ -131,9 +132,13 @@ class Options:
         overs = (self.optimizer_over, *dict(self.over_of_kinds).values())
         return self.replicas > 1 and "all" in overs
 
+    def grid(self, world_size: int) -> RankGrid:
+        """Return which of these ranks shard among themselves."""
+        return RankGrid(world_size, self.replicas)
+
     def lay_out(self, units: Units, world_size: int) -> list[tuple[Chunk, ...]]:
         """Return the chunks of every unit, each cut for the ranks that update it, and marked by where it rests."""
-        group_size = world_size // self.replicas
+        group_size = self.grid(world_size).group_size
         num_updating = world_size if self.shares_updates else group_size
         layout = [
             tuple(self._merge_cuts(chunk, group_size) for chunk in chunks)
@@ -152,13 +157,13 @@ class Options:
             return replace(chunk, over_all=True)
         return chunk.for_ranks(group_size)
 
-    @property
-    def for_collectives(self) -> dict[str, Any]:
-        """Those that the moves between ranks, and to the host, are made with."""
-        names = ("transport", "replicas", "reductions_apart", "gather_codec", "reduce_codec")
-        names = (*names, "masters_rest", "error_feedback", "secondary_partition", "shares_updates")
+    def for_collectives(self, world_size: int) -> dict[str, Any]:
+        """Return those that the moves between ranks, and to the host, are made with."""
+        names = ("transport", "reductions_apart", "gather_codec", "reduce_codec", "masters_rest")
+        names = (*names, "error_feedback", "secondary_partition", "shares_updates")
         names = (*names, "offload", "offload_fraction", "offload_folder")
-        return {"sums_each_step": self.outer is None, **{n: getattr(self, n) for n in names}}
+        own = {name: getattr(self, name) for name in names}
+        return {"grid": self.grid(world_size), "sums_each_step": self.outer is None, **own}
 
     def resolved(self, stage: Stage, traits: TransportTraits, world_size: int) -> Options:
         """Return these with the value for each open option that is best for this stage over this transport."""

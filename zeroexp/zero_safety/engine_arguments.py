@@ -319,7 +319,7 @@ def _of_groups(options: Options, stage: Stage, world_size: int) -> Problems:
         if why := why_not_over_all(replicas, **words):
             yield key, "; ".join(why)
     if num_ranks is not None:
-        if why := why_no_secondary_copy(num_ranks, stage, world_size // replicas):
+        if why := why_no_secondary_copy(num_ranks, stage, options.grid(world_size).group_size):
             yield "secondary_partition", "; ".join(why)
         if options.offload == ALL:
             where = "keeps on the device what options.offload=all puts on the host"

@@ -71,7 +71,7 @@ def _refuse_different(units: Sequence[Unit], wire: Collectives) -> None:
     sums = [sum(bit_checksum(held.piece) for held in unit.trainable) for unit in units]
     of_ranks = worlds.gather_objects(sums)
     for rank, theirs in enumerate(of_ranks):
-        first = rank % wire.group.size  # the rank of its place in the first group
+        first = wire.grid.holders(rank)[0]
         differing = [
             u for u, *pair in zip(units, of_ranks[first], theirs, strict=True) if pair[0] != pair[1]
         ]
