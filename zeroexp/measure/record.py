@@ -6,8 +6,9 @@ Bytes and seconds are those of one rank unless a name says otherwise; seconds ar
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from statistics import fmean
+from typing import Any
 
 MOMENTS = ("at_rest", "after_forward", "after_backward", "after_step")
 # secondary: copies of parameters for gathers inside of a node (strategy.secondary_partition); runs of earlier versions
@@ -194,6 +195,16 @@ class Spread:
     per_rank: list[float]  # by rank
 
 
+def figure(name: str) -> Any:
+    """Declare a Spread of bytes that may be unknown, with its name in tables; tables and MLflow show each of these."""
+    return field(default=None, metadata={"name": name})
+
+
+def figures_of(record: type[MemorySummary | RunSummary]) -> dict[str, str]:
+    """Return the name in tables of each `figure` of a record, by field."""
+    return {each.name: each.metadata["name"] for each in fields(record) if "name" in each.metadata}
+
+
 @dataclass
 class MemorySummary:
     """Bytes of model states, each the most over the named moments, see RankSummary."""
@@ -206,14 +217,14 @@ class MemorySummary:
     # moment -> kind -> bytes, the mean over ranks
     mean_at: dict[str, dict[str, float]] = field(default_factory=dict[str, dict[str, float]])
     peaks: list[Peak | None] = field(default_factory=list[Peak | None])  # by rank, see Peak
-    # Most bytes allocated at once while model and engine are built; None where some rank cannot know it
-    build_peak: Spread | None = None
-    host: Spread | None = None  # states on the host, in no other figure; None: nothing rests there
-    host_peak: Spread | None = None  # most bytes allocated at once there, where that is counted
-    files: Spread | None = (
-        None  # states in files, in no other figure, and what of these lies in memory
-    )
-    resident: Spread | None = None
+    # Most bytes allocated at once while model and engine are built; None where some rank cannot know it.
+    build_peak: Spread | None = figure("build")
+    # States on the host, and the most allocated at once there where that is counted; None: nothing rests there.
+    host: Spread | None = figure("host")
+    host_peak: Spread | None = figure("host peak")
+    # States in files, in no other figure, and what of these lies in memory.
+    files: Spread | None = figure("files")
+    resident: Spread | None = figure("resident")
 
 
 @dataclass
@@ -241,10 +252,10 @@ class RunSummary:
     validation_loss: float | None = None  # after the last step; None without validation
     validation_accuracy: float | None = None  # beside it; None but for a classification
     num_parameters: int | None = None  # numbers in the whole model; None in older summaries
-    link_bytes_per_step: Spread | None = None  # by rank, what its node sent over cluster.link
-    bus_bytes_per_step: Spread | None = (
-        None  # both ways between device and host, where states rest there
-    )
+    # By rank, what its node sent over cluster.link.
+    link_bytes_per_step: Spread | None = figure("by link")
+    # Both ways between device and host, where states rest there.
+    bus_bytes_per_step: Spread | None = figure("over bus")
     # What closed forms say of the same run (plan/outcome.py), bytes of the fullest rank: by kind of memory,
     # `total`, `after_backward` (all kinds at that moment), and where the engine counts what it sends `sent`, and `link`
     # of the mean node; `host` and `bus` where states rest on the host, and `files`.

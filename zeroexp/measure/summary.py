@@ -51,7 +51,7 @@ def summarise_rank(
         traffic={
             "wire": _mean_if_known([r.wire_bytes for r in steps]),
             "link": _mean_if_known([r.link_bytes for r in steps]),
-            "bus": fmean(sum(r.traffic.bus_bytes.values()) for r in steps),
+            "bus": fmean(sum(r.traffic.bus_bytes.values()) for r in steps) or None,
         },
         sent_bytes_by_kind=_mean_by_kind([r.traffic.bytes_by_kind for r in steps]),
         calls_by_kind=_mean_by_kind([r.traffic.calls_by_kind for r in steps]),
@@ -96,9 +96,7 @@ def summarise(
         tokens_per_second=sum(r.num_tokens for r in steps) / (sum(seconds) + saving_seconds),
         memory=_memory(ranks),
         sent_bytes_per_step=_spread_if_known([_sent_bytes(r, len(ranks)) for r in ranks]),
-        wire_bytes_per_step=_spread_if_known([r.traffic["wire"] for r in ranks]),
-        link_bytes_per_step=_spread_if_known([r.traffic["link"] for r in ranks]),
-        bus_bytes_per_step=_spread_if_known([r.traffic["bus"] or None for r in ranks]),
+        **_spreads([{f"{k}_bytes_per_step": v for k, v in r.traffic.items()} for r in ranks]),
         sent_bytes_by_kind=busiest.sent_bytes_by_kind,
         calls_by_kind=busiest.calls_by_kind,
         saving_seconds=saving_seconds,
@@ -170,12 +168,9 @@ def _mean_verb(verbs: Sequence[VerbSeconds | None]) -> VerbSeconds:
 
 def _memory(ranks: Sequence[RankSummary]) -> MemorySummary:
     kinds = kinds_in([r.memory_bytes for r in ranks])
-    spreads: dict[str, Any] = {
-        name: _spread_if_known([r.memory[name] for r in ranks]) for name in ranks[0].memory
-    }
     return MemorySummary(
         by_kind={kind: spread([r.memory_bytes.get(kind, 0) for r in ranks]) for kind in kinds},
-        **spreads,
+        **_spreads([r.memory for r in ranks]),
         fullest_at=_fullest_at([r.memory_bytes_at for r in ranks]),
         mean_at=_mean_at([r.memory_bytes_at for r in ranks]),
         peaks=[r.peak for r in ranks],
@@ -195,6 +190,11 @@ def _mean_at(ranks: Sequence[dict[str, dict[str, int]]]) -> dict[str, dict[str, 
     """Return, for each moment that every rank read, the mean bytes of each kind."""
     moments = [moment for moment in ranks[0] if all(moment in rank for rank in ranks)]
     return {moment: _mean_by_kind([rank[moment] for rank in ranks]) for moment in moments}
+
+
+def _spreads(per_rank: Sequence[Mapping[str, float | None]]) -> dict[str, Any]:
+    """Return the Spread of each number, None where some rank can not know it."""
+    return {name: _spread_if_known([rank[name] for rank in per_rank]) for name in per_rank[0]}
 
 
 def _spread_if_known(per_rank: Sequence[float | None]) -> Spread | None:

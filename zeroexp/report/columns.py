@@ -10,7 +10,14 @@ from itertools import chain
 from typing import Any
 
 from zeroexp.config.keys import ConfigError
-from zeroexp.measure.record import KINDS, OUTER, STEP_SECONDS, RunSummary
+from zeroexp.measure.record import (
+    KINDS,
+    OUTER,
+    STEP_SECONDS,
+    MemorySummary,
+    RunSummary,
+    figures_of,
+)
 from zeroexp.report.conclusions import Conclusions
 from zeroexp.report.measured_points import MeasuredPoint, distinguishing_keys
 from zeroexp.report.statistics import drift_lines, step_time_interval, why_doubtful
@@ -185,19 +192,19 @@ def _numbers(points: Sequence[MeasuredPoint]) -> list[Column]:
         *_spread("total_bytes", "memory.total", "total"),
         *_spread("peak_bytes", "memory.peak", "peak", bool),  # unknown without a compiler: –
         _number("planned_peak_bytes", "planned", "peak", *plan, path="rehearsed.peak"),
-        *_spread("build_peak_bytes", "memory.build_peak", "build"),
-        *_spread("host_bytes", "memory.host", "host"),
-        *_spread("host_peak_bytes", "memory.host_peak", "host peak"),
-        *_spread("files_bytes", "memory.files", "files"),
-        *_spread("resident_bytes", "memory.resident", "resident"),
+        *chain.from_iterable(
+            _spread(f"{each}_bytes", f"memory.{each}", name)
+            for each, name in figures_of(MemorySummary).items()
+        ),
         Column("predicted", _predicted, "predicted", "step, ms", part="plan"),
         *(_number(f"planned_{name}", path=f"rehearsed.{name}") for name in STEP_SECONDS),
         _number("planned_bytes", path="plan.total"),
         _number("not_rehearsed"),
         *_spread("sent_bytes_per_step", "sent_bytes_per_step", "sent/step"),
         *_spread("wire_bytes_per_step", "wire_bytes_per_step", "by TCP", shares_memory),
-        *_spread("link_bytes_per_step", "link_bytes_per_step", "by link"),
-        *_spread("bus_bytes_per_step", "bus_bytes_per_step", "over bus"),
+        *chain.from_iterable(
+            _spread(each, each, name) for each, name in figures_of(RunSummary).items()
+        ),
     ]
 
 

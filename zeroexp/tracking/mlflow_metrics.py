@@ -12,7 +12,14 @@ from pathlib import Path
 from statistics import fmean
 from typing import NamedTuple
 
-from zeroexp.measure.record import STEP_SECONDS, RunSummary, StepRecord, mean_verb_seconds
+from zeroexp.measure.record import (
+    STEP_SECONDS,
+    MemorySummary,
+    RunSummary,
+    StepRecord,
+    figures_of,
+    mean_verb_seconds,
+)
 from zeroexp.tracking.json_files import loads
 
 MIB = 2**20
@@ -130,11 +137,11 @@ def _verb_entries(summary: RunSummary) -> dict[str, float]:
 
 def _byte_entries(summary: RunSummary) -> dict[str, float]:
     """Return the fullest rank's MiB under each name, and the mean over ranks under `<name>_mean`; then what is sent."""
-    held = ("total", "peak", "build_peak", "host", "host_peak", "files", "resident")
+    held = ("total", "peak", *figures_of(MemorySummary))
     memory = summary.memory.by_kind | {name: getattr(summary.memory, name) for name in held}
     spreads = {f"memory/{NAMES.get(name, name)}_mib": ranks for name, ranks in memory.items()}
-    for name in ("sent", "wire", "link", "bus"):
-        spreads[f"traffic/{name}_mib_per_step"] = getattr(summary, f"{name}_bytes_per_step")
+    for name in ("sent_bytes_per_step", "wire_bytes_per_step", *figures_of(RunSummary)):
+        spreads[f"traffic/{name.replace('bytes', 'mib')}"] = getattr(summary, name)
     values: dict[str, float] = {}
     for name, ranks in spreads.items():
         if ranks is not None:
