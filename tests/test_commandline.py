@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import asdict
 from pathlib import Path
 
@@ -25,7 +26,7 @@ from zeroexp.check.sweep_points import (
 from zeroexp.cluster.sweep import Sweep
 from zeroexp.commandline import help
 from zeroexp.commandline.commands import VERBS
-from zeroexp.config.keys import KEYS
+from zeroexp.config.keys import KEYS, ConfigError
 
 HERE = {**os.environ, "PYTHONPATH": str(CONF.parent)}
 TINY = ["model=tiny", "data=synthetic", "tracking=files", "cluster.rehearse_s=0", "world_size=1"]
@@ -156,6 +157,29 @@ def points_of_line(*words: str) -> Sequence[Composed]:
     taker = Taker()
     zeroexp.compose(taker, list(words), writes=False)
     return taker.batch
+
+
+@pytest.mark.parametrize(
+    ("error", "passes", "told"),
+    [
+        (ConfigError("data.path: gone"), False, "zeroexp: data.path: gone"),
+        (IndexError("a mistake of ours"), True, ""),
+    ],
+)
+def test_after_a_failed_point_a_refusal_is_told_and_a_mistake_of_ours_raised(
+    error, passes, told, capsys
+):
+    """What points have done is concluded in either case but a mistake of ours, which no line may hide."""
+
+    class Failing(Taker):
+        has_failures = True
+
+        def run(self, batch: Sequence[Composed]) -> list[None]:
+            raise error
+
+    with pytest.raises(type(error)) if passes else nullcontext():
+        zeroexp.compose(Failing(), [*TINY], writes=False)
+    assert capsys.readouterr().err.strip() == told
 
 
 def test_each_point_of_a_line_is_composed_once(monkeypatch):

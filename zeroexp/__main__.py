@@ -189,13 +189,14 @@ def compose(
         with _printed_without_passwords() if shows else contextlib.nullcontext():
             start(run_points)()
     except Exception as error:
+        is_own, is_told = error in raised, isinstance(error, (*MISTAKES, OSError))
+        if (is_own and not is_told) or (is_told and not taker.has_failures):
+            raise
         if not taker.has_failures:
-            if error in raised or isinstance(error, (*MISTAKES, OSError)):
-                raise
             problem = f"{' '.join(arguments)}: {NOT_UNDERSTOOD} ({first_line(error)})"
             raise ConfigError(problem) from error
-        # The sweeper had no result to learn from; the table will show which points failed.
-        print(f"zeroexp: hydra/sweeper: {first_line(error)}", file=sys.stderr)
+        # A later batch is refused, or the sweeper had no result to learn from; the table shows which points failed.
+        print(f"zeroexp: {'' if is_own else 'hydra/sweeper: '}{first_line(error)}", file=sys.stderr)
 
 
 def _refuse_without_threads() -> None:
