@@ -12,8 +12,10 @@ ones they are summed in these steps when they arrive and before they are freed: 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import chain
+from operator import methodcaller
 from typing import Any
 
 import numpy
@@ -27,9 +29,30 @@ from zeroexp.zero.observer import Observer
 from zeroexp.zero.unit import Unit
 
 AS_INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
-# A module's dict of parameters or of children, a copy of it from when the engine was built, ids of the values in it
-# then, and the module's name.
-Registered = tuple[Mapping[str, Any], Mapping[str, Any], list[int], str]
+
+
+class Registered:
+    """The dicts of modules in which torch keeps their parameters, or their children, as they were at first."""
+
+    def __init__(self, dicts: Mapping[str, Mapping[str, Any]]):
+        """dicts: by the module's name."""
+        self._names, self._dicts = [*dicts], [*dicts.values()]
+        self._before = [dict(each) for each in self._dicts]
+        self._seen = self._see()
+
+    def _see(self) -> tuple[list[int], list[str], list[int]]:
+        """Return how many entries each has, their keys, and ids of their values, without a line of Python for each."""
+        values = chain.from_iterable(map(methodcaller("values"), self._dicts))
+        return [*map(len, self._dicts)], [*chain.from_iterable(self._dicts)], [*map(id, values)]
+
+    def changes(self) -> Iterator[tuple[str, bool, Any]]:
+        """Yield the name of what is no longer there, and of what came later; whether it did, and what is there now."""
+        if self._see() == self._seen:
+            return
+        for module, before, now in zip(self._names, self._before, self._dicts, strict=True):
+            for key in {**before, **now}:
+                if now.get(key) is not before.get(key):
+                    yield f"{module}.{key}".lstrip("."), key not in before, now.get(key)
 
 
 class ChangedParameters(Observer):
@@ -40,9 +63,9 @@ class ChangedParameters(Observer):
 
     def built(self, engine: Engine) -> None:
         self._units, world = engine.units, engine.wire.world
-        named = list(engine.model.named_modules())
-        self._held = [_registered(n, m._parameters) for n, m in named]
-        self._children = [_registered(n, m._modules) for n, m in named]
+        named = dict(engine.model.named_modules())
+        self._registered = Registered({n: m._parameters for n, m in named.items()})
+        self._children = Registered({n: m._modules for n, m in named.items()})
         names = engine.model.named_parameters(remove_duplicate=False)
         self._names = {parameter: name for name, parameter in names}
         masters = [pair for unit in self._units for pair in unit.parameters_with_masters()]
@@ -149,9 +172,9 @@ class ChangedParameters(Observer):
 
     def _refuse_other_modules(self) -> None:
         """Raise RuntimeError if a module or parameter was replaced, removed or added."""
-        for name, is_new, _ in _changes(self._held):
+        for name, is_new, _ in self._registered.changes():
             raise _changed(name, "was added" if is_new else "was replaced or removed")
-        for name, is_new, child in _changes(self._children):
+        for name, is_new, child in self._children.changes():
             if not is_new:
                 raise RuntimeError(
                     f"module {name} was replaced or removed after the engine was built: change the model before"
@@ -170,8 +193,11 @@ class ChangedParameters(Observer):
                     f"parameter {self._names[parameter]} was frozen when the engine was built and requires a "
                     "gradient now: build the engine again, or thaw it before and freeze it after building"
                 )
-        for held in (held for unit in self._placed if not unit.is_pinned for held in unit.held):
-            self._refuse_moved(held)
+        placed = [held for unit in self._placed if not unit.is_pinned for held in unit.held]
+        shown = [view.data_ptr() for held in placed for view in held.shown]
+        if shown != [parameter.data_ptr() for held in placed for parameter in held.parameters]:
+            for held in placed:
+                self._refuse_moved(held)
 
     def _refuse_other_bits(self, held: Held, before: list[int]) -> None:
         """Raise RuntimeError if the values that parameters show are not those that they showed before."""
@@ -196,20 +222,6 @@ class ChangedParameters(Observer):
 def is_compared(num_steps: int) -> bool:
     """Tell whether the last of so many steps is one whose weights are worth a look at their values."""
     return 0 < num_steps <= 2 or (num_steps > 0 and num_steps % 100 == 0)
-
-
-def _registered(module: str, now: Mapping[str, Any]) -> Registered:
-    return now, dict(now), [*map(id, now.values())], module
-
-
-def _changes(registered: Iterable[Registered]) -> Iterator[tuple[str, bool, Any]]:
-    """Yield the name of what is no longer there, and of what came later; whether it did, and what is there now."""
-    for now, before, ids, module in registered:
-        if [*now] == [*before] and [*map(id, now.values())] == ids:
-            continue
-        for key in {**before, **now}:
-            if now.get(key) is not before.get(key):
-                yield f"{module}.{key}".lstrip("."), key not in before, now.get(key)
 
 
 def _sum_of_bits(tensor: Tensor) -> int:
