@@ -30,8 +30,7 @@ from tests.composing import composed
 from zeroexp.check.try_data import check_data
 from zeroexp.config.keys import ConfigError, DataConfig, ModelConfig
 from zeroexp.data import StepBatch, packed_cache, table_rows
-from zeroexp.data.batches import Data, build_data
-from zeroexp.data.epoch_permutation import sample_indices
+from zeroexp.data.batches import Data, build_data, sample_indices
 from zeroexp.data.sources import CORPUS, choose_tokenizer
 from zeroexp.models import find_weights
 

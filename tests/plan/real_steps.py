@@ -21,6 +21,7 @@ from zeroexp.comm import direct
 from zeroexp.comm.collectives import held_shared_bytes
 from zeroexp.config.keys import Config
 from zeroexp.data import Microbatch
+from zeroexp.data.batches import Data
 from zeroexp.engines.build import build_strategy
 from zeroexp.engines.sharded import Sharded
 from zeroexp.interface.strategy import Strategy
@@ -35,7 +36,7 @@ from zeroexp.plan.hidden_memory import product_scratch_bytes
 from zeroexp.plan.rehearse import UNDISTURBED_STEP, RehearsedRank, prepared
 from zeroexp.plan.stand_ins import NoData
 from zeroexp.process.world import World, barrier, fake_world, joined_process_group
-from zeroexp.training.loop import TrainingData, train
+from zeroexp.training.loop import train
 
 CPU = torch.device("cpu")
 # By which a product takes more than its sums, and small messages that threads of gloo let go late.
@@ -95,7 +96,7 @@ def real_steps(world: World, config: Config, run: Path | None = None) -> Steps:
     model = build_model(config.model, seed=0, device="cpu", vocab_size=config.data.vocab_size)
     checkpoint_as_configured(model.module, model.blocks, config.train)
     strategy = build_strategy(config, model, world)
-    instruments, data = Instruments(config.train, world, Path()), cast(TrainingData, Zeros(config))
+    instruments, data = Instruments(config.train, world, Path()), cast(Data, Zeros(config))
     saver, records = run and Saver(run, strategy, config, world), []
     for record in train(strategy, data, config=config, world=world, instruments=instruments):
         records.append(record)

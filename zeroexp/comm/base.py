@@ -116,9 +116,8 @@ class TimedWork:
         meter.blocked(self._peer, began)
 
 
-Residuals = dict[
-    int, Tensor
-]  # what rounding left out of the terms sent to each peer, flat float32 (codec.py)
+# What rounding left out of the terms sent to each peer, flat float32 (codec.py).
+Residuals = dict[int, Tensor]
 Sent = tuple[Pending, int]  # a move in flight, and the bytes this rank sends
 Between = Callable[[Sequence[Tensor]], Pending]  # the second phase of a reduction, see replicas.py
 
@@ -126,31 +125,20 @@ Between = Callable[[Sequence[Tensor]], Pending]  # the second phase of a reducti
 class Transport:
     """One way to carry the moves between the ranks of a world. Errors name the move by `what`.
 
-    traits: what the engine needs to know; final after `connect`, which tells which ranks are on other hosts.
-    staging_bytes: of shared memory for gradients on their way to neighbours. held_shared_bytes: of all memory that
-    neighbours map; torch's allocator does not count it. issued_checksum: a checksum below 2**32 of the collectives
-    issued so far; None where ranks may issue different gathers.
-
     What is not abstract here is what a transport does that reads any memory, and sends from it when it is asked to.
     """
+
+    # What the engine needs to know; final after `connect`, which tells which ranks are on other hosts.
+    traits: TransportTraits
+    staging_bytes = 0  # of shared memory for gradients on their way to neighbours
+    held_shared_bytes = 0  # of all memory that neighbours map; torch's allocator does not count it
 
     def __init__(self, world: World, moves: Moves):
         self._world, self._moves = world, moves
 
     @property
-    def traits(self) -> TransportTraits:
-        raise NotImplementedError
-
-    @property
-    def staging_bytes(self) -> int:
-        return 0
-
-    @property
-    def held_shared_bytes(self) -> int:
-        return 0
-
-    @property
     def issued_checksum(self) -> int | None:
+        """A checksum below 2**32 of the collectives issued so far; None where ranks may issue different gathers."""
         return None
 
     def reduce_apart(self) -> None:

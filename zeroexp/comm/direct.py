@@ -64,11 +64,7 @@ class Direct(Transport):
         self._share_memory = share_memory and world.size > 1
         self._neighbours: list[int] = []  # peers that share memory
         self._arena: Arena | None = None
-        self._traits = self._find_traits()
-
-    @property
-    def traits(self) -> TransportTraits:
-        return self._traits
+        self.traits = self._find_traits()
 
     def connect(self) -> None:
         if self._world.size == 1:
@@ -79,7 +75,7 @@ class Direct(Transport):
             self._first_tag = max(first_tags)
             if self._share_memory:
                 self._neighbours = self._find_neighbours(hosts, probes)
-        self._traits = self._find_traits()
+        self.traits = self._find_traits()
 
     def _find_neighbours(self, hosts: Sequence[Any], probes: Sequence[Probe]) -> list[int]:
         """Return the peers of this host; none if any of its ranks can not open a peer's file, so that all do alike."""
@@ -111,6 +107,8 @@ class Direct(Transport):
         if peers:
             slots = num_slots(self.traits.name)
             self._arena = Arena(self._moves, [*peers], resting, slot_bytes, slots)
+            self.staging_bytes = self._arena.staging_bytes
+            self.held_shared_bytes = self._arena.num_bytes
         shown: list[Any] = worlds.gather_objects(
             self._arena.shown if self._arena is not None else None
         )
@@ -122,14 +120,6 @@ class Direct(Transport):
         if self._arena is None:
             return torch.empty(numel, dtype=dtype, device=device)
         return self._arena.empty(numel, dtype)
-
-    @property
-    def staging_bytes(self) -> int:
-        return self._arena.staging_bytes if self._arena is not None else 0
-
-    @property
-    def held_shared_bytes(self) -> int:
-        return self._arena.num_bytes if self._arena is not None else 0
 
     def expose(self, parts: Sequence[GatherPart], renewed: int | None) -> int:
         exposure = renewed

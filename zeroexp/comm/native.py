@@ -34,7 +34,7 @@ from zeroexp.comm.packing import (
     unpack_sums,
     views_of,
 )
-from zeroexp.comm.traits import TRAITS, TransportTraits
+from zeroexp.comm.traits import TRAITS
 from zeroexp.process.watchdog.differs import Moves
 from zeroexp.process.world import World
 
@@ -42,14 +42,12 @@ from zeroexp.process.world import World
 class Native(Transport):
     """Every move is one launch of the backend."""
 
+    traits = TRAITS["native"]
+
     def __init__(self, world: World, moves: Moves):
         super().__init__(world, moves)
         self._reductions = world
         self._rank, self._size = world.rank, world.size
-
-    @property
-    def traits(self) -> TransportTraits:
-        return TRAITS["native"]
 
     @property
     def issued_checksum(self) -> int:

@@ -162,15 +162,13 @@ class Arena:
     def expose(self, exposure: int, tensors: Sequence[Tensor]) -> None:
         """Promise that these resting tensors will not change before `quiesce`; replaces that of this number."""
         self.control.post_exposed(exposure, self.step, [self.offset_of(t) for t in tensors])
-        for channel in self.channels:
-            channel.wake()
+        self.wake_up.wake_all()
 
     def quiesce(self) -> None:
         """Return when no neighbour reads this rank's exposures any more; this rank reads none of theirs from now on."""
         self.control.post_ended_steps(self.step)
         self.step += 1
-        for channel in self.channels:
-            channel.wake()
+        self.wake_up.wake_all()
         for channel in self.channels:
             channel.await_end()
 
@@ -257,10 +255,6 @@ class SharedChannel:
         )
         for target, view in zip(targets, self._views(offsets, targets), strict=True):
             target.copy_(view)
-
-    def wake(self) -> None:
-        """Tell the neighbour to look at this rank's control block."""
-        self._wake_up.wake(self.peer)
 
     def await_end(self) -> None:
         """Wait until the peer no longer reads exposures of steps that this rank has ended."""

@@ -16,13 +16,13 @@ import torch
 from zeroexp.comm.base import ReducePart
 from zeroexp.comm.collectives import Collectives
 from zeroexp.comm.sizes import slot_bytes
+from zeroexp.comm.traits import MIB
 from zeroexp.cut.chunk import Chunk, ParameterSpec
 from zeroexp.cut.layout import lay_out
 from zeroexp.cut.stage import STAGES
 from zeroexp.process import world as worlds
 from zeroexp.process.world import World
 
-MIB = 1 << 20
 PROBED_BYTES = (128 << 10, MIB, 16 * MIB)  # the last exceeds the caches of one core
 NUM_REPEATS = 9
 

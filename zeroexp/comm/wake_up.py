@@ -50,6 +50,10 @@ class WakeUpPipes:
         with suppress(BlockingIOError, BrokenPipeError):  # it has not read the last ones, or left
             os.write(self._theirs[peer], b".")
 
+    def wake_all(self) -> None:
+        for peer in self._theirs:
+            self.wake(peer)
+
     def wait_for(self, find: Callable[[], Found | None], peer: int, what: str) -> Found:
         """Return what `find` finds; as long as that is None, `peer` is waited for, which brings it about.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -13,7 +14,6 @@ from zeroexp.config.data_sources import DATA
 from zeroexp.config.keys import ConfigError, DataConfig, ModelConfig
 from zeroexp.data import Samples, StepBatch, ValidationTurn, packed_cache, sources
 from zeroexp.data.check_source import require_samples
-from zeroexp.data.epoch_permutation import sample_indices
 
 
 class Data:
@@ -59,11 +59,9 @@ class Data:
     @property
     def num_valid_labels(self) -> int:
         """Number of labels, on all ranks, that a validation averages the loss over; 0 if nothing is validated."""
-        return (
-            self._validation.count_labels_and_tokens(self._validated)[0]
-            if len(self._validated)
-            else 0
-        )
+        if not len(self._validated):
+            return 0
+        return self._validation.count_labels_and_tokens(self._validated)[0]
 
     def validation_turns(self, *, rank: int, world_size: int) -> Iterator[ValidationTurn]:
         """Yield this rank's share of the validation samples, in stored order.
@@ -77,6 +75,22 @@ class Data:
             mine = self._validated[first : first + micro]
             read = mine if len(mine) else self._validated[:1]
             yield ValidationTurn(self._validation.read(read), counts=len(mine) > 0)
+
+
+def sample_indices(start: int, count: int, *, num_samples: int, seed: int) -> np.ndarray:
+    """Return the indices of the samples at positions start ... start + count, [count] int64; they may cross epochs."""
+    positions = np.arange(start, start + count)
+    epochs, places = np.divmod(positions, num_samples)
+    indices = np.empty(count, dtype=np.int64)
+    for epoch in range(int(epochs[0]), int(epochs[-1]) + 1):
+        here = epochs == epoch
+        indices[here] = _permutation(num_samples, seed, epoch)[places[here]]
+    return indices
+
+
+@functools.lru_cache(maxsize=2)  # a batch spans at most two epochs
+def _permutation(num_samples: int, seed: int, epoch: int) -> np.ndarray:
+    return np.random.default_rng([seed, epoch]).permutation(num_samples)
 
 
 def build_data(config: DataConfig, model: ModelConfig, seed: int) -> Data:

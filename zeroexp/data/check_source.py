@@ -11,7 +11,7 @@ from torch import Tensor
 
 from zeroexp.config.keys import ConfigError, DataConfig
 from zeroexp.data import Microbatch
-from zeroexp.models.loss import IGNORED
+from zeroexp.models.loss import count_valid
 
 CALLED = ("__len__", "read", "count_labels_and_tokens")
 MEMBERS = ("vocab_size", "source", *CALLED)
@@ -42,7 +42,7 @@ def require_samples(samples: Any, config: DataConfig) -> None:
     counted = samples.count_labels_and_tokens(indices)
     if not isinstance(counted, tuple) or len(counted) != 2:
         refuse(f"counts {counted!r:.80}", "return (labels that count, input tokens)")
-    expected = _num_valid(read.labels, config.task)
+    expected = count_valid(read.labels, config.task)
     if counted[0] != expected:
         problem = f"counts {counted[0]} labels in samples that have {expected}"
         refuse(problem, "count those that are not -100: the loss is divided by their number")
@@ -64,10 +64,6 @@ def _require_words(
     if words is not None and not 0 <= int(tokens.min()) <= int(tokens.max()) < words:
         problem = f"reads tokens {int(tokens.min())} to {int(tokens.max())}"
         refuse(problem, f"vocab_size={words} allows 0 to {words - 1}")
-
-
-def _num_valid(labels: Tensor, task: str) -> int:
-    return labels.numel() if task == "regression" else int((labels != IGNORED).sum())
 
 
 def _shape(tensor: Any) -> str:

@@ -29,6 +29,11 @@ def loss_sum(output: Any, labels: Tensor, task: str) -> Tensor:
     )
 
 
+def count_valid(labels: Tensor, task: str) -> int:
+    """Return how many labels `loss_sum` sums over."""
+    return labels.numel() if task == "regression" else int((labels != IGNORED).sum())
+
+
 def _require_shape(values: object, labels: Tensor, task: str) -> None:
     """Raise ValueError for what is no value or no row of logits for each label: it might be broadcast to one."""
     if not isinstance(values, Tensor):

@@ -39,6 +39,7 @@ from zeroexp.check.rules_machine import num_gpus
 from zeroexp.checkpoint.staging import Staging, flat_state
 from zeroexp.config.keys import Config, ConfigError, UndefinedCombination
 from zeroexp.config.vocabulary import vocabulary_of_data
+from zeroexp.data.batches import Data
 from zeroexp.engines.build import build_strategy
 from zeroexp.interface.strategy import Strategy
 from zeroexp.measure.instruments import Instruments
@@ -52,7 +53,7 @@ from zeroexp.plan.stand_ins import NoData, absent_neighbours, buckets_in_python
 from zeroexp.plan.storages import PhasePeak, Storages
 from zeroexp.plan.timing import Seconds, Timeline
 from zeroexp.process.world import fake_world
-from zeroexp.training.loop import TrainingData, train
+from zeroexp.training.loop import train
 
 NUM_STEPS, UNDISTURBED_STEP = 3, 1  # [Note: three steps]
 CHECKPOINT = "checkpoint copy"
@@ -132,7 +133,7 @@ def rehearse(
         instruments = Instruments(config.train, world, Path())
         steps = train(
             strategy,
-            cast(TrainingData, no_data),
+            cast(Data, no_data),
             config=config,
             world=world,
             instruments=instruments,

@@ -84,7 +84,7 @@ class DirectWithoutNeighbours(Direct):
 
     def reserve(self, resting: Sequence[int], slot_bytes: int) -> None:
         if len(self._host) > 1:
-            beside = arena_bytes(resting, slot_bytes, num_slots(self._traits.name)) - sum(resting)
+            beside = arena_bytes(resting, slot_bytes, num_slots(self.traits.name)) - sum(resting)
             self._slots = torch.empty(beside, dtype=torch.uint8, device=self._world.device)
             self._storages.assign_kind(SLOTS, [self._slots])
 

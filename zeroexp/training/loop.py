@@ -22,14 +22,14 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from math import nan
 from pathlib import Path
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from zeroexp.comm.collectives import Collectives, held_shared_bytes, take_traffic
 from zeroexp.config.keys import Config, TrainConfig
-from zeroexp.data import Microbatch, StepBatch
+from zeroexp.data import Microbatch
+from zeroexp.data.batches import Data
 from zeroexp.interface.loss_scale import SCALE
 from zeroexp.interface.strategy import Strategy
 from zeroexp.measure.clock import StepClock
@@ -46,18 +46,14 @@ from zeroexp.process import progress
 from zeroexp.process.world import World, barrier
 from zeroexp.training.agree_to_stop import Stop
 from zeroexp.training.learning_rate import learning_rate
-from zeroexp.training.validate import ValidationData, validate
+from zeroexp.training.validate import validate
 
 GPU_TIMES_EVERY = 10  # steps, of which one has its moves timed
 
 
-class TrainingData(ValidationData, Protocol):
-    def step_batch(self, position: int, *, rank: int, world_size: int) -> StepBatch: ...
-
-
 def train(
     strategy: Strategy,
-    data: TrainingData,
+    data: Data,
     *,
     config: Config,
     world: World,
@@ -103,7 +99,7 @@ class _Run:
     def __init__(
         self,
         strategy: Strategy,
-        data: TrainingData,
+        data: Data,
         config: Config,
         world: World,
         stop: Stop,

@@ -10,24 +10,17 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from zeroexp.comm.collectives import Collectives, take_traffic
-from zeroexp.data import ValidationTurn
+from zeroexp.data.batches import Data
 from zeroexp.interface.strategy import Strategy
 from zeroexp.models.loss import loss_sum
 from zeroexp.process import progress
-from zeroexp.process.world import World, barrier
-
-
-class ValidationData(Protocol):
-    @property
-    def num_valid_labels(self) -> int: ...
-
-    def validation_turns(self, *, rank: int, world_size: int) -> Iterator[ValidationTurn]: ...
+from zeroexp.process.world import barrier
 
 
 @dataclass(frozen=True)
@@ -39,13 +32,13 @@ class Validation:
 
 
 def validate(
-    strategy: Strategy, data: ValidationData, collectives: Collectives, *, task: str, step: int
+    strategy: Strategy, data: Data, collectives: Collectives, *, task: str, step: int
 ) -> Validation:
     """Return what the model makes of the validation samples after `step`.
 
     All ranks call this between two steps, when nothing is in flight, and leave it together.
     """
-    world: World = collectives.world
+    world = collectives.world
     total = torch.zeros(2, dtype=torch.float64, device=world.device)
     with torch.no_grad(), _evaluating(strategy.model):
         for turn in data.validation_turns(rank=world.rank, world_size=world.size):

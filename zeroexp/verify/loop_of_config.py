@@ -17,7 +17,7 @@ from zeroexp.config.optimizer import optimizer_factory, parameter_groups
 from zeroexp.data.batches import build_data
 from zeroexp.engines.build import build_strategy
 from zeroexp.models.checkpointing import checkpoint_as_configured
-from zeroexp.models.loss import IGNORED, loss_sum
+from zeroexp.models.loss import count_valid, loss_sum
 from zeroexp.models.module import build_model
 from zeroexp.process import world as worlds
 from zeroexp.verify.loop_to_verify import Loop, Step
@@ -44,10 +44,7 @@ def loop_of_config(config: Config) -> Loop:
 
     def loss(model: Any, batch: Batch) -> tuple[Tensor, int]:
         inputs, labels = batch
-        return loss_sum(model(**inputs), labels, task), num_valid(labels)
-
-    def num_valid(labels: Tensor) -> int:
-        return labels.numel() if task == "regression" else int((labels != IGNORED).sum())
+        return loss_sum(model(**inputs), labels, task), count_valid(labels, task)
 
     def optimizer(model: nn.Module) -> Any:
         groups = parameter_groups(model, config.optimizer, built.blocks)
@@ -61,7 +58,7 @@ def loop_of_config(config: Config) -> Loop:
         strategy = build_strategy(ours, replace(built, module=module.float()), world)
 
         def step(batches: Sequence[Batch]) -> None:
-            count = torch.tensor(float(sum(num_valid(labels) for _, labels in batches)))
+            count = torch.tensor(float(sum(count_valid(labels, task) for _, labels in batches)))
             worlds.sum_over_ranks(count)
             for batch in batches:
                 with strategy.microbatch(last=batch is batches[-1]):

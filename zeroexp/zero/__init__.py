@@ -55,8 +55,7 @@ Read zeroexp/cut/ first, then the files with a star: they are the algorithm. Imp
     step_sums.py        the sum over ranks before a step: norm of the gradients, and who has one
     matrices.py         matrices of which ranks hold pieces, brought together while an optimizer needs them whole
     outer.py            replicas that are seldom synchronised: the outer optimizer of DiLoCo
-    state_dict.py       weights and moments as canonical pieces, and back
-    engine.py *         microbatch, backward and step: the verbs in their order
+    engine.py *         microbatch, backward and step: the verbs in their order; states, and back
 
 Bytes move in `zeroexp/comm/`; `zeroexp/plan/closed_forms.py` predicts what a step sends and holds.
 """

@@ -16,16 +16,12 @@ from torch import Tensor, nn
 from zeroexp.comm.collectives import Collectives
 from zeroexp.comm.traits import ON_DEVICE
 from zeroexp.cut.stage import Stage
-from zeroexp.interface.canonical import WEIGHT
+from zeroexp.interface.canonical import WEIGHT, canonical_of_one_rank
 from zeroexp.interface.elementwise import make_optimizer, moments_kept
+from zeroexp.interface.held_pieces import ALONE, HeldPiece
 from zeroexp.interface.loss_scale import LossScale
 from zeroexp.interface.saved_state import SavedState, names_in
-from zeroexp.interface.strategy import (
-    CanonicalState,
-    CanonicalTensor,
-    ModelStates,
-    OptimizerFactory,
-)
+from zeroexp.interface.strategy import CanonicalState, ModelStates, OptimizerFactory
 from zeroexp.interface.values import Values, make_places
 from zeroexp.measure.verb_seconds import meter
 from zeroexp.process.world import World
@@ -40,7 +36,6 @@ from zeroexp.zero.observer import Observer
 from zeroexp.zero.options import Dtypes, Options, own_dtypes
 from zeroexp.zero.outer import MOMENTUM, OuterStep, prefix_of
 from zeroexp.zero.schedule import Schedule
-from zeroexp.zero.state_dict import held_pieces
 from zeroexp.zero.step_sums import StepSums
 from zeroexp.zero.unit import OptimizerInput, Unit
 
@@ -229,19 +224,19 @@ class Engine:
         self._schedule.wait_for_weights()
         self._outer.require_joined("state_dict()")
         state = self._saved_state.of(
-            held_pieces(self.units, self._outer),
+            self._held_pieces(),
             prefix=prefix_of(self._outer.replica),
             beside={MOMENTUM: self._outer.momentum_of},
         )
         for name, parameter in self.model.named_parameters():
             if not parameter.numel():  # no unit holds an empty parameter
-                state[name] = {WEIGHT: CanonicalTensor(tuple(parameter.shape), parameter.dtype, [])}
+                state[name] = {WEIGHT: canonical_of_one_rank(parameter)}
         return state
 
     def load_state_dict(self, state: CanonicalState) -> None:
         self._observer.loading()
         self._schedule.wait_and_free_ahead()
-        targets = held_pieces(self.units, self._outer)
+        targets = self._held_pieces()
         self._saved_state.load(
             self._outer.own_state(state),
             targets,
@@ -256,6 +251,28 @@ class Engine:
         self._schedule.gathers.await_published()
         self._observer.weights_changed()
 
+    def _held_pieces(self) -> list[HeldPiece]:
+        """Return what this rank holds of each parameter, ungathered; masters must be published after they are filled.
+
+        The master is the canonical weight. Ranks that hold the same elements are all ranks for what is whole, and
+        replicas for what is sharded and equal (outer.py, [Note: states]).
+        """
+        share_of_moments = ALONE if self._outer.has_own_moments else None
+        return [
+            HeldPiece(
+                held.chunk.members[span.member].name,
+                tuple(held.shapes[span.member]),
+                weight,
+                span.start,
+                has_moments=held.is_trainable,
+                share=(held.shared_by.rank, held.shared_by.size),
+                share_of_moments=share_of_moments,
+            )
+            for unit in self.units
+            for held in unit.held
+            for span, weight in held.weights()
+        ]
+
     def _forget_residuals(self) -> None:
         """Forget what codecs left out of gradients that were never used, or of other weights' ones."""
         for unit in self.units:
@@ -263,7 +280,8 @@ class Engine:
 
     def _have_gradients(self) -> list[bool]:
         """Tell for each trainable parameter whether it has a gradient on this rank."""
-        came = (present for unit in self.units for present in unit.gradient_presence())
+        of_units = (each for unit in self.units for each in unit.gradients)
+        came = (present for gradients in of_units for present in gradients.present)
         return [present or number in self._zeroed for number, present in enumerate(came)]
 
     def _expect_same_gathers(self, sums: StepSums) -> None:

@@ -50,8 +50,9 @@ class ChunkGradients:
         for parameter in self._parameters:
             parameter.grad_dtype = self._wide
         is_moved_on = each_microbatch and stage.gradients is Placement.SHARD and not self._is_alone
+        # Whether gradients that are no sums keep the dtype of compute, see [Note: dtype of accumulation].
         self.has_two_dtypes = is_moved_on and dtypes.compute is not self._wide
-        self._as_it_comes: list[nn.Parameter] = []  # [Note: dtype of accumulation]
+        self._as_it_comes: list[nn.Parameter] = []  # those whose next gradient does
         self._whole: dict[int, Tensor] = {}  # whole gradients by member
         self._sums: dict[int, Tensor] = {}  # sums by summed span; all-reduced sums by member
         self._num_reduced = 0  # elements reduced since `clear`
@@ -66,7 +67,10 @@ class ChunkGradients:
         return [*left, *self._whole.values(), *self._sums.values()]
 
     def use_compute_dtype(self, uses: Mapping[int, int]) -> None:
-        """Let the next gradients of parameters that are used once, no sums, stay in the dtype in which they come."""
+        """Let the next gradients of parameters that are used once, no sums, stay in the dtype in which they come.
+
+        uses: see `uses_of_leaves`.
+        """
         with unguarded():
             for parameter in self._parameters:
                 num_hooks = len(parameter._backward_hooks or ())

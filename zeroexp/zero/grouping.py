@@ -34,9 +34,8 @@ class Group:
     name: str
     module: nn.Module
     parameters: Named
-    kinds: Mapping[
-        nn.Parameter, str
-    ]  # of parameters of every group of the optimizer that names one
+    # Of parameters of every group of the optimizer that names one.
+    kinds: Mapping[nn.Parameter, str]
     layouts: Mapping[nn.Parameter, str]  # likewise
 
 

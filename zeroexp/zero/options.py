@@ -12,13 +12,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from zeroexp.comm.traits import ALL, TransportTraits
+from zeroexp.comm.traits import ALL, MIB, TransportTraits
 from zeroexp.cut.chunk import FROZEN, Chunk
 from zeroexp.cut.layout import Units, lay_out, place_on_host
 from zeroexp.cut.rank_grid import RankGrid
 from zeroexp.cut.stage import Placement, Stage, default_reduce_each
 
-MIB = 1 << 20
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -87,9 +86,7 @@ class Options:
     unit: str = "block"  # model | block | layer | module
     overlap: bool = True
     prefetch: int | None = None  # units gathered ahead; None: 1, or 0 where that gains nothing
-    keep: str = (
-        "last"  # units that stay gathered from forward to backward: none | last (the root) | all
-    )
+    keep: str = "last"  # units that stay gathered till backward: none | last (the root) | all
     reduce_each: str | None = None  # microbatch | step; None: see default_reduce_each
     bucket_mb: float | None = None  # most MiB of one reduction; None: the transport's default
     transport: str = "auto"  # a word of comm.collectives.TRANSPORTS

@@ -101,7 +101,8 @@ class Schedule:
         self._overlap = options.overlap
         # Whether reductions start only at events, see [Note: one order].
         self._at_events_only = bool(self.gathers.sharded) and not wire.traits.gathers_alone
-        self._of_two_dtypes = [unit for unit in units if unit.has_two_dtypes]
+        of_units = (gradients for unit in units for gradients in unit.gradients)
+        self._of_two_dtypes = [each for each in of_units if each.has_two_dtypes]
         self._progress = {unit: UnitProgress() for unit in units}
         self._open: dict[Unit, None] = {}  # used in this microbatch and not closed, or used again
         # Parameters that got no gradient in the previous microbatch.
@@ -178,19 +179,15 @@ class Schedule:
         """Yield the loss whose backward, inside, closes units, see [Note: which backward]."""
         if not self.in_microbatch:
             raise _outside("backward", ": run forward and backward inside it")
-        self._use_compute_dtype(loss)
+        uses = uses_of_leaves(loss) if self._of_two_dtypes else {}
+        for gradients in self._of_two_dtypes:
+            gradients.use_compute_dtype(uses)
         with self._closing.of_loss(loss) as loss:
             yield loss
 
-    def _use_compute_dtype(self, loss: Tensor) -> None:
-        """Let gradients of weights that this microbatch uses once keep the dtype of compute, see gradients.py."""
-        uses = uses_of_leaves(loss) if self._of_two_dtypes else {}
-        for unit in self._of_two_dtypes:
-            unit.use_compute_dtype(uses)
-
     def _use_reduce_dtype(self) -> None:
-        for unit in self._of_two_dtypes:
-            unit.use_reduce_dtype()
+        for gradients in self._of_two_dtypes:
+            gradients.use_reduce_dtype()
 
     def before_backward(self, unit: Unit, ticks: Ticks) -> None:
         """Close the units used later and gather `unit`, since the gradient of its output is about to be used."""

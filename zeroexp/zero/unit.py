@@ -5,7 +5,7 @@ held.py draws what a rank holds of a unit. cut/stage.py derives from the stage w
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from itertools import accumulate
 from typing import NamedTuple
@@ -59,9 +59,8 @@ class Unit:
         self.is_root = not name
         self.held = held
         self.gather_state = GatherState.READY
-        self.is_pinned = (
-            False  # whether parameters lie whole in memory of their own (gathered_parameters.py)
-        )
+        # Whether parameters lie whole in memory of their own (gathered_parameters.py).
+        self.is_pinned = False
         self.is_sharded = stage.gather is Move.ALL_GATHER and bool(held)
         self.full: FullStorage | None = None  # of the full parameters, where they rest sharded
         self.secondary: SecondaryCopy | None = None  # for gathers inside of the node
@@ -83,7 +82,7 @@ class Unit:
         self._arriving: Pending | None = None
         self._parts = [GatherPart(h.chunk, h.full, h.piece) for h in held if h.full is not None]
         self._parts_published = [part for part in self._parts if part.chunk.kind != FROZEN]
-        self._gradients = [
+        self.gradients = [
             ChunkGradients(h, stage, dtypes, wire.group, each_microbatch=each_microbatch)
             for h in self.trainable
         ]
@@ -199,13 +198,13 @@ class Unit:
         """
         with meter.issuing("hand_over" if self.reduces_for_hand_over else "reduce", str(self)):
             if self._sums_by is Move.REDUCE_SCATTER:
-                parts = [self._gradients[part.index].to_scatter(part) for part in bucket.parts]
+                parts = [self.gradients[part.index].to_scatter(part) for part in bucket.parts]
                 index = self.buckets.index(bucket)
                 left_out, shares = self._residuals[index], self._shares[index]
                 return self._wire.reduce_scatter(
                     parts, "reduce", str(self), last=last, residuals=left_out, shares=shares
                 )
-            sums = [self._gradients[part.index].to_sum(part) for part in bucket.parts]
+            sums = [self.gradients[part.index].to_sum(part) for part in bucket.parts]
             summed = self._wire.all_reduce([part for part, _ in sums], "reduce", str(self))
 
         def keep() -> None:
@@ -213,21 +212,6 @@ class Unit:
                 keep_one()
 
         return Pending([summed], keep)
-
-    @property
-    def has_two_dtypes(self) -> bool:
-        """Whether gradients that are no sums keep the dtype of compute: gradients.py, [Note: dtype of accumulation]."""
-        return any(gradients.has_two_dtypes for gradients in self._gradients)
-
-    def use_compute_dtype(self, uses: Mapping[int, int]) -> None:
-        """Let the next gradients of parameters that are used once keep the dtype of compute. uses: by `id`."""
-        for gradients in self._gradients:
-            gradients.use_compute_dtype(uses)
-
-    def use_reduce_dtype(self) -> None:
-        """Let gradients be added up from now on."""
-        for gradients in self._gradients:
-            gradients.use_reduce_dtype()
 
     # -- hand_over: G -> O, before the optimizer's step ------------------------------------------
 
@@ -237,7 +221,7 @@ class Unit:
         Nothing is sent here: where G -> O is a reduce-scatter (zero1), `reduce` ran it beside the last backward.
         """
         handed: list[OptimizerInput] = []
-        chunks = zip(self.trainable, self._updated, self._gradients, strict=True)
+        chunks = zip(self.trainable, self._updated, self.gradients, strict=True)
         for held, updated, gradients in chunks:
             for (parameter, master), gradient in zip(updated, gradients.owned(), strict=True):
                 if gradient.dtype is not master.dtype and not held.chunk.on_host:
@@ -273,7 +257,7 @@ class Unit:
             self._arriving = self._wire.all_gather(self._parts_published, "publish", what=str(self))
 
     def zero_grad(self) -> None:
-        for gradients in self._gradients:
+        for gradients in self.gradients:
             gradients.clear()
 
     def forget_residuals(self) -> None:
@@ -307,7 +291,7 @@ class Unit:
         """Return the tensors that exist now, by kind of memory."""
         return {
             "parameters": [*self._at_rest()],
-            "gradients": [tensor for each in self._gradients for tensor in each.tensors],
+            "gradients": [tensor for each in self.gradients for tensor in each.tensors],
             "master": [h.master_flat for h in self.held if h.master_flat is not None],
             "secondary": [] if self.secondary is None else self.secondary.kept,
             "buffers": [*self._left_out(), *([] if self.full is None else [self.full.memory])],
@@ -320,10 +304,6 @@ class Unit:
         for held in self.held:
             if held.piece is not held.master_flat:
                 yield held.piece if self.is_sharded else held.whole
-
-    def gradient_presence(self) -> list[bool]:
-        """Tell for each trainable parameter whether this rank's backward gave it a gradient since `zero_grad`."""
-        return [present for gradients in self._gradients for present in gradients.present]
 
     def parameters_with_masters(self) -> list[tuple[nn.Parameter, nn.Parameter]]:
         """Return each parameter with the master weights that this rank updates of it."""
