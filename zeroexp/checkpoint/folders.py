@@ -135,11 +135,6 @@ def commit(run: Path, step: int, attempt: int) -> Path:
     return target
 
 
-def discard(run: Path, step: int, attempt: int) -> None:
-    """Remove the folder of a failed save, to free its space on the disk."""
-    shutil.rmtree(unfinished_folder(run, step, attempt), ignore_errors=True)
-
-
 def pin(checkpoint: Path, run: Path) -> None:
     """Keep the checkpoint until `run`, which may wait long before it starts from it, has ended.
 

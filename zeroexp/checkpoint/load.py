@@ -108,15 +108,16 @@ def _read_verified(checkpoint: Path, world: World) -> Manifest:
 
 def _mapped(checkpoint: Path, stored: Stored) -> CanonicalState:
     """Return views of files that are mapped privately, so that they are never written to."""
-    file = cache(lambda name: _map_file(checkpoint / name))
+
+    @cache
+    def mapped(file: str) -> Tensor:
+        size = (checkpoint / file).stat().st_size
+        return torch.from_file(str(checkpoint / file), shared=False, size=size, dtype=torch.uint8)
+
     return {
-        name: {key: _view(tensor, file) for key, tensor in entry.items()}
+        name: {key: _view(tensor, mapped) for key, tensor in entry.items()}
         for name, entry in stored.items()
     }
-
-
-def _map_file(path: Path) -> Tensor:
-    return torch.from_file(str(path), shared=False, size=path.stat().st_size, dtype=torch.uint8)
 
 
 def _view(stored: StoredTensor, file: Callable[[str], Tensor]) -> CanonicalTensor:

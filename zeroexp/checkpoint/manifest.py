@@ -6,26 +6,23 @@ import json
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
+from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from zeroexp.config.keys import ConfigError, without_removed
 from zeroexp.process.content_hash import hash_of
 
-FORMAT = 2  # format 1 had neither Python values nor buffers; it is still read
+FORMAT = 2
 MANIFEST = "manifest.json"
-ITEM_BYTES = {
-    **{
-        "float64": 8,
-        "float32": 4,
-        "bfloat16": 2,
-        "float16": 2,
-        "float8_e4m3fn": 1,
-        "float8_e5m2": 1,
-    },
-    **{"int64": 8, "int32": 4, "int16": 2, "int8": 1, "uint8": 1, "bool": 1},
-    **{"complex128": 16, "complex64": 8},
+DTYPES_BY_BYTES = {
+    16: ("complex128",),
+    8: ("float64", "int64", "complex64"),
+    4: ("float32", "int32"),
+    2: ("bfloat16", "float16", "int16"),
+    1: ("float8_e4m3fn", "float8_e5m2", "int8", "uint8", "bool"),
 }
+ITEM_BYTES = {name: size for size, names in DTYPES_BY_BYTES.items() for name in names}
 REMEDY = "give another checkpoint"  # of damage
 FILE_NAME = re.compile(r"rank\d+\.bin")
 
@@ -155,9 +152,7 @@ def _tensor(name: str, row: dict[str, Any]) -> StoredTensor:
 
 def require_whole(name: str, tensor: StoredTensor) -> None:
     """Raise ValueError unless the pieces, sorted by start, hold every element exactly once."""
-    stop, numel = 0, 1
-    for size in tensor.shape:
-        numel *= size
+    stop, numel = 0, prod(tensor.shape)
     for piece in tensor.pieces:
         if piece.start != stop or piece.numel < 1:
             raise ValueError(f"{name}: elements {stop} to {piece.start} of {numel} are in no piece")

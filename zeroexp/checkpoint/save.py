@@ -13,6 +13,7 @@ worth more than ever, and the next save tries again. A run whose last save faile
 
 from __future__ import annotations
 
+import shutil
 import sys
 import threading
 import time
@@ -29,7 +30,8 @@ from zeroexp.checkpoint.rng import random_states
 from zeroexp.checkpoint.staging import RNG, Flat, Staging, flat_state
 from zeroexp.checkpoint.storage import Written, join_pieces, manifest_of, write_pieces
 from zeroexp.config.keys import Config
-from zeroexp.interface.strategy import CanonicalTensor, Piece, Strategy
+from zeroexp.interface.canonical import canonical_of_one_rank
+from zeroexp.interface.strategy import Strategy
 from zeroexp.process import world as worlds
 from zeroexp.process.durable import write_durably
 from zeroexp.process.world import World
@@ -137,8 +139,7 @@ class Saver:
     def _flat_state(self) -> Flat:
         flat = flat_state(self._strategy)
         for kind, state in random_states(self._world).items():
-            whole = CanonicalTensor(tuple(state.shape), state.dtype, [Piece(0, state)])
-            flat[f"{RNG}/{self._world.rank}/{kind}"] = whole
+            flat[f"{RNG}/{self._world.rank}/{kind}"] = canonical_of_one_rank(state)
         return flat
 
     def _settle(self) -> None:
@@ -200,7 +201,8 @@ class Saver:
     def _tell(self, saved: SaveRecord) -> None:
         if saved.error is not None:
             print(saved.error, file=sys.stderr)
-            folders.discard(self._run, saved.step, self._attempt)
+            unfinished = folders.unfinished_folder(self._run, saved.step, self._attempt)
+            shutil.rmtree(unfinished, ignore_errors=True)
         folders.append_to_log(self._run, asdict(saved))
 
 

@@ -35,11 +35,7 @@ LOADERS = {
     ".jsonl": "json",
     ".txt": "text",  # every line is a row
 }
-MESSAGES, PROMPT, COMPLETION = (
-    "messages",
-    "prompt",
-    "completion",
-)  # as in TRL, of data/conversations.py
+MESSAGES, PROMPT, COMPLETION = "messages", "prompt", "completion"  # as in TRL (conversations.py)
 MORE_FIELDS = "Length of header or names does not match length of data"  # a warning of pandas
 TEXT, LABEL = "text", "label"  # names of the columns where the config names none
 
@@ -65,7 +61,12 @@ def read_table(config: DataConfig, files: list[Path], scratch: Path) -> tuple[Ta
     Raises ConfigError for what cannot be read, and for columns that do not exist or hold no text.
     """
     with _one_line_errors(config):
-        table = _read_files(config, files, scratch) if files else _read_hub(config)
+        if not files:
+            table = _read_hub(config)
+        elif _are_saved(files):
+            table = _read_saved(config)
+        else:
+            table = _load(config, files, config.split or TRAIN, cache_dir=str(scratch))
     _require_columns(table, config)
     if files and LOADERS.get(files[0].suffix.lower()) == "csv":
         _require_words(table, config)
@@ -144,12 +145,6 @@ def _text_of(file: Path) -> str:
     except UnicodeDecodeError as error:
         problem = f"no UTF-8 (byte {error.start} is 0x{error.object[error.start]:02x})"
         raise ConfigError(f"data.path: {file}: {problem}; convert it with iconv") from error
-
-
-def _read_files(config: DataConfig, files: list[Path], scratch: Path) -> Table:
-    if _are_saved(files):
-        return _read_saved(config)
-    return _load(config, files, config.split or TRAIN, cache_dir=str(scratch))
 
 
 def _load(config: DataConfig, files: list[Path], split: str, **how: Any) -> Any:

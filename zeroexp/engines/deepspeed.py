@@ -138,9 +138,8 @@ class DeepSpeed:
 
     def zero_grad(self) -> None:
         self._inner.zero_grad()
-        if (
-            self._stage == 3
-        ):  # else a parameter without gradient in the next step gets its last one again
+        # Else a parameter without gradient in the next step gets its last one again.
+        if self._stage == 3:
             self._inner.grad_partitions_flat_buffer.zero_()
         self._has_gradients = False
 
@@ -226,9 +225,8 @@ def _initialize(
     os.environ.setdefault("DS_ACCELERATOR", world.device.type)
     # It calls collectives by names that torch 2.13 deprecates.
     warnings.filterwarnings("ignore", category=FutureWarning, message="`torch.distributed")
-    nn.functional.linear = (
-        LINEAR  # zero3 of an engine before has replaced it, for the whole process
-    )
+    # zero3 of an engine before has replaced it, for the whole process.
+    nn.functional.linear = LINEAR
     with warnings.catch_warnings(), _local_rank_in_environment(world):
         warnings.simplefilter("ignore", DeprecationWarning)  # in what it imports
         deepspeed: Any = import_module("deepspeed")

@@ -76,9 +76,8 @@ class TorchDDP:
         # thread, as one that saves, can take that reference for garbage while backward runs, and clear it. Python hands
         # out the same one as long as it lives, and one that is held here is never garbage.
         self._held_reference = weakref.ref(self._ddp)
-        self._ddp.broadcast_buffers = (
-            False  # module_buffers.py sends them; torch renamed the argument
-        )
+        # module_buffers.py sends them; torch renamed the argument.
+        self._ddp.broadcast_buffers = False
         self.model: nn.Module = self._ddp
         engine = "DDP, everything replicated"
         if shard_optimizer:

@@ -22,7 +22,6 @@ from zeroexp.checkpoint.manifest import CheckpointError, Manifest
 from zeroexp.checkpoint.weights import Weights
 from zeroexp.config.keys import Config
 from zeroexp.foreign.deepspeed_zero import (
-    MappedPart,
     found_of,
     load_mapped,
     model_states,
@@ -31,6 +30,7 @@ from zeroexp.foreign.deepspeed_zero import (
 from zeroexp.foreign.found import Found, Place, folder_of_step
 from zeroexp.foreign.matching import STEP, param_groups
 from zeroexp.interface.canonical import WEIGHT
+from zeroexp.interface.strategy import Piece
 from zeroexp.models.module import build_empty
 
 VERSION = "0.19.8"  # of the DeepSpeed whose loader this is for
@@ -54,7 +54,7 @@ def read_universal(folder: Path, names: Collection[str]) -> Found:
     model, shapes = model_states(folder, is_zero3=ranks_of_zero3 > 0)
     shapes.update((tied, shapes[n]) for tied, n in model["shared_params"].items() if n in shapes)
     parts = {
-        Place(path.parent.name, KEYS.get(path.stem, path.stem)): [MappedPart(0, _values(path))]
+        Place(path.parent.name, KEYS.get(path.stem, path.stem)): [Piece(0, _values(path))]
         for path in (folder / "zero").glob("*/*.pt")
     }
     has_steps = any(place.key == STEP for place in parts)

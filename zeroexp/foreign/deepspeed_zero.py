@@ -16,7 +16,7 @@ from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping
 from math import prod
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,6 +25,8 @@ from zeroexp.checkpoint.manifest import CheckpointError
 from zeroexp.foreign.found import Found, Place, folder_of_step, load_with_stand_ins
 from zeroexp.foreign.matching import STEP
 from zeroexp.interface.canonical import WEIGHT
+from zeroexp.interface.reshard import fill_from_canonical
+from zeroexp.interface.strategy import CanonicalTensor, Piece
 
 LATEST = "latest"
 OPTIMIZER_FILES = "*_optim_states.pt"
@@ -32,14 +34,7 @@ RANKS = re.compile(r"zero_pp_rank_(\d+)_mp_rank_(\d+)(?:_\d+)?_optim_states\.pt$
 OLDER = "give one of the whole model, saved by DeepSpeed 0.10 or newer"
 
 
-class MappedPart(NamedTuple):
-    """Elements of a flattened tensor from `start` on, as a view of a mapped file."""
-
-    start: int
-    values: Tensor
-
-
-Parts = dict[Place, list[MappedPart]]
+Parts = dict[Place, list[Piece]]  # views of mapped files
 Shapes = dict[str, tuple[int, ...]]
 
 
@@ -82,7 +77,7 @@ def _files_by_rank(folder: Path) -> list[Path]:
 
 def untrained_parts(
     folder: Path, model: dict[str, Any], shapes: Shapes, num_ranks: int
-) -> Iterator[tuple[Place, list[MappedPart]]]:
+) -> Iterator[tuple[Place, list[Piece]]]:
     """Yield the parts of each buffer and frozen parameter, and add their shapes.
 
     zero1 and zero2 have them whole beside the trained ones, which are rounded there. zero3 cuts the frozen ones.
@@ -92,7 +87,7 @@ def untrained_parts(
     for name, values in model["module"].items():
         if name in buffers or (num_ranks == 1 and name not in trained_or_tied):
             shapes[name] = tuple(values.shape)
-            yield Place(name, WEIGHT), [MappedPart(0, values.reshape(-1))]
+            yield Place(name, WEIGHT), [Piece(0, values.reshape(-1))]
     if num_ranks > 1 and cut:
         files = [f"zero_pp_rank_{rank}_mp_rank_00_model_states.pt" for rank in range(num_ranks)]
         fragments = [load_mapped(folder / file)["frozen_param_fragments"] for file in files]
@@ -143,9 +138,9 @@ def _add(
     """Add elements of one parameter: from `start` on there, from `offset` on in each flat tensor."""
     for key, values in flat.items():
         if key == STEP:
-            parts[Place(name, key)] = [MappedPart(0, values)]
+            parts[Place(name, key)] = [Piece(0, values)]
         elif numel:
-            parts[Place(name, key)].append(MappedPart(start, values.narrow(0, offset, numel)))
+            parts[Place(name, key)].append(Piece(start, values.narrow(0, offset, numel)))
 
 
 def _moments(state: Mapping[str, Any], group: int) -> dict[str, Tensor]:
@@ -161,11 +156,11 @@ def _moments(state: Mapping[str, Any], group: int) -> dict[str, Tensor]:
     return moments
 
 
-def _cut_evenly(cut: list[Tensor], numel: int) -> Iterator[MappedPart]:
+def _cut_evenly(cut: list[Tensor], numel: int) -> Iterator[Piece]:
     share = -(-numel // len(cut))
     for rank, values in enumerate(cut):
         if (stop := min(share, numel - rank * share)) > 0:
-            yield MappedPart(rank * share, values.reshape(-1)[:stop])
+            yield Piece(rank * share, values.reshape(-1)[:stop])
 
 
 def found_of(folder: Path, parts: Parts, shapes: Shapes, step: int | None = None) -> Found:
@@ -173,15 +168,15 @@ def found_of(folder: Path, parts: Parts, shapes: Shapes, step: int | None = None
     tensors: dict[Place, Tensor] = {}
     for place, own in parts.items():
         shape = () if place.key == STEP else shapes[place.name]
-        there = sum(part.values.numel() for part in own)
+        there = sum(piece.tensor.numel() for piece in own)
         if there != prod(shape):
             problem = f"{there} of {prod(shape)} elements of {place.key} of {place.name}"
             raise CheckpointError(f"{folder}: holds {problem}; copy what is missing")
-        tensors[place] = own[0].values.new_empty(shape, device="meta")
+        tensors[place] = own[0].tensor.new_empty(shape, device="meta")
 
     def read(place: Place, target: Tensor) -> None:
-        for start, values in parts[place]:
-            target.view(-1)[start : start + values.numel()].copy_(values)
+        saved = CanonicalTensor(tuple(target.shape), target.dtype, parts[place])
+        fill_from_canonical(target.view(-1), saved, name=place.name)
 
     return Found(folder, tensors, read, step)
 

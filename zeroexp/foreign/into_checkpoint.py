@@ -102,9 +102,8 @@ def _map_file(path: Path, tensors: dict[Place, Tensor]) -> dict[Place, Tensor]:
             raise CheckpointError(f"{problem}; convert it first")
     sizes = [aligned(tensor.nbytes) for tensor in tensors.values()]
     with path.open("wb") as file:
-        os.posix_fallocate(
-            file.fileno(), 0, sum(sizes)
-        )  # a full disk would kill who writes into the mapping
+        # A full disk would kill who writes into the mapping.
+        os.posix_fallocate(file.fileno(), 0, sum(sizes))
     memory = torch.from_file(str(path), shared=True, size=sum(sizes), dtype=torch.uint8)
     rooms = zip(tensors.items(), memory.split(sizes), strict=True)
     return {

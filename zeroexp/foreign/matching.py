@@ -21,6 +21,7 @@ from zeroexp.config.optimizer import optimizer_factory, parameter_groups
 from zeroexp.foreign.found import Found, Place
 from zeroexp.interface.canonical import BUFFER, WEIGHT, moments_of
 from zeroexp.interface.module_buffers import persistent_buffers
+from zeroexp.interface.saved_state import names_in
 from zeroexp.models.module import BuiltModel
 from zeroexp.training.learning_rate import learning_rate
 
@@ -39,13 +40,8 @@ TORCHTITAN = {
 }
 # Rotary positions turn neighbouring rows of these together there, in transformers rows half a head apart.
 TURNED = (".q_proj.weight", ".k_proj.weight")
-OURS = (
-    "kind",
-    "layout",
-    "master",
-    "over",
-    "lr_scale",
-)  # keys of parameter groups that no other trainer has
+# Keys of parameter groups that no other trainer has.
+OURS = ("kind", "layout", "master", "over", "lr_scale")
 
 
 def of_torchtitan(key: str) -> str:
@@ -169,11 +165,9 @@ def _first(names: Sequence[str]) -> str:
 
 def _small_optimizer(config: Config, built: BuiltModel) -> tuple[Optimizer, list[list[str]]]:
     """Return the configured optimizer over two elements a dimension of each parameter, and the names in its groups."""
-    names = {parameter: name for name, parameter in built.module.named_parameters()}
     groups = parameter_groups(built.module, config.optimizer, built.blocks)
     small = [{**group, "params": [_small(p) for p in group["params"]]} for group in groups]
-    optimizer = optimizer_factory(config.optimizer)(small)
-    return optimizer, [[names[p] for p in group["params"]] for group in groups]
+    return optimizer_factory(config.optimizer)(small), names_in(built.module, groups)
 
 
 def moments_kept(config: Config, built: BuiltModel) -> dict[str, set[str]]:

@@ -87,13 +87,8 @@ def require_elements(state: CanonicalState, held: Sequence[HeldPiece]) -> None:
 
 
 def require_buffers(state: CanonicalState, buffers: Buffers) -> None:
-    """Raise ValueError unless the state has all buffers; or none, as older ones, of which one line is printed."""
+    """Raise ValueError unless the state has all buffers."""
     ours = buffers.persistent()
-    if ours and not any(BUFFER in entry for entry in state.values()):
-        kept = f"{next(iter(ours))} and {len(ours) - 1} others stay as they are"
-        if buffers.world.rank == 0:
-            print(f"the state has no buffers, as older ones have none: {kept}")
-        return
     require_names(state, BUFFER, ours)
     for name, tensor in ours.items():
         _require_range(state, BUFFER, name, tensor.shape, 0, tensor.numel())

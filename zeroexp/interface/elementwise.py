@@ -26,7 +26,7 @@ from __future__ import annotations
 import copy
 import inspect
 import random
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from math import isclose
 from typing import Any, NamedTuple
@@ -107,7 +107,7 @@ def moments_kept(
     None are named of an optimizer that can not make a step so, and no group where it has made others.
     """
     trials = [
-        [{**group, "params": _shapes(group["params"], choose)} for group in groups]
+        [{**g, "params": [*map(_without_memory, _chosen(g, choose))]} for g in groups]
         for choose in (max, min)  # of small parameters an optimizer may keep others
     ]
 
@@ -128,12 +128,8 @@ def moments_kept(
     return names
 
 
-def _shapes(parameters: Sequence[Tensor], choose: Callable[..., Tensor]) -> list[Tensor]:
-    """Return a parameter without memory for each number of dimensions, as large as the one that `choose` takes."""
-    chosen: dict[int, Tensor] = {}
-    for each in (p for p in parameters if p.requires_grad and p.numel()):
-        chosen[each.ndim] = choose(chosen.get(each.ndim, each), each, key=Tensor.numel)
-    return [nn.Parameter(torch.zeros((), device=p.device).expand(p.shape)) for p in chosen.values()]
+def _without_memory(parameter: Tensor) -> nn.Parameter:
+    return nn.Parameter(torch.zeros((), device=parameter.device).expand(parameter.shape))
 
 
 def make_optimizer(factory: OptimizerFactory, groups: Sequence[dict[str, Any]]) -> Optimizer:
@@ -174,15 +170,19 @@ def _trial(groups: Sequence[Mapping[str, Any]]) -> Trial:
     """Return a pair of samples for each number of dimensions in a group, like the largest parameter of these."""
     trial: Trial = []
     for group in groups:
-        largest: dict[int, Tensor] = {}
-        for parameter in (p for p in group["params"] if p.requires_grad and p.numel()):
-            first = largest.setdefault(parameter.ndim, parameter)
-            largest[parameter.ndim] = max(first, parameter, key=Tensor.numel)
         options = {key: value for key, value in group.items() if key != "params"}
         if "kind" in group:  # pieces of a sample begin amid a block of moments, as no engine's do
             options["kind"] = kind_in_full(group["kind"])
-        trial.append((options, [_sample(p, seed) for p in largest.values() for seed in (1, 2)]))
+        trial.append((options, [_sample(p, seed) for p in _chosen(group, max) for seed in (1, 2)]))
     return trial
+
+
+def _chosen(group: Mapping[str, Any], choose: Callable[..., Tensor]) -> Iterable[Tensor]:
+    """Return a trained parameter for each number of dimensions in a group: that which `choose` takes by its size."""
+    chosen: dict[int, Tensor] = {}
+    for each in (p for p in group["params"] if p.requires_grad and p.numel()):
+        chosen[each.ndim] = choose(chosen.get(each.ndim, each), each, key=Tensor.numel)
+    return chosen.values()
 
 
 def _sample(parameter: Tensor, seed: int) -> _Sample:

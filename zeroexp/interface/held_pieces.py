@@ -31,9 +31,8 @@ class HeldPiece:
     has_moments: bool  # this rank's optimizer keeps moments of these elements
     share: Share = ALONE
     share_of_moments: Share | None = None  # None: as of the weight
-    local: Callable[[Tensor], Tensor] = (
-        Tensor.detach
-    )  # the memory on this rank of a tensor laid out like `tensor`
+    # Returns the memory on this rank of a tensor laid out like `tensor`.
+    local: Callable[[Tensor], Tensor] = Tensor.detach
 
     @property
     def gives_values(self) -> bool:

@@ -142,13 +142,12 @@ class Buffers:
         return state
 
     def load(self, state: CanonicalState) -> None:
-        """Load the buffers of a state that has all of them, or none, as older ones: then they stay as they are."""
-        for buffer in _buffers_of(self._module):
-            canonical = state.get(buffer.name, {}).get(BUFFER)
-            if buffer.persistent and canonical is not None:
-                flat = torch.empty(buffer.first.numel(), dtype=canonical.dtype)
-                fill_from_canonical(flat, canonical, name=buffer.name)
-                buffer.write(flat)
+        """Load the persistent buffers, all of which the state has."""
+        for buffer in (each for each in _buffers_of(self._module) if each.persistent):
+            canonical = state[buffer.name][BUFFER]
+            flat = torch.empty(buffer.first.numel(), dtype=canonical.dtype)
+            fill_from_canonical(flat, canonical, name=buffer.name)
+            buffer.write(flat)
         for buffer in self._buffers:
             buffer.note()
 

@@ -19,10 +19,10 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from zeroexp.interface.canonical import PYTHON
+from zeroexp.interface.canonical import PYTHON, canonical_of_one_rank
 from zeroexp.interface.loss_scale import COUNT, SCALE
 from zeroexp.interface.reshard import fill_from_canonical
-from zeroexp.interface.strategy import CanonicalState, CanonicalTensor, Piece
+from zeroexp.interface.strategy import CanonicalState, CanonicalTensor
 
 Values = dict[str, Any]
 
@@ -132,9 +132,8 @@ def python_values_of(state: Mapping[str, Any]) -> Values:
 
 
 def _values_as_state(values: Mapping[str, Values]) -> CanonicalTensor:
-    content = json.dumps(values).encode()
-    flat = torch.tensor([*content], dtype=torch.uint8)
-    return CanonicalTensor((len(content),), torch.uint8, [Piece(0, flat)])
+    content = torch.tensor([*json.dumps(values).encode()], dtype=torch.uint8)
+    return canonical_of_one_rank(content)
 
 
 def _values_from_state(entry: Mapping[str, CanonicalTensor], name: str) -> dict[str, Values]:

@@ -34,9 +34,8 @@ class ModelStates:
     hidden_bytes: int = 0  # in buffers that no tensor shows (DistributedDataParallel's buckets)
     # What rests on the host beside the device, of any kind; None where nothing is kept there.
     host: list[Tensor] | None = None
-    files: list[Tensor] | None = (
-        None  # the part of it in a file, and how much of that lies in memory
-    )
+    # The part of it in a file, and how much of that lies in memory.
+    files: list[Tensor] | None = None
     resident_bytes: int | None = None
 
 

@@ -1,12 +1,11 @@
 """Models to train, each built from a `ModelConfig` with the names of its repeated blocks.
 
-module.py                     the only entry point: a module on meta, whole, or with its values to come
+module.py                     the only entry point: a module on meta, whole, or with its values to come; what is frozen
 outline.py                    names and shapes alone, kept on disk, for plans
 deferred.py                   values that a constructor draws, drawn after it has run, one parameter at a time
 mlp.py, moe.py                our own families: the residual MLP of the memory table, experts that are not run unused
 huggingface.py                the families of transformers
-blocks.py, checkpointing.py, freezing.py
-                              what moves together, is recomputed, is not trained
+blocks.py, checkpointing.py   what moves together, is recomputed
 expert_kernels.py             which of torch's products multiplies the experts of transformers
 lora.py, quantized.py         adapters of peft; the weights that they lie around, in int8
 loss.py, flops.py             the loss of each task; operations of one sample

@@ -115,9 +115,8 @@ def _inject(module: nn.Module, config: ModelConfig) -> None:
         problem = f"model.lora.r={config.lora.r}: {reason[:200]}"
         raise ConfigError(f"{problem}; {_which_layers(module)}") from error
     for name, layer in module.named_modules():
-        if (
-            type(layer).__name__ == "ParamWrapper"
-        ):  # it puts another weight into the layer in each forward
+        # It puts another weight into the layer in each forward.
+        if type(layer).__name__ == "ParamWrapper":
             targets = config.lora.target_modules
             problem = f"model.lora.target_modules={targets}: {name} is no layer that multiplies by its weight alone"
             raise ConfigError(f"{problem}; {_which_layers(module)}")

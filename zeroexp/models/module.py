@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
 
 import torch
 from torch import nn
@@ -14,7 +15,6 @@ from zeroexp.config.keys import ConfigError, ModelConfig
 from zeroexp.interface.values import Values, fill_in
 from zeroexp.models.blocks import chosen_blocks, find_blocks
 from zeroexp.models.deferred import CannotDefer, defer
-from zeroexp.models.freezing import freeze
 from zeroexp.models.lora import add_adapters
 
 MANY_WORDS = 1 << 20  # more than any token's id, for a model on meta whose vocabulary nobody knows
@@ -139,6 +139,25 @@ def _build(config: ModelConfig, vocab_size: int | None) -> BuiltModel:
     chosen = config.blocks if named is None else [named]
     blocks = find_blocks(module) if chosen is None else chosen_blocks(module, chosen)
     return BuiltModel(module, blocks)
+
+
+def freeze(module: nn.Module, patterns: Sequence[str]) -> None:
+    """Freeze every parameter with a name that matches one of `model.freeze`, where * stands for any letters and dots.
+
+    Raises ConfigError for a pattern that matches nothing, and if nothing is left to train.
+    """
+    named = dict(module.named_parameters(remove_duplicate=False))  # a tied parameter has two names
+    for pattern in patterns:
+        matched = [name for name in named if fnmatchcase(name, pattern)]
+        if not matched:
+            first = next(iter(named))
+            remedy = f"use names as {first}, with * for any part"
+            raise ConfigError(f"model.freeze={pattern}: no parameter has such a name; {remedy}")
+        for name in matched:
+            named[name].requires_grad_(False)
+    if not any(parameter.requires_grad for parameter in named.values()):
+        remedy = "leave one parameter out"
+        raise ConfigError(f"model.freeze={','.join(patterns)}: nothing is left to train; {remedy}")
 
 
 def _fitting_vocabulary(config: ModelConfig, data_words: int | None) -> int | None:

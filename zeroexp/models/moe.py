@@ -117,14 +117,10 @@ class MoeTransformer(nn.Module):
 
 def build(config: ModelConfig, vocab_size: int | None) -> MoeTransformer:
     shape = whole_numbers(MoeShape, config.moe, "model.moe")
-    _require_whole_heads(shape)
-    return MoeTransformer(shape)
-
-
-def _require_whole_heads(shape: MoeShape) -> None:
     if shape.top_k > shape.num_experts:
         problem = f"there are {shape.num_experts} experts"
         raise ConfigError(f"model.moe.top_k={shape.top_k}: {problem}; use at most as many")
     if shape.width % shape.num_heads:
         problem = f"does not divide model.moe.width={shape.width}"
         raise ConfigError(f"model.moe.num_heads={shape.num_heads}: {problem}; use one that does")
+    return MoeTransformer(shape)

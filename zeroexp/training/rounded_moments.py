@@ -21,9 +21,8 @@ from zeroexp.config.keys import OptimizerConfig
 from zeroexp.config.optimizer import OPTIMIZERS
 from zeroexp.interface.quantized_moments import at_rest, lies_in_blocks, to_step
 
-BATCH_NUMEL = (
-    1 << 20
-)  # elements whose moments are wide at once; a larger tensor is a batch by itself
+# Elements whose moments are wide at once; a larger tensor is a batch by itself.
+BATCH_NUMEL = 1 << 20
 
 
 class RoundedMoments(Optimizer):

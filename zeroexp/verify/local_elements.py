@@ -15,9 +15,8 @@ from zeroexp.measure.memory import local_tensor
 
 # What wrappers put into the names of parameters.
 WRAPPED = ("_fsdp_wrapped_module.", "_checkpoint_wrapped_module.", "_orig_mod.", "module.")
-Place = tuple[
-    str, Tensor, slice
-]  # a weight, which of its elements, and where these lie in a flat tensor
+# A weight, which of its elements, and where these lie in a flat tensor.
+Place = tuple[str, Tensor, slice]
 
 
 @dataclass

@@ -26,9 +26,8 @@ class Seen:
     """One step of one rank."""
 
     weights: list[LocalElements]  # before it
-    raw: list[LocalElements] = field(
-        default_factory=list
-    )  # gradients as torch's clipping finds them
+    # Gradients as torch's clipping finds them.
+    raw: list[LocalElements] = field(default_factory=list)
     gradients: list[LocalElements] = field(default_factory=list)  # as the optimizer finds them
     calls: dict[str, int] = field(default_factory=dict)  # of an optimizer, for each weight
     # Of each weight, the class of the optimizer that holds it and the settings of its group

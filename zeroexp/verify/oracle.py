@@ -31,9 +31,8 @@ class Oracle:
         self.loop, self.world_size = loop, world_size
         self.shapes = {name: each.shape for name, each in loop.model.named_parameters()}
         self.initial = _flat_weights(loop.model)
-        self.counts = torch.ones(
-            world_size, loop.microbatches
-        ).double()  # labels of each microbatch
+        # Labels of each microbatch.
+        self.counts = torch.ones(world_size, loop.microbatches).double()
 
     def contributions(
         self, weights: Whole, step: int, dtype: torch.dtype = torch.float64, *, untied: bool = False

@@ -296,17 +296,12 @@ class Engine:
 
     def _scale(self, sums: StepSums) -> Tensor | None:
         """Return the factor for gradients, or None where they stay bit for bit as they are."""
-        clips = None
+        clips, is_read = None, not (self._reads_late or self.wire.world.is_fake)
         if self._max_grad_norm is not None:
-            clips = self._clip_scale(self._outer.norm(sums), self._max_grad_norm)
+            clips = (self._max_grad_norm / (self._outer.norm(sums) + 1e-6)).clamp(max=1.0)
+            if is_read and float(clips) == 1.0:  # the norm is below the maximum
+                clips = None
         return self._outer.factor(clips)
-
-    def _clip_scale(self, norm: Tensor, max_norm: float) -> Tensor | None:
-        """Return the factor that clips gradients, or None where a norm below the maximum leaves them."""
-        scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
-        if self._reads_late or self.wire.world.is_fake:
-            return scale
-        return None if float(scale) == 1.0 else scale
 
     def _update(self, handed: Sequence[OptimizerInput], scale: Tensor | None) -> None:
         """Run one step of the optimizer on all masters that have a gradient, one place after the other."""

@@ -56,9 +56,7 @@ class Held:
     parameters: list[nn.Parameter]  # the members, in order
     shapes: list[torch.Size]
     piece: Tensor  # this rank's section, flat, compute dtype; where codes rest, the master's
-    owned_memory: (
-        Tensor  # the flat memory that offsets of `owned` index: the piece, or all parameters
-    )
+    owned_memory: Tensor  # flat, which offsets of `owned` index: the piece, or all parameters
     owned: tuple[Span, ...]  # the elements whose weight this rank keeps: its own, or all
     # Those whose gradients it sums in its group: `owned`, or more where the optimizer is sharded over all replicas.
     summed: tuple[Span, ...]

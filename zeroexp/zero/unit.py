@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from zeroexp.comm.base import GatherPart, Pending, Residuals
+from zeroexp.comm.base import GatherPart, Pending
 from zeroexp.comm.collectives import Collectives
 from zeroexp.comm.secondary import SecondaryCopy
 from zeroexp.comm.traits import ON_DEVICE, ON_HOST
@@ -95,7 +95,9 @@ class Unit:
         if wire.shares_updates:
             self._cut_between_replicas(cut([held.fine for held in self.trainable]))
         # By bucket, what rounding left out of gradients that this rank has sent, in float32.
-        self._residuals = [self._residuals_of(bucket) for bucket in self.buckets]
+        scattered = self.buckets if self._sums_by is Move.REDUCE_SCATTER else []
+        chunks = ([part.chunk for part in bucket.parts] for bucket in scattered)
+        self._residuals = [wire.new_error_feedback(each) for each in chunks]
 
     def _cut_between_replicas(self, buckets: Sequence[Bucket]) -> None:
         """Cut, where replicas share the optimizer (over=all), each bucket's sums and the pieces that they update.
@@ -113,11 +115,6 @@ class Unit:
             for held in self.trainable
             if held.fine.over_all
         ]
-
-    def _residuals_of(self, bucket: Bucket) -> Residuals | None:
-        if self._sums_by is not Move.REDUCE_SCATTER:
-            return None
-        return self._wire.new_error_feedback([part.chunk for part in bucket.parts])
 
     def _masters_to_cast(self) -> Iterator[tuple[int, list[Tensor], list[nn.Parameter]]]:
         """Yield by place the owned elements and their masters, where these have another dtype or place."""
