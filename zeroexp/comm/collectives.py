@@ -18,14 +18,7 @@ from weakref import WeakSet
 import torch
 from torch import Tensor
 
-from zeroexp.comm.base import (
-    GatherPart,
-    Pending,
-    ReducePart,
-    Residuals,
-    Sent,
-    Transport,
-)
+from zeroexp.comm.base import GatherPart, Pending, ReducePart, Residuals, Sent, Transport
 from zeroexp.comm.bus import Bus
 from zeroexp.comm.codec import (
     decode_gathered,

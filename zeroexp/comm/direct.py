@@ -14,14 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zeroexp.comm.base import (
-    Between,
-    GatherPart,
-    Pending,
-    ReducePart,
-    Transport,
-    spans_of,
-)
+from zeroexp.comm.base import Between, GatherPart, Pending, ReducePart, Transport, spans_of
 from zeroexp.comm.control_block import MOST_EXPOSURES
 from zeroexp.comm.messages import Channel, GlooChannel
 from zeroexp.comm.packing import begin_alike

@@ -15,15 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from zeroexp.comm.base import (
-    Between,
-    GatherPart,
-    Pending,
-    ReducePart,
-    Sent,
-    TimedWork,
-    Transport,
-)
+from zeroexp.comm.base import Between, GatherPart, Pending, ReducePart, Sent, TimedWork, Transport
 from zeroexp.comm.message_layout import MessageLayout, message_layout_of
 from zeroexp.comm.packing import (
     begin_alike,

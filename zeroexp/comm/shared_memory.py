@@ -23,6 +23,7 @@ import warnings
 import weakref
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -45,8 +46,8 @@ def neighbour_identity() -> tuple[Any, ...]:
     """
     try:
         spaces = [os.stat(f"/proc/self/ns/{kind}").st_ino for kind in ("user", "pid", "net")]
-        with open("/proc/sys/kernel/random/boot_id", encoding="utf-8") as file:
-            return file.read().strip(), os.geteuid(), *spaces
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="utf-8")
+        return boot.strip(), os.geteuid(), *spaces
     except OSError:  # as where /proc shows processes alone
         return os.uname().nodename, os.geteuid()
 
@@ -65,8 +66,8 @@ class Probe(NamedTuple):
     def problem(self) -> str:
         """Return why this process can not open the file; nothing if it can."""
         try:
-            with open(self.path, "rb") as file:
-                return "" if file.read() == self.content else f"{self.path} is another file"
+            is_it = Path(self.path).read_bytes() == self.content
+            return "" if is_it else f"{self.path} is another file"
         except OSError as error:
             return error.strerror or str(error)
 

@@ -49,10 +49,7 @@ def require_samples(samples: Any, config: DataConfig) -> None:
 
 
 def _require_words(
-    read: Microbatch,
-    words: int | None,
-    config: DataConfig,
-    refuse: Callable[[str, str], NoReturn],
+    read: Microbatch, words: int | None, config: DataConfig, refuse: Callable[[str, str], NoReturn]
 ) -> None:
     if config.task == "regression":
         return

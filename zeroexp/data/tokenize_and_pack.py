@@ -55,7 +55,7 @@ def write_packed(
     save_column(folder / "tokens.npy", packed, "tokens", (config.seq_len + 1,), _dtype(tokenizer))
     if packer.masks:
         save_column(folder / "counts.npy", packed, "counts", (config.seq_len,), np.dtype(np.bool_))
-    _write_about(folder, config, tokenizer, source)
+    _write_about(folder, tokenizer, source)
 
 
 def write_labelled(
@@ -83,7 +83,7 @@ def write_labelled(
     save_column(folder / "labels.npy", padded, "labels", (), np.dtype(np.int64))
     save_column(folder / "lengths.npy", padded, "lengths", (), np.dtype(np.int64))
     values = [names[value] for value in classes] if names else classes
-    _write_about(folder, config, tokenizer, source, classes, values)
+    _write_about(folder, tokenizer, source, classes, values)
 
 
 def _tokenizer_of(words: TokenizerChoice) -> Tokenizer:
@@ -153,13 +153,12 @@ def _dtype(tokenizer: Tokenizer) -> np.dtype:
 
 def _write_about(
     folder: Path,
-    config: DataConfig,
     tokenizer: Tokenizer,
     source: str,
     classes: list[Any] | None = None,
     names: list[Any] | None = None,
 ) -> None:
     shutil.rmtree(folder / SCRATCH, ignore_errors=True)
-    about: dict[str, Any] = {"vocab_size": tokenizer.get_vocab_size(), "source": source}
-    about["classes"], about["names"] = classes, names
+    num_words = tokenizer.get_vocab_size()
+    about = {"vocab_size": num_words, "source": source, "classes": classes, "names": names}
     (folder / "about.json").write_text(json.dumps(about), encoding="utf-8")

@@ -33,11 +33,7 @@ from zeroexp.config.deepspeed_settings import LABELS, SETTINGS, bucket_numel
 from zeroexp.config.keys import Config, UndefinedCombination
 from zeroexp.engines.per_parameter_optimizer import OneNumberEach, Part, PerParameterOptimizer
 from zeroexp.interface.canonical import moments_of
-from zeroexp.interface.elementwise import (
-    make_optimizer,
-    moments_kept,
-    refuse_unless_elementwise,
-)
+from zeroexp.interface.elementwise import make_optimizer, moments_kept, refuse_unless_elementwise
 from zeroexp.interface.held_pieces import HeldPiece
 from zeroexp.interface.saved_state import SavedState, names_in
 from zeroexp.interface.strategy import CanonicalState, ModelStates, OptimizerFactory

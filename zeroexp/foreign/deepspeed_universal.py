@@ -21,12 +21,7 @@ from torch import Tensor
 from zeroexp.checkpoint.manifest import CheckpointError, Manifest
 from zeroexp.checkpoint.weights import Weights
 from zeroexp.config.keys import Config
-from zeroexp.foreign.deepspeed_zero import (
-    found_of,
-    load_mapped,
-    model_states,
-    untrained_parts,
-)
+from zeroexp.foreign.deepspeed_zero import found_of, load_mapped, model_states, untrained_parts
 from zeroexp.foreign.found import Found, Place, folder_of_step
 from zeroexp.foreign.matching import STEP, param_groups
 from zeroexp.interface.canonical import WEIGHT

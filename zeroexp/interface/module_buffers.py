@@ -75,7 +75,7 @@ class Buffers:
     """The buffers of a module, in the same order on every rank; all ranks call `share` and `load` together."""
 
     def __init__(self, module: nn.Module, world: World) -> None:
-        self._module, self.world = module, world
+        self._module, self._world = module, world
         self._num_steps = 0
         # A fake world has nobody to send to, and its buffers may have neither values nor addresses.
         self._buffers = [] if world.is_fake or world.size == 1 else list(_buffers_of(module))
@@ -91,9 +91,9 @@ class Buffers:
         """
         if not self._may_change:
             return 0
-        never = self.world.size + 1
+        never = self._world.size + 1
         marks = [buffer.mark(never) for buffer in self._buffers]
-        summed = torch.tensor(marks, dtype=torch.float64, device=self.world.device)
+        summed = torch.tensor(marks, dtype=torch.float64, device=self._world.device)
         worlds.sum_over_ranks(summed)
         counts = list(zip(self._buffers, summed.tolist(), strict=True))
         self._num_steps += 1
@@ -118,7 +118,7 @@ class Buffers:
         mine = [_bytes_of(b.now) for b in changed if b.now is not None]
         sent = torch.cat(mine)
         worlds.broadcast(sent)
-        if self.world.rank != 0:
+        if self._world.rank != 0:
             for buffer, part in zip(changed, sent.split([len(m) for m in mine]), strict=True):
                 # The clone starts at its own address, so that it can be viewed in any dtype.
                 buffer.write(part.clone().view(buffer.first.dtype))
@@ -137,7 +137,7 @@ class Buffers:
                 problem = f"buffer {name} is sparse, which no state carries"
                 raise ValueError(f"{problem}: register it with persistent=False")
             state[name] = {BUFFER: canonical_of_one_rank(tensor)}
-            if self.world.rank != 0:
+            if self._world.rank != 0:
                 state[name][BUFFER].pieces.clear()
         return state
 

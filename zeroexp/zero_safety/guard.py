@@ -69,13 +69,7 @@ class GuardedParameter(nn.Parameter):
     """The class of a parameter while its values are freed or released, or its gradient was taken."""
 
     @classmethod
-    def __torch_function__(
-        cls,
-        func: Callable[..., Any],
-        types: Sequence[type],
-        args: Sequence[Any] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func is torch.autograd.grad and _freed_among(args[1]):
             return func(args[0], _as_edges(args[1]), **kwargs)

@@ -14,7 +14,7 @@ changed_parameters.py.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, cast
 
@@ -31,13 +31,7 @@ class GuardedPiece(nn.Parameter):
     """A piece of the optimizer has this class outside of its step."""
 
     @classmethod
-    def __torch_function__(
-        cls,
-        func: Callable[..., Any],
-        types: Sequence[type],
-        args: Sequence[Any] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in functions.OF_GRADIENT:
             raise RuntimeError(
                 "the gradients of the optimizer's tensors, which are this rank's pieces, are there while "
