@@ -16,7 +16,7 @@ import pytest
 
 from zeroexp.plan import __main__ as plan
 from zeroexp.plan.explain_plan import explain
-from zeroexp.plan.fit import fit_lines
+from zeroexp.plan.fit import fit_json, fit_lines
 from zeroexp.plan.peak import with_rehearsal
 from zeroexp.plan.plan_points import Plans
 from zeroexp.plan.plan_table import as_csv, as_json, render
@@ -183,6 +183,22 @@ def test_a_point_is_tight_until_a_rehearsal_finds_its_peak(plans_of):
         (rehearsed, peak, "yes"),
     ):
         assert replace(each.outcome, memory_gib=limit / GIB).verdict == verdict
+
+
+def test_where_a_line_fits_is_told_to_programs_as_to_readers(plans_of):
+    """What half as many ranks hold does not fit, and of a limit below any rank's there is no plan."""
+    words = f"{VECTORS} strategy=zero3 data.micro_batch_size=1 data.global_batch_size=2"
+    (two,) = plans_of(words).planned
+    limit = with_rehearsal(two).outcome.peak_bytes
+    for gib, size in ((limit / GIB, 2), (limit / 100 / GIB, None)):
+        plans = plans_of(f"{words} cluster.device_memory_gib={gib}")
+        (entry,) = json.loads(fit_json(plans))
+        assert entry["world_size"] == size and (entry["plan"] is None) == (size is None)
+        if entry["plan"]:
+            assert entry["micro_batch_size"] == 1
+            assert entry["peak_bytes"] == limit == round(entry["limit_bytes"])
+            assert entry["plan"]["world_size"] == size and entry["plan"]["fits"] == "yes"
+        assert one_line(fit_lines(plans)).count("not up to 64") == (size is None)
 
 
 @pytest.mark.slow

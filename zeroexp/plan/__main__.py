@@ -9,7 +9,7 @@ The words are those of a run, lists and studies too:
             without memory; seconds are those of zeroexp calibrate, or of tables
 --json      every rank's bytes; --csv: one line for each point
 --fit       the fewest ranks at which each strategy of the line fits cluster.device_memory_gib, rehearsed; there the
-            largest micro-batch and the longest sequence
+            largest micro-batch and the longest sequence; with --json as JSON
 --advise    which strategy on these ranks, and how fast: the fastest that fits of every strategy, recomputation and
             micro-batch of one global batch, rehearsed for a minute; cluster.gpu names the GPUs; with --json as JSON
 --explain   what makes the peak of one point, down to its largest tensors, by a rehearsal
@@ -41,6 +41,7 @@ FORMS = {
     "--json": "plan_table:as_json",
     "--csv": "plan_table:as_csv",
     "--fit": "fit:fit_lines",
+    "--fit --json": "fit:fit_json",
     "--explain": "explain_plan:explain",
     ADVISE: "advice_text:advice_text",
     f"{ADVISE} --json": "advice_text:advice_json",

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from zeroexp.config.keys import ConfigError
 from zeroexp.models.outline import longest_sequence
@@ -17,7 +19,7 @@ from zeroexp.plan.composed_points import BATCH
 from zeroexp.plan.outcome import PlannedPoint, plan_point
 from zeroexp.plan.peak import rehearse_point, with_rehearsal
 from zeroexp.plan.plan_points import Plans
-from zeroexp.plan.plan_table import row_of, settings_of, skipped_sentences
+from zeroexp.plan.plan_table import json_entry, row_of, settings_of, skipped_sentences
 from zeroexp.plan.text_table import Row, lines_of, unit_of, wrapped
 
 MOST_RANKS = {"cuda": 4096, "cpu": 64}  # CPU ranks share a host, where each pair counts apart
@@ -37,8 +39,41 @@ HEADS = {
 }
 
 
+@dataclass(frozen=True)
+class Fit:
+    """Where a strategy fits."""
+
+    asked: PlannedPoint
+    at: PlannedPoint | None  # at the fewest ranks; None: not up to MOST_RANKS
+    # The largest micro-batch, alone in a step, and the longest sequence there; None: not one, or nothing is rehearsed.
+    samples: int | None = None
+    tokens: int | None = None
+
+
 def fit_lines(plans: Plans) -> str:
     """Return a line for each strategy, layout and settings. Raises ConfigError without a limit."""
+    points = _asked(plans)
+    unit, size = unit_of([each.outcome.limit_bytes for each in points])
+    heads = dict.fromkeys(
+        HEAD.format(device=each.machines.device, limit=each.outcome.memory_gib, unit=unit)
+        for each in points
+    )
+    fits = [_fit(each) for each in points]
+    reasons = [fit.at.outcome.not_rehearsed for fit in fits if fit.at]
+    notes = [f"Model states alone: {reason}." for reason in reasons if reason]
+    notes += skipped_sentences(plans.entries)
+    rows = [*map(_row, fits)]
+    lines = [*wrapped(*heads), "", *lines_of(HEADS, rows, size, 4), "", *wrapped(*notes)]
+    return "\n".join(lines).rstrip()
+
+
+def fit_json(plans: Plans) -> str:
+    """Return the same with the plan at the fewest ranks; null: it does not fit. Raises ConfigError without a limit."""
+    return json.dumps([_entry(_fit(each)) for each in _asked(plans)], indent=1)
+
+
+def _asked(plans: Plans) -> list[PlannedPoint]:
+    """Return the line's points, those that differ in their number of ranks once."""
     asked: dict[tuple[str, ...], PlannedPoint] = {}
     for each in plans.planned:
         outcome = each.outcome
@@ -47,33 +82,43 @@ def fit_lines(plans: Plans) -> str:
             raise ConfigError(f"cluster.device_memory_gib=null: --fit needs a limit; {remedy}")
         names = (outcome.model, outcome.strategy, outcome.implementation)
         asked.setdefault((*names, settings_of(outcome)), each)
-    points = [*asked.values()]
-    unit, size = unit_of([each.outcome.limit_bytes for each in points])
-    heads = dict.fromkeys(
-        HEAD.format(device=each.machines.device, limit=each.outcome.memory_gib, unit=unit)
-        for each in points
-    )
-    rows = [_fit(each) for each in points]
-    reasons = (row["not_rehearsed"] for row in rows if "not_rehearsed" in row)
-    notes = [*(f"Model states alone: {x}." for x in reasons), *skipped_sentences(plans.entries)]
-    lines = [*wrapped(*heads), "", *lines_of(HEADS, rows, size, 4), "", *wrapped(*notes)]
-    return "\n".join(lines).rstrip()
+    return [*asked.values()]
 
 
-def _fit(point: PlannedPoint) -> Row:
+def _fit(point: PlannedPoint) -> Fit:
     """Return the fewest ranks, among powers of two, at which the point fits its limit, and how much work fits there."""
     outcome = point.outcome
     print(f"{outcome.strategy} {outcome.implementation}: rehearsing", file=sys.stderr, flush=True)
-    row = row_of(point) | {"settings": settings_of(outcome)}
-    row |= dict.fromkeys(("samples", "seq_len", "peak_bytes", "left_bytes"), "-")
-    if (at := fewest_ranks(point)) is None:
-        return row | {"world_size": f"not up to {MOST_RANKS[point.machines.device]}"}
-    held, limit = at.outcome.peak_bytes, at.outcome.limit_bytes
-    row |= {"world_size": at.config.world_size, "peak_bytes": held, "left_bytes": limit - held}
-    if reason := at.outcome.not_rehearsed:
-        return row | {"not_rehearsed": reason}
-    samples, tokens = _most_work(at)
-    return row | {"samples": samples or "-", "seq_len": tokens or "-"}
+    at = fewest_ranks(point)
+    if at is None or at.outcome.not_rehearsed:
+        return Fit(point, at)
+    return Fit(point, at, *_most_work(at))
+
+
+def _row(fit: Fit) -> Row:
+    row = row_of(fit.asked) | {"settings": settings_of(fit.asked.outcome)}
+    row |= {"samples": fit.samples or "-", "seq_len": fit.tokens or "-"}
+    if fit.at is None:
+        most = MOST_RANKS[fit.asked.machines.device]
+        return row | {"world_size": f"not up to {most}", "peak_bytes": "-", "left_bytes": "-"}
+    held, limit = fit.at.outcome.peak_bytes, fit.at.outcome.limit_bytes
+    row |= {"world_size": fit.at.config.world_size, "peak_bytes": held, "left_bytes": limit - held}
+    return row
+
+
+def _entry(fit: Fit) -> dict[str, object]:
+    outcome, at = fit.asked.outcome, fit.at
+    names = ("model", "strategy", "implementation")
+    return {
+        **{name: getattr(outcome, name) for name in names},
+        "settings": settings_of(outcome),
+        "world_size": at and at.config.world_size,
+        "micro_batch_size": fit.samples,
+        "seq_len": fit.tokens,
+        "peak_bytes": at and at.outcome.peak_bytes,
+        "limit_bytes": outcome.limit_bytes,
+        "plan": at and json_entry(at),
+    }
 
 
 def fewest_ranks(point: PlannedPoint) -> PlannedPoint | None:
