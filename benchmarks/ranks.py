@@ -24,7 +24,7 @@ from benchmarks.links import Link
 from zeroexp.cluster.simulated_nodes import enter
 from zeroexp.comm.collectives import held_shared_bytes, take_traffic
 from zeroexp.measure.memory import AllocationMeter, count_cpu_allocations
-from zeroexp.measure.tcp_bytes import WireMeter
+from zeroexp.measure.tcp_bytes import wire_meter
 from zeroexp.models.loss import loss_sum
 from zeroexp.process import world as worlds
 from zeroexp.process.world import World
@@ -214,7 +214,7 @@ class StepRunner:
         gc.disable()  # a collection in somebody's turn would be his bad luck
         worlds.barrier()
         take_traffic()
-        memory, wire = AllocationMeter(self._world.device), WireMeter(self._world.backend)
+        memory, wire = AllocationMeter(self._world.device), wire_meter(self._world.backend)
         start, cpu_start = time.perf_counter(), time.process_time()
         for number in range(1, order + 1):
             self._training.step(drain=number == order)

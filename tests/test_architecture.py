@@ -62,7 +62,7 @@ DOORS = {
     "xxhash": {"zeroexp.process.content_hash"},
     "matplotlib": {"zeroexp.report.figure"},
     "plotly": {"zeroexp.report.page"},
-    "scipy": {"zeroexp.report.statistics"},
+    "scipy": {"zeroexp.report.statistics", "zeroexp.calibrate.practice"},
     "difflib": {"zeroexp.registry.did_you_mean"},  # one home for what a wrong word could have meant
 }
 

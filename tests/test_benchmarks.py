@@ -33,7 +33,7 @@ from benchmarks.ranks import Ranks, Spec, Training
 from tests.run_folders import record
 from tests.test_docs import prose
 from zeroexp.measure.summary import summarise, summarise_rank
-from zeroexp.measure.tcp_bytes import WireMeter
+from zeroexp.measure.tcp_bytes import wire_meter
 from zeroexp.models.module import build_model
 from zeroexp.report.markdown import BEGIN, END, LINE
 
@@ -277,7 +277,7 @@ def stepped(world, engine: str) -> tuple[list[float], int]:
     training = Training(Spec(engine, "tiny", "fp32", world.size), world)
     norms: list[float] = []
     for _ in range(2):
-        meter = WireMeter(world.backend)
+        meter = wire_meter(world.backend)
         norms.append(float(training.step(drain=True)))
     return norms, meter.take_bytes() or 0
 

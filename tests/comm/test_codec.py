@@ -22,7 +22,7 @@ from zeroexp.comm.direct import sum_into
 from zeroexp.cut.chunk import Chunk
 from zeroexp.cut.codec_bytes import CODE_BITS, CODES_IN_BLOCK, encoded_bytes
 from zeroexp.cut.stage import STAGES
-from zeroexp.measure.tcp_bytes import WireMeter
+from zeroexp.measure.tcp_bytes import wire_meter
 from zeroexp.plan.closed_forms import EngineForm
 from zeroexp.process.world import World, barrier
 from zeroexp.zero.options import Options
@@ -183,7 +183,7 @@ def sent_on_the_wire(world: World, codec: str) -> tuple[int, int | None]:
     _gather(wire, world, codec, chunks_of("one-padded-buffer", world.size))  # opens connections
     wire.take_traffic()
     barrier()
-    meter = WireMeter(world.backend)
+    meter = wire_meter(world.backend)
     _gather(wire, world, codec, chunks_of("long-segments", world.size))
     _reduce(wire, world, codec, chunks_of("long-segments", world.size))
     return sum(wire.take_traffic().bytes_by_kind.values()), meter.take_bytes()

@@ -24,7 +24,7 @@ from zeroexp.comm.sizes import slot_bytes
 from zeroexp.cut.chunk import Chunk, ParameterSpec
 from zeroexp.cut.layout import lay_out
 from zeroexp.cut.stage import STAGES
-from zeroexp.measure.tcp_bytes import WireMeter
+from zeroexp.measure.tcp_bytes import wire_meter
 from zeroexp.plan.closed_forms import EngineForm
 from zeroexp.plan.form_terms import PrecisionForm
 from zeroexp.process import progress
@@ -271,7 +271,7 @@ def _check_float32(world: World, name: str, transport: str, case: str) -> int:
 def bytes_on_the_wire(world: World, name: str, transport: str) -> tuple[int, int | None]:
     _check_float32(world, name, transport, "one-padded-buffer")  # connections are open now
     barrier()
-    meter = WireMeter(world.backend)
+    meter = wire_meter(world.backend)
     num_bytes = _check_float32(world, name, transport, "long-segments")
     return num_bytes, meter.take_bytes()
 

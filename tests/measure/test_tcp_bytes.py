@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 
 from zeroexp.measure.record import Traffic, sum_of_traffic
-from zeroexp.measure.tcp_bytes import WireMeter
+from zeroexp.measure.tcp_bytes import wire_meter
 from zeroexp.process.world import World, barrier
 
 PAYLOADS = (0, 1_000, 1_000_000, 3_000_000)  # bytes
@@ -16,7 +16,7 @@ def sent_of_each_payload(world: World) -> list[int]:
     """Rank 0 sends each payload to rank 1: what each rank's meter saw."""
     seen: list[int] = []
     for num_bytes in PAYLOADS:
-        meter = WireMeter(world.backend)
+        meter = wire_meter(world.backend)
         payload = torch.zeros(num_bytes, dtype=torch.uint8)
         if world.rank == 0:
             dist.send(payload, 1)
@@ -41,7 +41,7 @@ def test_unsent_bytes_count_as_written_and_local_sockets_do_not_count():
     accepted, _ = server.accept()
     left, right = socket.socketpair()
     with server, client, accepted, left, right:
-        meter = WireMeter("gloo")
+        meter = wire_meter("gloo")
         left.sendall(b"x" * 5_000)
         client.setblocking(False)
         written = client.send(b"x" * 100_000_000)  # nobody reads: most stays in the kernel
@@ -49,7 +49,7 @@ def test_unsent_bytes_count_as_written_and_local_sockets_do_not_count():
 
 
 def test_what_passes_no_socket_is_unknown():
-    assert WireMeter("nccl").take_bytes() is None
+    assert wire_meter("nccl").take_bytes() is None
 
 
 def test_traffic_adds_up_by_kind():

@@ -15,8 +15,14 @@ import pytest
 
 from zeroexp.calibrate import __main__ as command
 from zeroexp.calibrate import rates
-from zeroexp.calibrate.factors import fit_factors
-from zeroexp.calibrate.practice import PHASES, POINTS, PracticeRun, measured, rehearsed_phases
+from zeroexp.calibrate.practice import (
+    PHASES,
+    POINTS,
+    PracticeRun,
+    fit_factors,
+    measured,
+    rehearsed_phases,
+)
 from zeroexp.config.job_shape import JobShape
 from zeroexp.plan.machines import Machines
 from zeroexp.plan.speed import Calibration, Speed, calibrated_speed, this_machine

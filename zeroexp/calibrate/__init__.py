@@ -2,6 +2,6 @@
 
 __main__.py    the command, zeroexp calibrate
 rates.py       products, memory, launches and moves, each by itself, on all ranks at once
-practice.py    steps of small models as ranks train them, and as their rehearsals spend them
-factors.py     what a second of the rates takes in a real step
+practice.py    steps of small models as ranks train them, and as their rehearsals spend them; of both, what a second of
+               the rates takes in a real step
 """

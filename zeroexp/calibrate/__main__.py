@@ -24,8 +24,7 @@ from pathlib import Path
 
 import torch
 
-from zeroexp.calibrate.factors import fit_factors
-from zeroexp.calibrate.practice import NUM_RANKS, practise
+from zeroexp.calibrate.practice import NUM_RANKS, fit_factors, practise
 from zeroexp.calibrate.rates import measure_rates
 from zeroexp.check.rules_machine import num_gpus
 from zeroexp.cluster.machine_load import begin_load

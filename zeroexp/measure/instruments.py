@@ -2,7 +2,7 @@
 
     the last warm-up step     memory by cause at the peak, which no time counts; dtypes (dtypes_found.py)
     train.trace_steps         the same, and a timeline: trace.<rank>.<step>.json (trace_file.py)
-    train.profile_steps       torch.profiler: profile.<rank>.<step>.json and .txt (profiler.py)
+    train.profile_steps       torch.profiler, engine's verbs as ranges: profile.<rank>.<step>.json and .txt
 
 On any other step nothing is installed.
 """
@@ -18,17 +18,22 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
+from torch.profiler import ProfilerActivity, profile, record_function
 
 from zeroexp.config.keys import TrainConfig
 from zeroexp.interface.strategy import Strategy
 from zeroexp.measure.dtypes_found import DtypeRecorder
 from zeroexp.measure.formats import FORMAT, KEY
-from zeroexp.measure.profiler import may_be_lost, profiling
 from zeroexp.measure.record import Peak
 from zeroexp.measure.trace import StepTrace, tracing_step
 from zeroexp.measure.trace_file import events_of
+from zeroexp.measure.verb_seconds import meter
 from zeroexp.process.world import World
+
+PREFIX = "zeroexp::"  # of ranges: "zeroexp::gather unit 0, wait"
+NUM_ROWS = 200  # of the profiler's table
 
 
 @dataclass
@@ -94,3 +99,37 @@ class Instruments:
     def _profiles(self, step: int) -> bool:
         ranks = self.settings.profile_ranks
         return step in self.settings.profile_steps and (not ranks or self.world.rank in ranks)
+
+
+@contextmanager
+def profiling(folder: Path, world: World, step: int) -> Generator[None]:
+    """Profile what happens inside, and write profile.<rank>.<step>.json (trace events) and .txt (a table)."""
+    activities = [ProfilerActivity.CPU]
+    if world.device.type == "cuda":
+        activities.append(ProfilerActivity.CUDA)
+    with profile(activities=activities) as seen:
+        meter.annotate = lambda name: record_function(PREFIX + name)
+        try:
+            yield
+            if world.device.type == "cuda":
+                torch.cuda.synchronize(world.device)
+        finally:
+            meter.annotate = None
+    name = folder / f"profile.{world.rank}.{step}"
+    with may_be_lost(name.name):
+        seen.export_chrome_trace(f"{name}.json")
+        on = "device" if world.device.type == "cuda" else "cpu"
+        averages: Any = seen.key_averages()
+        table: str = averages.table(
+            sort_by=f"self_{on}_time_total", row_limit=NUM_ROWS, max_name_column_width=80
+        )
+        Path(f"{name}.txt").write_text(table + "\n", encoding="utf-8")
+
+
+@contextmanager
+def may_be_lost(name: str) -> Generator[None]:
+    """Write an instrument's file inside; where it can not be written, as on a full disk, a line says so."""
+    try:
+        yield
+    except (OSError, RuntimeError) as error:
+        print(f"{name} is not written: {error}")

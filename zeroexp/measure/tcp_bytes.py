@@ -11,6 +11,7 @@ import ctypes
 import os
 import socket
 import struct
+from collections.abc import Callable
 
 # struct tcp_info of <linux/tcp.h>: notsent_bytes, then bytes_sent and bytes_retrans (Linux 4.19).
 TCP_INFO_BYTES = 216
@@ -26,19 +27,23 @@ FRAME_BYTES = 14 + 1500
 _libc = ctypes.CDLL(None)
 
 
-class WireMeter:
-    """Counts the bytes this process writes to its TCP connections from now on; none of them may close meanwhile."""
+class ByteMeter:
+    """Counts what a counter of this process, or of its node, grows by from now on."""
 
-    def __init__(self, backend: str) -> None:
-        self._counts = backend == "gloo"
-        self._counted = sent_bytes() if self._counts else 0
+    def __init__(self, count: Callable[[], int | None]) -> None:
+        self._count, self._counted = count, count() or 0
 
     def take_bytes(self) -> int | None:
-        """Return the bytes since this was last asked; None where the backend does not send through TCP."""
-        if not self._counts:
+        """Return the bytes since this was last asked; None where nothing counts them."""
+        if (counted := self._count()) is None:
             return None
-        before, self._counted = self._counted, sent_bytes()
-        return self._counted - before
+        before, self._counted = self._counted, counted
+        return counted - before
+
+
+def wire_meter(backend: str) -> ByteMeter:
+    """Return the meter of this process' TCP connections, none of which may close meanwhile; of gloo alone it counts."""
+    return ByteMeter(sent_bytes if backend == "gloo" else lambda: None)
 
 
 def sent_bytes() -> int:
@@ -63,27 +68,12 @@ def _sent_by(descriptor: int) -> int:
     return sent - resent + not_sent
 
 
-class LinkMeter:
-    """Counts what this rank's node sends over its link, from when the meter was made.
+def link_bytes() -> int | None:
+    """Return the payload bytes that this node has sent over its link; None where it has none.
 
     The interface counts bytes and packets, headers too; a packet that is acknowledgement alone has no more than these.
     What TCP sent twice counts twice.
     """
-
-    def __init__(self) -> None:
-        self._counted = _link_bytes() or 0
-
-    def take_bytes(self) -> int | None:
-        """Return the payload bytes since this was last asked; None without a link."""
-        counted = _link_bytes()
-        if counted is None:
-            return None
-        before, self._counted = self._counted, counted
-        return counted - before
-
-
-def _link_bytes() -> int | None:
-    """Return the payload bytes that this node has sent over its link; None where it has none."""
     with open("/proc/self/net/dev", encoding="utf-8") as file:
         for line in file:
             name, _, counters = line.partition(":")

@@ -51,7 +51,6 @@ class StepTrace:
     changes: list[Change] = field(default_factory=list[Change])  # none where nothing can log
 
     def note_model_states(self, states: ModelStates) -> None:
-        """Note what the engine holds now."""
         self.readings.append(read_states(states, time.perf_counter()))
 
     def finish(

@@ -50,7 +50,6 @@ ALLOWED = ("-m", "--multirun", REHEARSE)
 
 
 def main() -> int:
-    """Run the command line and return its exit code."""
     arguments = sys.argv[1:]
     safe_output.keep_going()
     signals.handle_ctrl_c()

@@ -25,13 +25,7 @@ from typing import Any
 from zeroexp.config.gpus import USUAL_GPU
 from zeroexp.config.keys import Config, ConfigError
 from zeroexp.models.outline import longest_sequence
-from zeroexp.plan.changes import (
-    MICRO,
-    RECOMPUTES,
-    SEQ_LEN,
-    planned_change,
-    with_settings,
-)
+from zeroexp.plan.changes import MICRO, RECOMPUTES, SEQ_LEN, planned_change, with_settings
 from zeroexp.plan.composed_points import BATCH
 from zeroexp.plan.outcome import PlannedPoint
 from zeroexp.plan.peak import with_rehearsal
@@ -54,7 +48,6 @@ class Advice:
     candidates: list[PlannedPoint]
 
     def rehearse(self, at: int, *, quick: bool) -> PlannedPoint:
-        """Rehearse the candidate at this place."""
         self.candidates[at] = with_rehearsal(self.candidates[at], quick=quick)
         return self.candidates[at]
 

@@ -76,7 +76,6 @@ class HeldElements(NamedTuple):
 
 
 def sum_of_owned(parts: Iterable[Owned]) -> tuple[Owned, ...]:
-    """Return the sums of each kind."""
     sums: dict[str, tuple[int, ...]] = {}
     for kind, *own in parts:
         before = sums.get(kind, (0,) * len(own))

@@ -96,7 +96,6 @@ def processor_name() -> str:
 
 
 def machines_of(config: Config, device: str) -> Machines:
-    """Return where the ranks of a point are."""
     return Machines(device, shape_of(config, device))
 
 

@@ -106,9 +106,8 @@ def rehearsed_beside(config: Config, device: str) -> dict[str, float]:
     Raises ConfigError for what can not be rehearsed. The process must have no process group.
     """
     planned = plan_point(config, None, device)
-    speed = _known_speed(config, planned.machines)
     ranks = () if config.study.plan_must_hold else [planned.outcome.fullest_rank]
-    peaks = rehearse_point(planned, ranks=ranks, speed=speed)
+    peaks = rehearse_point(planned, ranks=ranks)
     rehearsed = {"peak": float(peaks.fullest.num_bytes)}
     if NOT_CALIBRATED not in peaks.speed:
         rehearsed |= zip(STEP_SECONDS, peaks.step_seconds, strict=True)

@@ -204,7 +204,6 @@ def _table(names: dict[str, str], rows: Sequence[Row], size: int) -> list[str]:
 
 
 def _rehearsed(plans: Plans, point: dict[str, str], rows: Sequence[Row]) -> list[str]:
-    """Return the table of peaks with activations."""
     rehearsals = [each.outcome.rehearsed for each in plans.planned if each.outcome.rehearsed]
     if not rehearsals:
         return []

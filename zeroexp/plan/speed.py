@@ -12,16 +12,18 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields, replace
-from math import isfinite, log
+from dataclasses import asdict, dataclass, field, replace
+from math import exp, isfinite, log
 from pathlib import Path
 
+import numpy as np
 import torch
 
 from zeroexp.config.gpus import GPUS, LINK_SHARE, NETWORKS, USUAL_GPU, USUAL_NETWORK, Gpu, Network
 from zeroexp.config.job_shape import JobShape
 from zeroexp.config.keys import Config, ConfigError
 from zeroexp.config.optimizer import overs_of
+from zeroexp.measure.formats import from_json
 from zeroexp.measure.tcp_bytes import payload_rate
 from zeroexp.plan.machines import Machines, processor_name
 
@@ -46,7 +48,8 @@ class Speed:
     """A speed is what one rank does in a second, and what a move costs it."""
 
     label: str
-    # dtype -> smallest dimension of a product -> floating-point operations; between two along a line of logarithms
+    # dtype -> smallest dimension of a product -> floating-point operations; between two along a line of logarithms,
+    # outside as at the end
     product_rates: dict[str, dict[int, float]]
     bytes_per_second: float  # of memory
     launch_seconds: float  # of one operation
@@ -72,22 +75,16 @@ class Speed:
         """Return the operations of a product whose smallest dimension is `smallest`; None: of the best shape."""
         rates = self.product_rates.get(str(dtype).removeprefix("torch."))
         rates = rates or min(self.product_rates.values(), key=lambda each: max(each.values()))
-        return max(rates.values()) if smallest is None else _between(rates, smallest)
+        if smallest is None:
+            return max(rates.values())
+        sizes = sorted(rates)
+        of_sizes = np.log([rates[size] for size in sizes])
+        return exp(np.interp(log(max(smallest, 1)), np.log(sizes), of_sizes))
 
     def seconds_of(self, spent: Mapping[str, float]) -> float:
         """Return what work takes that takes `spent` by the tables."""
         factors = self.factors or {}
         return sum(factors.get(name, 1.0) * seconds for name, seconds in spent.items())
-
-
-def _between(rates: Mapping[int, float], size: int) -> float:
-    """Return the rate at `size`, on a line of logarithms between its two neighbours; outside it is that of the end."""
-    below = max((each for each in rates if each <= size), default=min(rates))
-    above = min((each for each in rates if each >= size), default=max(rates))
-    if below == above or not below < size < above:
-        return rates[below] if size >= below else rates[above]
-    share = log(size / below) / log(above / below)
-    return rates[below] ** (1 - share) * rates[above] ** share
 
 
 @dataclass(frozen=True)
@@ -134,10 +131,9 @@ def load(path: Path) -> Calibration | None:
         return None
     try:
         kept = json.loads(path.read_text(encoding="utf-8"))
-        known = {each.name for each in fields(Calibration)} & {*kept}  # earlier ones had more
-        calibration = Calibration(**{name: kept[name] for name in known})
+        calibration = from_json(Calibration, kept, "it")
         _require_numbers(calibration)
-    except (ValueError, TypeError, AttributeError, LookupError) as error:
+    except (ValueError, TypeError) as error:
         raise ConfigError(
             f"{path}: no calibration ({error}); run zeroexp calibrate again"
         ) from None

@@ -12,8 +12,9 @@ peaks         most allocated at once          a rehearsal, within 1 MiB or 0.1 %
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from zeroexp.measure.record import RunSummary
 from zeroexp.report.measured_points import MeasuredPoint
@@ -64,29 +65,27 @@ def claims_of(points: Sequence[MeasuredPoint]) -> list[Claim]:
     return [
         Claim(text, len(done) == len(ended)),
         *_of_losses(done),
-        _of_all("bytes held", done, _held_error, "bytes", "to the byte"),
-        _of_all("bytes sent", done, _sent_error, "bytes", "to the byte"),
+        _of_all("bytes held", done, partial(_byte_error, sent=False), "bytes", "to the byte"),
+        _of_all("bytes sent", done, partial(_byte_error, sent=True), "bytes", "to the byte"),
         _of_all("operations", done, _calls_error, "calls", "to the call"),
         _of_all("peaks", done, _peak_error, "bytes", "within 1 MiB or 0.1 % of a rehearsal", _near),
     ]
 
 
 def _of_losses(done: Sequence[MeasuredPoint]) -> list[Claim]:
-    claims: list[Claim] = []
-    # Of seldom synchronised replicas no equality is claimed.
-    alike = losses_of([point for point in done if point.outer_every is None])
-    if alike and alike.bound is not None:
+    claims, losses = list[Claim](), losses_of(done)
+    if losses and losses.bound is not None and losses.compared:
         diverged = [point for point in done if point.summary and point.summary.verdict]
-        others = [curve.point for curve in alike.off[1:]]
+        others = [curve.point for curve in losses.off[1:]]
         more = f"; off too: {', '.join(others)}" if others else ""
         more += f"; {len(diverged)} of {len(done)} runs diverged" if diverged else ""
         can_be_read = all(point.losses for point in done)
-        claims.append(Claim(alike.lines()[0] + more, alike.agree and can_be_read and not diverged))
-    every = losses_of(done)
-    if every and every.must_fall:
-        falling = sum(curve.falls for curve in every.curves)
-        text = f"{falling} of {len(every.curves)} losses fall"
-        claims.append(Claim(text, falling == len(every.curves)))
+        holds = losses.agree and can_be_read and not diverged
+        claims.append(Claim(losses.lines()[0] + more, holds))
+    if losses and losses.must_fall:
+        falling = sum(curve.falls for curve in losses.curves)
+        text = f"{falling} of {len(losses.curves)} losses fall"
+        claims.append(Claim(text, falling == len(losses.curves)))
     return claims
 
 
@@ -113,15 +112,8 @@ def _of_all(
     return Claim(f"{what}: {text}, {within}{named}", bool(known) and not wrong)
 
 
-def _held_error(summary: RunSummary) -> float | None:
-    return _largest(error for name, error in summary.plan_errors.items() if name not in SENT)
-
-
-def _sent_error(summary: RunSummary) -> float | None:
-    return _largest(error for name, error in summary.plan_errors.items() if name in SENT)
-
-
-def _largest(errors: Iterable[float]) -> float | None:
+def _byte_error(summary: RunSummary, *, sent: bool) -> float | None:
+    errors = (error for name, error in summary.plan_errors.items() if (name in SENT) == sent)
     return max(errors, key=abs, default=None)
 
 

@@ -97,7 +97,6 @@ def lines_of_varied_numbers(point: MeasuredPoint) -> list[str]:
 
 
 def _changed_numbers(one: Run, two: Run) -> list[str]:
-    """Say which exact numbers differ."""
     first, second = exact_numbers(one), exact_numbers(two)
     pairs = {name: (first.get(name), second.get(name)) for name in [*first, *second]}
     return [f"{name}: {a} and {b}" for name, (a, b) in pairs.items() if a != b]

@@ -83,7 +83,6 @@ class MeasuredPoint:
 
     @cached_property
     def records(self) -> list[StepRecord]:
-        """The steps of `run`."""
         return records_of(self.run)
 
     @property

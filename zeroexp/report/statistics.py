@@ -243,15 +243,13 @@ def _reach_of_student(scatter: float, number: int, alpha: float) -> float:
 
 def _interval_of_median(ordered: Sequence[float]) -> Interval | None:
     """Return the narrowest pair of order statistics, symmetric in rank, that holds the median with 95 %."""
+    from scipy.special import (
+        bdtr,
+    )  # the binomial distribution: how many values lie below the median
+
     number = len(ordered)
-    below = 0.0  # probability that fewer than `rank` of the values lie below the median
-    best = None
-    for rank in range(number // 2):
-        below += math.comb(number, rank) / 2**number
-        if 2 * below > ALPHA:
-            break
-        best = rank
-    return None if best is None else Interval(ordered[best], ordered[number - 1 - best], "steps")
+    ranks = [rank for rank in range(number // 2) if 2 * bdtr(rank, number, 0.5) <= ALPHA]
+    return Interval(ordered[ranks[-1]], ordered[number - 1 - ranks[-1]], "steps") if ranks else None
 
 
 # ---- losses
@@ -280,7 +278,7 @@ class LossVerdict:
     @property
     def off(self) -> list[Curve]:
         """The curves that break the bound, the farthest first."""
-        off = [curve for curve in self._equal if curve.agrees is False]
+        off = [curve for curve in self.compared if curve.agrees is False]
         return sorted(off, key=lambda curve: -curve.difference)
 
     @property
@@ -288,18 +286,18 @@ class LossVerdict:
         return not self.off
 
     @property
-    def _equal(self) -> list[Curve]:
-        """The curves that are meant to be equal."""
+    def compared(self) -> list[Curve]:
+        """The curves that are meant to be equal; of seldom synchronised replicas no equality is claimed."""
         return [curve for curve in self.curves if not curve.is_apart]
 
     @property
     def _worst(self) -> Curve:
-        return max(self._equal or self.curves, key=lambda curve: curve.difference)
+        return max(self.compared or self.curves, key=lambda curve: curve.difference)
 
     @property
     def distance(self) -> tuple[str, str] | None:
         """Return in a word, and where, how far the curves lie from the first at most; None for one alone."""
-        worst, number = self._worst, len(self._equal)
+        worst, number = self._worst, len(self.compared)
         if number < 2:
             return None
         if worst.difference == 0:
@@ -313,12 +311,12 @@ class LossVerdict:
         """Return the verdict in words, then one line for each curve that breaks it."""
         lines: list[str] = []
         worst = self._worst
-        if self.bound is not None and self.agree and len(self._equal) == 1:
+        if self.bound is not None and self.agree and len(self.compared) == 1:
             lines.append("1 loss curve, and no other one to compare it with")
         elif self.bound is not None:
             agree = "agree" if self.agree else "DISAGREE"
             lines.append(
-                f"{len(self._equal)} loss curves {agree}: largest relative difference to {self.reference} "
+                f"{len(self.compared)} loss curves {agree}: largest relative difference to {self.reference} "
                 f"{worst.difference:.1e} ({worst.point}, step {worst.step}), allowed {self.bound:.1e}"
             )
         if self.must_fall:

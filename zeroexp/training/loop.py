@@ -38,7 +38,7 @@ from zeroexp.measure.dtypes_found import DtypeRecorder
 from zeroexp.measure.instruments import Instruments
 from zeroexp.measure.memory import AllocationMeter, bytes_by_kind
 from zeroexp.measure.record import StepRecord, Traffic
-from zeroexp.measure.tcp_bytes import LinkMeter, WireMeter
+from zeroexp.measure.tcp_bytes import ByteMeter, link_bytes, wire_meter
 from zeroexp.measure.trace import StepTrace
 from zeroexp.measure.verb_seconds import TimedMove, meter, sum_up_moves
 from zeroexp.models.loss import loss_sum
@@ -108,7 +108,7 @@ class _Run:
     ):
         self._strategy, self._data, self._config, self._stop = strategy, data, config, stop
         self._world, self._collectives = world, Collectives(world)
-        self._wire, self._link = WireMeter(world.backend), LinkMeter()
+        self._wire, self._link = wire_meter(world.backend), ByteMeter(link_bytes)
         self._instruments = instruments or Instruments(TrainConfig(), world, Path())
         num_warmup = config.train.warmup_steps
         self.num_steps = num_warmup + config.train.steps
