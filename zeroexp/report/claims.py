@@ -74,18 +74,16 @@ def claims_of(points: Sequence[MeasuredPoint]) -> list[Claim]:
 
 def _of_losses(done: Sequence[MeasuredPoint]) -> list[Claim]:
     claims, losses = list[Claim](), losses_of(done)
-    if losses and losses.bound is not None and losses.compared:
+    if losses and losses.agreement and losses.compared:
         diverged = [point for point in done if point.summary and point.summary.verdict]
         others = [curve.point for curve in losses.off[1:]]
         more = f"; off too: {', '.join(others)}" if others else ""
         more += f"; {len(diverged)} of {len(done)} runs diverged" if diverged else ""
         can_be_read = all(point.losses for point in done)
         holds = losses.agree and can_be_read and not diverged
-        claims.append(Claim(losses.lines()[0] + more, holds))
-    if losses and losses.must_fall:
-        falling = sum(curve.falls for curve in losses.curves)
-        text = f"{falling} of {len(losses.curves)} losses fall"
-        claims.append(Claim(text, falling == len(losses.curves)))
+        claims.append(Claim(losses.agreement + more, holds))
+    if losses and losses.fall:
+        claims.append(Claim(losses.fall, all(curve.falls for curve in losses.curves)))
     return claims
 
 

@@ -307,20 +307,28 @@ class LossVerdict:
         where = f"{worst.point} at step {worst.step}, relative, the most of {number} curves"
         return f"{worst.difference:.1e} apart", where
 
+    @property
+    def agreement(self) -> str | None:
+        """The sentence about the bound; None without one."""
+        if self.bound is None:
+            return None
+        if self.agree and len(self.compared) == 1:
+            return "1 loss curve, and no other one to compare it with"
+        agree, worst = "agree" if self.agree else "DISAGREE", self._worst
+        return (
+            f"{len(self.compared)} loss curves {agree}: largest relative difference to {self.reference} "
+            f"{worst.difference:.1e} ({worst.point}, step {worst.step}), allowed {self.bound:.1e}"
+        )
+
+    @property
+    def fall(self) -> str | None:
+        """The sentence about how many fall; None where they need not."""
+        falling = sum(curve.falls for curve in self.curves)
+        return f"{falling} of {len(self.curves)} losses fall" if self.must_fall else None
+
     def lines(self) -> list[str]:
         """Return the verdict in words, then one line for each curve that breaks it."""
-        lines: list[str] = []
-        worst = self._worst
-        if self.bound is not None and self.agree and len(self.compared) == 1:
-            lines.append("1 loss curve, and no other one to compare it with")
-        elif self.bound is not None:
-            agree = "agree" if self.agree else "DISAGREE"
-            lines.append(
-                f"{len(self.compared)} loss curves {agree}: largest relative difference to {self.reference} "
-                f"{worst.difference:.1e} ({worst.point}, step {worst.step}), allowed {self.bound:.1e}"
-            )
-        if self.must_fall:
-            lines.append(f"{sum(c.falls for c in self.curves)} of {len(self.curves)} losses fall")
+        lines = [sentence for sentence in (self.agreement, self.fall) if sentence]
         for curve in self.curves:
             off = f"off by {curve.difference:.1e} at step {curve.step}"
             if curve.is_apart:

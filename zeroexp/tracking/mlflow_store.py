@@ -84,7 +84,11 @@ class Store:
 
     @cached_property
     def _client(self) -> MlflowClient:
-        return _open_file(_database(self.uri)) if self._is_file else _open_server(self.uri)
+        if self._is_file:
+            return _open_file(_database(self.uri))
+        if self.uri.startswith(SERVERS) and not server_answers(self.uri):
+            raise ConnectionError(f"no server answers at {self.shown}")
+        return _client_class()(self.uri)
 
     @property
     def _is_file(self) -> bool:
@@ -245,12 +249,6 @@ def with_store(config: Config) -> Config:
 
 def _database(uri: str) -> Path:
     return Path(uri.removeprefix(SQLITE))
-
-
-def _open_server(uri: str) -> MlflowClient:
-    if uri.startswith(SERVERS) and not server_answers(uri):
-        raise ConnectionError(f"no server answers at {without_password(uri)}")
-    return _client_class()(uri)
 
 
 def _open_file(database: Path) -> MlflowClient:
