@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 
 from zeroexp.measure.record import Traffic, sum_of_traffic
-from zeroexp.measure.tcp_bytes import wire_meter
+from zeroexp.measure.tcp_bytes import ByteMeter, wire_meter
 from zeroexp.process.world import World, barrier
 
 PAYLOADS = (0, 1_000, 1_000_000, 3_000_000)  # bytes
@@ -50,6 +50,11 @@ def test_unsent_bytes_count_as_written_and_local_sockets_do_not_count():
 
 def test_what_passes_no_socket_is_unknown():
     assert wire_meter("nccl").take_bytes() is None
+
+
+def test_a_meter_counts_from_when_it_was_last_asked():
+    meter = ByteMeter(iter([5, 8, 8, 20, None]).__next__)
+    assert [meter.take_bytes() for _ in range(4)] == [3, 0, 12, None]
 
 
 def test_traffic_adds_up_by_kind():
