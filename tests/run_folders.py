@@ -21,7 +21,7 @@ SPEED: dict[str, Any] = {
     "model_flops_per_step": 2e11,
     "peak_flops_per_second": 4e12,
     "peak_flops_source": "calibrated",
-    "peak_flops_name": "768 x 768 product in float32",
+    "peak_flops_name": "fastest product of matrices in float32",
 }
 # Of parameters, gradients, optimizer: True where the stage shards them.
 SHARDED = {

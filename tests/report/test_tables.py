@@ -157,7 +157,9 @@ def test_utilisation_is_of_the_largest_peak_that_a_run_measured(folder: Path) ->
     change(folder / "a-ddp/summary.json", {"peak_flops_per_second": 1e12})
     text = render(points(folder))
     assert [row["MFU"] for row in rows(text)[:2]] == ["11.9", "6.9"]  # 2e11 / 0.21 s / 2 / 4e12
-    assert "share of 4 TFLOP/s a rank (768 x 768 product in float32)." in " ".join(text.split())
+    assert "share of 4 TFLOP/s a rank (fastest product of matrices in float32)." in " ".join(
+        text.split()
+    )
 
 
 def test_what_engines_settled_by_themselves_is_said_once(tmp_path: Path) -> None:

@@ -41,7 +41,7 @@ NAME = r"\w[\w .+-]{0,99}", "no name", "use letters, digits, spaces and . _ + -,
 OF_SLURM = r"\w[\w.,+@:-]{0,199}", "no name that Slurm could have", "use the site's, or null"
 FEATURES = r"[\w(\[][\w.,+@:*&|()\[\]!-]{0,199}", *OF_SLURM[1:]  # man sbatch, --constraint
 # man tc, RATES
-SPEED = r"[1-9]\d{0,2}[mg]bit", "no speed", "use one such as 1gbit or 200mbit, or null"
+SPEED = r"[1-9]\d{0,4}mbit|[1-9]\d{0,2}gbit", "no speed", "use 1mbit to 999gbit, or null"
 OUTPUTS = "use outputs=outputs, or use outputs=$HOME/... without quotes"
 FOLDER = r"(?!~)[^$]+", "empty, or with a ~ or $ that no shell has replaced", OUTPUTS
 TORCH_DDP = (

@@ -50,8 +50,7 @@ def peak_flops(
     measured = [one for one in worlds.gather_objects(mine) if one is not None]
     if len(measured) < world.size:
         return {}
-    rates, sizes = zip(*measured, strict=True)
-    return _fields(fmean(rates), "calibrated", _product(sizes[0], world, dtype))
+    return _fields(fmean(measured), "calibrated", _product(world, dtype))
 
 
 def _fields(flops_per_second: float, source: str, name: str) -> dict[str, Any]:
@@ -75,26 +74,26 @@ def _word(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def measure_peak_flops(world: World, dtype: torch.dtype) -> tuple[float, int]:
-    """Return the operations per second of the fastest of a few products, and its rows."""
-    rates: list[tuple[float, int]] = []
+def measure_peak_flops(world: World, dtype: torch.dtype) -> float:
+    """Return the operations per second of the fastest of a few products."""
+    rates: list[float] = []
     for size in SIZES.get(world.device.type, SIZES["cpu"]):
         left, right = (torch.ones(size, size, dtype=dtype, device=world.device) for _ in range(2))
         seconds: list[float] = []
         while len(seconds) < NUM_TRIALS and sum(seconds) < MOST_SECONDS:
             seconds.append(_seconds(left, right))
-        rates.append((2 * size**3 / min(seconds), size))
+        rates.append(2 * size**3 / min(seconds))
     return max(rates)
 
 
-def _product(size: int, world: World, dtype: torch.dtype) -> str:
-    """Say what was measured, and on what."""
+def _product(world: World, dtype: torch.dtype) -> str:
+    """Say what was measured, and on what; not of which size, since noise picks one, and points are compared by name."""
     word = _word(dtype)
     ranks = "1 rank" if world.size == 1 else f"{world.size} ranks at once"
     threads = torch.get_num_threads()
     cores = f"CPU, {threads} {'thread' if threads == 1 else 'threads'} a rank"
     device = torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else cores
-    return f"{size} x {size} product in {word}, {ranks}, {device}"
+    return f"fastest product of matrices in {word}, {ranks}, {device}"
 
 
 def _seconds(left: torch.Tensor, right: torch.Tensor) -> float:
