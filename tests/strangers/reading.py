@@ -17,6 +17,7 @@ from tests.strangers.lab import (
     GATHERED,
     SAMPLES,
     WIDTH,
+    Batch,
     Lab,
     Setting,
     adamw,
@@ -79,12 +80,18 @@ def read_by(lab: Lab, road: str) -> None:
 @scenario(refused={"zero3": "read as a NumPy array"})
 def read_as_numpy_in_forward(lab: Lab) -> None:
     """PyTorch never frees memory that NumPy has seen."""
-    t = lab.wrap(Net())
+    t, seen = lab.wrap(Net()), list[float]()
     block = t.model.layers[1]
     block.up.register_forward_hook(
-        lambda up, _args, _out: lab.note(up.weight.detach().numpy().sum())
+        lambda up, _args, _out: seen.append(up.weight.detach().numpy().sum())
     )
-    lab.train(t)
+
+    def loss(model: Any, batch: Batch) -> Tensor:
+        value = plain_loss(model, batch)
+        batch.note(seen.pop())
+        return value
+
+    lab.train(t, loss)
 
 
 @scenario()

@@ -111,6 +111,46 @@ def test_peers_have_read_before_weights_change(stage, monkeypatch):
     assert seen == [True] * 3, "weights are as they were when it is asked"
 
 
+# -- an exception in backward ------------------------------------------------------------------------
+
+
+class Raise(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        raise ValueError("mine, in backward")
+
+
+def raises_behind_the_second_block(world: World, make: Make) -> str:
+    """In the third step: a reduction is on its way then, and a gather of the first block is ahead of its use."""
+    model = Toy()
+    strategy = make(BuiltModel(model, BLOCKS), Recipe(), world)
+    try:
+        for step in range(3):
+            if step == 2:
+                first = model.get_submodule(BLOCKS[0])
+                first.register_forward_hook(lambda _module, _args, out: Raise.apply(out))
+            with strategy.microbatch(last=True):
+                loss = strategy.model(microbatch_of(step, 0, world.rank)[0]).square().sum()
+                strategy.backward(loss)
+            strategy.step()
+            strategy.zero_grad()
+    except ValueError as error:
+        return str(error)
+    return "nothing was raised"
+
+
+@pytest.mark.parametrize("codec", [None, "int8"])
+def test_an_exception_in_backward_is_not_lost_in_a_wait_for_messages(ranks, codec):
+    """gloo delivers no later message of a peer past one whose receive was dropped."""
+    options = Options(prefetch=1, transport="gloo", reduce_each="microbatch", reduce_codec=codec)
+    told = ranks(raises_behind_the_second_block, Ours("zero3", options))
+    assert told == 2 * ["mine, in backward"]
+
+
 # -- units in another order --------------------------------------------------------------------------
 
 

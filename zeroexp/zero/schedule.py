@@ -126,6 +126,9 @@ class Schedule:
         self._reduces_each_microbatch = options.reduce_each == "microbatch"
         self._most_in_flight = wire.traits.reductions_in_flight if options.overlap else 0
         self._in_flight: deque[Pending] = deque()  # reductions
+        # Those that an exception left in flight. gloo delivers no message of a peer past one whose receive was dropped:
+        # the gathers that this rank still waits for would never arrive.
+        self._lost: list[Pending] = []
         self._reduced = False  # whether any reduction of this microbatch was launched
         # By unit, the buckets that hold elements of each trainable parameter.
         self._buckets_of = {unit: unit.buckets_of_parameters() for unit in units}
@@ -387,6 +390,7 @@ class Schedule:
             # A peer is gone; the exception that ended the microbatch is the one to raise.
             lost = True
         finally:
+            self._lost += self._in_flight
             self._in_flight.clear()
         return lost
 
