@@ -21,6 +21,7 @@ from zeroexp.config.keys import (
     ModelConfig,
     OptimizerConfig,
     OptimizerPlacement,
+    ParametersPlacement,
     PrecisionConfig,
     StatePlacement,
     StrategyConfig,
@@ -208,7 +209,7 @@ def _strategy(engine: Engine, precision: PrecisionConfig) -> StrategyConfig:
     stage = STAGES[engine.stage]
     return StrategyConfig(
         name=engine.stage,
-        parameters=StatePlacement(stage.parameters.value, precision.compute),
+        parameters=ParametersPlacement(stage.parameters.value, precision.compute),
         gradients=StatePlacement(stage.gradients.value, precision.reduce),
         optimizer=OptimizerPlacement(stage.optimizer.value, precision.master),
         **engine.settings,

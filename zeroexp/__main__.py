@@ -30,7 +30,7 @@ from zeroexp.commandline.mistakes import MISTAKES, explain, first_line
 from zeroexp.config import plugins
 from zeroexp.config.keys import Config, ConfigError
 from zeroexp.process import safe_output, signals
-from zeroexp.process.json_output import WORD, json_alone, wants_json
+from zeroexp.process.json_output import WORD, answer
 from zeroexp.process.reachable import without_password
 from zeroexp.tracking import failure
 
@@ -50,21 +50,14 @@ def main() -> int:
     0: all went well; 1: something failed; 2: the configuration was refused; 130: the user interrupted.
     """
     module, wants = commands.module_of(sys.argv[1:]), WORD in sys.argv[1:]
-    code = commands.run(module, sys.argv[1:]) if module else _run_or_explain()
+    code = commands.run(module, sys.argv[1:]) if module else answer(_sweep_or_explain)
     # A sweep whose log is lost has run all the same; an answer that is lost is none.
     return int(safe_output.has_lost() and (bool(module) or wants)) if code == 0 else code
 
 
-def _run_or_explain() -> int:
-    wanted = wants_json()
+def _sweep_or_explain(told: list[str] | None) -> int:
+    """Run the line's sweep and return its exit code; `told`, where JSON is asked for, gets the results."""
     arguments = sys.argv[2:] if sys.argv[1:2] == ["run"] else sys.argv[1:]
-    safe_output.keep_going()
-    with json_alone(wanted) as told:
-        return _sweep_or_explain(arguments, told if wanted else None)
-
-
-def _sweep_or_explain(arguments: list[str], told: list[str] | None) -> int:
-    """Run the line's sweep and return its exit code; `told`, if it is wanted, gets the results as JSON."""
     if sys.platform != "linux":
         print(f"zeroexp: {sys.platform}: {ONLY_LINUX}", file=sys.stderr)
         return REFUSED

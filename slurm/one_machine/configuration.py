@@ -74,7 +74,7 @@ class Shape:
     gpus: int  # of one node; names of /dev/null, so that Slurm has something to hand out
     network: (
         int | None
-    )  # the number of its bridge, see reachable.py; None: all nodes share this machine's network
+    )  # number of its bridge (network.py); None: nodes share this machine's network
     binds: bool  # tasks to the CPUs of this machine that they are given, which a node then cannot invent
 
     @property

@@ -437,11 +437,12 @@ def one_job_at_a_time(cluster: Minicluster, ended: dict[str, Job]) -> Iterator[N
 @pytest.mark.skipif(not ACCOUNTING, reason=str(why_no_accounting()))
 @pytest.mark.parametrize("wait", [True, False], ids=["wait", "leave"])
 def test_points_that_slurm_takes_later_are_held(
-    cluster: Minicluster, one_job_at_a_time: None, tmp_path: Path, wait: bool
+    cluster: Minicluster, one_job_at_a_time: None, tmp_path: Path, wait: bool, monkeypatch
 ) -> None:
     site = SlurmConfig(ranks_per_node=1, cpus_per_rank=1, sbatch={"exclude": CRASHED})
     config = ClusterConfig(kind="slurm", device="cpu", wait=wait, slurm=site)
     submits = partial(submit_all, rank_main="tests.cluster.light_ranks:note_place")
+    monkeypatch.setattr("zeroexp.cluster.follow.submit_all", submits)
     jobs = {number: held_job(tmp_path / str(number), config) for number in (1, 2, 3)}
     submits(jobs.values())
     first, *others = jobs.values()
@@ -449,14 +450,14 @@ def test_points_that_slurm_takes_later_are_held(
     assert "MaxSubmit" in others[0].state["reason"], others[0].state
     told = io.StringIO()
     with SweepProgress(len(jobs), told) as progress:
-        follow_waited(jobs, progress, on_step=ignore, on_end=ignore, submit=submits)
+        follow_waited(jobs, progress, on_step=ignore, on_end=ignore)
     assert "2 points are held, since Slurm takes no more now: " in told.getvalue()
     if not wait:
         cancel_unfinished(jobs.values())
         assert [job.state["status"] for job in others] == ["pending", "pending"], "for watch"
         with SweepProgress(len(jobs), told) as progress, submitter_of(list(jobs.values())) as held:
             assert list(held.values()) == others
-            follow({1: first, **held}, progress, on_step=ignore, on_end=ignore, submit=submits)
+            follow({1: first, **held}, progress, on_step=ignore, on_end=ignore)
     assert [job.state["status"] for job in jobs.values()] == ["done"] * 3
     assert not any(is_held_back(job) for job in jobs.values())
 

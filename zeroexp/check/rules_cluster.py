@@ -43,7 +43,9 @@ def check_link(config: Config) -> Iterator[Refusal]:
     if cluster.link is None:
         return
     if config.world_size % cluster.num_nodes:
-        problem = f"{cluster.num_nodes} nodes do not share world_size={config.world_size} evenly"
-        yield "cluster.link", problem, "use world_size=2 or 4, or another cluster.nodes"
+        nodes = cluster.num_nodes
+        problem = f"{nodes} nodes do not share world_size={config.world_size} evenly"
+        remedy = f"use world_size={nodes} or {2 * nodes}, or another cluster.nodes"
+        yield "cluster.link", problem, remedy
     if cluster.device == "cuda":
         yield "cluster.link", "GPUs do not send through it", "use cluster.device=cpu"

@@ -25,7 +25,9 @@ def check_task(config: Config) -> Iterator[Refusal]:
         yield "data.task", f"data.kind={data.kind} has no such task", f"use {' or '.join(given)}"
     if model.task != data.task:
         problem = f"model={model.name} is made for {model.task}"
-        yield "data.task", problem, f"use data.task={model.task} or another model"
+        kinds = [kind for kind in DATA if model.task in DATA[kind].tasks]
+        remedy = f"data.task={model.task}" if model.task in given else f"data={' or '.join(kinds)}"
+        yield "data.task", problem, f"use {remedy}, or another model"
 
 
 def check_labels(config: Config) -> Iterator[Refusal]:
@@ -71,11 +73,8 @@ def check_source(config: Config) -> Iterator[Refusal]:
         others = ", a folder or an id on the hub" if kind.is_table else " or a folder"
         yield "data.path", "names nothing to read", f"name a file{others}"
     elif config.data.path == "":
-        yield (
-            "data.path",
-            "is empty",
-            "name a file or a folder, or leave it out for the shipped text",
-        )
+        remedy = "name a file or a folder, or leave it out for the shipped text"
+        yield "data.path", "is empty", remedy
 
 
 def check_validation(config: Config) -> Iterator[Refusal]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from pathlib import Path
 
 from zeroexp.check.refusal import Refusal
 from zeroexp.config.keys import Config
@@ -54,5 +53,5 @@ def check_named_gpu(config: Config) -> Iterator[Refusal]:
 
 def check_offload_folder(config: Config) -> Iterator[Refusal]:
     folder = config.strategy.offload_folder
-    if folder is not None and config.cluster.kind == "local" and not Path(folder).is_dir():
+    if folder is not None and config.cluster.kind == "local" and not os.path.isdir(folder):
         yield "strategy.offload_folder", "no such folder", "make it, on a disk, or leave it out"

@@ -72,15 +72,10 @@ def choices_of_keys() -> dict[str, list[str]]:
 
     A strategy's name may also be anything of a file of one's own.
     """
-    open_keys = REGISTRIES.keys() - {"strategy.name"}
-    return {
-        **{
-            key: [*item.metadata["choices"]]
-            for key, item in KEYS.items()
-            if item.metadata.get("choices")
-        },
-        **{key: [name for names in REGISTRIES[key] for name in names] for key in sorted(open_keys)},
-    }
+    declared = {key: [*item.metadata.get("choices", ())] for key, item in KEYS.items()}
+    registered = {key: [word for words in REGISTRIES[key] for word in words] for key in REGISTRIES}
+    choices = declared | registered | {"strategy.name": []}
+    return {key: words for key, words in choices.items() if words}
 
 
 def check_values(config: Config) -> Iterator[Refusal]:
@@ -135,11 +130,8 @@ def check_betas(config: Config) -> Iterator[Refusal]:
 def check_momentum(config: Config) -> Iterator[Refusal]:
     """Require what Muon orthogonalizes: without momentum it is no Muon, and a momentum of 1 never moves."""
     if config.optimizer.name == "muon" and not 0 < config.optimizer.momentum < 1:
-        yield (
-            "optimizer.momentum",
-            "Muon needs one between 0 and 1",
-            "use 0.95, as optimizer=muon does",
-        )
+        remedy = "use 0.95, as optimizer=muon does"
+        yield "optimizer.momentum", "Muon needs one between 0 and 1", remedy
 
 
 def check_kinds(config: Config) -> Iterator[Refusal]:
@@ -237,11 +229,8 @@ def check_watched_steps(config: Config) -> Iterator[Refusal]:
     for key, (count, what) in counts.items():
         for each in value_of(config, key):
             if type(each) is not int or not 0 <= each < count:
-                yield (
-                    f"{key}={each}",
-                    f"no {what} of this run",
-                    f"use numbers from 0 to {count - 1}",
-                )
+                remedy = f"use numbers from 0 to {count - 1}"
+                yield f"{key}={each}", f"no {what} of this run", remedy
 
 
 def check_range_of_ports(config: Config) -> Iterator[Refusal]:

@@ -14,8 +14,6 @@ from zeroexp.config.optimizer import OPTIMIZERS, master_of_kind, rows_of
 from zeroexp.cut.moment_blocks import INT8, MOST_DECAY
 from zeroexp.cut.stage import STAGES, Stage, why_no_replicas, why_no_secondary_copy
 
-# What a moment of this dtype may be multiplied by in a step at most, and get smaller.
-REPLICATE = "set strategy.replicas=2 or more"
 # Engines of others whose optimizers step whole parameters.
 WHOLE_ON_A_RANK = {("torch", stage) for stage in TORCH_DDP}
 
@@ -51,11 +49,13 @@ def check_stages_of_engines(config: Config) -> Iterator[Refusal]:
 
 def check_precision(config: Config) -> Iterator[Refusal]:
     mode = config.precision
-    if mode.compute == "float32" and (mode.reduce, mode.master) != ("float32", "float32"):
-        problem = f"narrower than {mode.reduce}, {mode.master}"
-        yield "precision.compute", problem, "use precision=bf16_master"
+    for key in ("reduce", "master"):
+        if mode.compute == "float32" and getattr(mode, key) != "float32":
+            problem = "narrower than precision.compute=float32"
+            yield f"precision.{key}", problem, "use float32, or precision=bf16_master"
     if mode.autocast and mode.compute != "float32":
-        yield "precision.autocast", "parameters are fp32 there", "precision=autocast"
+        problem = f"keeps parameters in float32, not in precision.compute={mode.compute}"
+        yield "precision.autocast", problem, "use precision=autocast for both"
 
 
 def check_precision_of_engines(config: Config) -> Iterator[Refusal]:
@@ -257,7 +257,8 @@ def check_outer(config: Config) -> Iterator[Refusal]:
     if every is None:
         return
     if config.grid.num_groups == 1:
-        yield "strategy.outer.every", "there is one replica, and nothing to join", REPLICATE
+        remedy = "set strategy.replicas=2 or more"
+        yield "strategy.outer.every", "there is one replica, and nothing to join", remedy
     if strategy.outer.momentum >= 1:
         yield "strategy.outer.momentum", "a change would never fade", "use 0.9"
     if strategy.offload is not None:

@@ -189,7 +189,7 @@ def _asks(job: Job, config: ClusterConfig, name: str) -> dict[str, Any]:
 def _export_lines(job: Job, config: ClusterConfig) -> list[str]:
     """Return shell lines that run once per attempt, on the first node, before srun.
 
-    They say where tasks and ranks meet too, and draw what only they know. The secret stands in no file: the environment
+    They also say where tasks and ranks meet, and draw the secret of the job, which stands in no file: the environment
     of a process is readable by its user alone.
     """
     threads, folder = config.threads_per_rank, job.folder.resolve()

@@ -29,7 +29,6 @@ SECONDS_BETWEEN_LOOKS = 0.2  # at the runs' files
 STOPPED = "the sweep was stopped"
 
 OnJob = Callable[[Job], None]
-Submit = Callable[[Iterable[Job]], None]
 
 
 def unfinished(jobs: Iterable[Job]) -> dict[str, Job]:
@@ -101,12 +100,7 @@ def cancel_unfinished(jobs: Iterable[Job]) -> list[Job]:
 
 
 def follow_waited(
-    jobs: Mapping[int, Job],
-    progress: SweepProgress,
-    *,
-    on_step: OnJob,
-    on_end: OnJob,
-    submit: Submit = submit_all,
+    jobs: Mapping[int, Job], progress: SweepProgress, *, on_step: OnJob, on_end: OnJob
 ) -> None:
     """Follow those of a sweep's submitted jobs that it waits for (cluster.wait), and say what becomes of the others."""
     waited: dict[int, Job] = {}
@@ -119,16 +113,11 @@ def follow_waited(
     if held:
         reason = held[0].state["reason"]
         progress.note(f"{len(held)} points are held, since Slurm takes no more now: {reason}")
-    follow(waited, progress, on_step=on_step, on_end=on_end, submit=submit)
+    follow(waited, progress, on_step=on_step, on_end=on_end)
 
 
 def follow(
-    jobs: Mapping[int, Job],
-    progress: SweepProgress,
-    *,
-    on_step: OnJob,
-    on_end: OnJob,
-    submit: Submit = submit_all,
+    jobs: Mapping[int, Job], progress: SweepProgress, *, on_step: OnJob, on_end: OnJob
 ) -> None:
     """Return when all jobs have ended. Keys are the points' numbers in `progress`; `on_end` is called once per run.
 
@@ -139,7 +128,7 @@ def follow(
     while True:
         held = [job for job in rest.values() if is_held_back(job)]
         if held and time.monotonic() >= retry:
-            submit(held)
+            submit_all(held)
             retry = time.monotonic() + RETRY_SECONDS
         for number, job in list(rest.items()):
             if is_held_back(job):
@@ -202,7 +191,7 @@ class ShownRun:
 
 
 class _Followed(ShownRun):
-    """One that Slurm runs."""
+    """A shown run that Slurm runs."""
 
     def __init__(self, number: int, job: Job, progress: SweepProgress, on_step: OnJob) -> None:
         super().__init__(number, job, progress, on_step)

@@ -179,7 +179,7 @@ def _run_ranks(
     device, size = _device(config, nodes), config.world_size
     per_node = size // config.cluster.num_nodes
     ranks: list[WatchedRank] = []
-    # Its folder goes last, when the ranks have ended.
+    # The folder in which ranks meet goes last, when they have ended.
     with contextlib.ExitStack() as meeting:
         try:
             # Unlike a free port, nobody can take a file between its choice and its use.

@@ -45,9 +45,8 @@ class LocalCluster:
 
     def try_points(self, configs: Sequence[Config]) -> list[str | None]:
         """Return what check/try_points.py does, from a fork of the server; what it raises is raised here."""
-        self._is_replaced()
-        self._ask(points=list(configs))
-        answer = self._await_answer()
+        self._replace_if_dead()
+        answer = self._answer_to({"points": list(configs)})
         if "ServerLost" in answer:
             raise ConfigError(f"no point can be tried: {answer['ServerLost']}")
         if isinstance(answer["tried"], Exception):
@@ -61,11 +60,10 @@ class LocalCluster:
         on_event: Callable[[str], None] = print,
     ) -> JobOutcome:
         """Run a job to its end; `meanwhile` is called again and again, and once after it, `on_event` with messages."""
-        if self._is_replaced():
+        if self._replace_if_dead():
             on_event("the process that starts ranks has died; starting another")
-        self._ask(run=str(job.folder.resolve()))
-        self._runs = True
-        answer = self._await_answer(meanwhile, job.config.cluster.timeout_s + PREPARE_SECONDS)
+        limit, self._runs = job.config.cluster.timeout_s + PREPARE_SECONDS, True
+        answer = self._answer_to({"run": str(job.folder.resolve())}, limit, meanwhile)
         self._runs = False
         if "ServerLost" in answer:
             failure.write(job.folder, "ServerLost", answer["ServerLost"])
@@ -73,26 +71,27 @@ class LocalCluster:
 
     def rehearse(self, job: Job, seconds: float) -> bool:
         """Have a run that has ended rehearsed beside its summary; tell whether that was over in so many seconds."""
-        self._is_replaced()
-        self._ask(rehearse=str(job.folder.resolve()), seconds=seconds)
-        return self._await_answer(timeout_seconds=seconds + END_SECONDS).get("rehearsed", False)
+        self._replace_if_dead()
+        request = {"rehearse": str(job.folder.resolve()), "seconds": seconds}
+        return self._answer_to(request, seconds + END_SECONDS).get("rehearsed", False)
 
-    def _ask(self, **request: Any) -> None:
-        with suppress(ConnectionError):  # it has ended, which the wait for its answer tells
-            self._server.send(request)
-
-    def _is_replaced(self) -> bool:
-        """Start another server where this one has died, and tell so."""
+    def _replace_if_dead(self) -> bool:
+        """Start another server where this one has died; return whether it had."""
         if self._process.poll() is None:
             return False
         self._close()
         self._start()
         return True
 
-    def _await_answer(
-        self, meanwhile: Callable[[], None] = lambda: None, timeout_seconds: float = math.inf
+    def _answer_to(
+        self,
+        request: dict[str, Any],
+        timeout_seconds: float = math.inf,
+        meanwhile: Callable[[], None] = lambda: None,
     ) -> dict[str, Any]:
         """Return the server's answer, or what became of the server; call `meanwhile` again and again until then."""
+        with suppress(ConnectionError):  # it has ended, which the wait for its answer tells
+            self._server.send(request)
         deadline = time.monotonic() + timeout_seconds
         while time.monotonic() < deadline:
             answer = self._receive(POLL_SECONDS)

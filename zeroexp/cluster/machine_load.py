@@ -37,7 +37,10 @@ class Load:
 
 
 def begin_load(parent: int) -> Callable[[], Load | None]:
-    """Return what tells the load since this call; None: the kernel does not say. parent: the ranks', by pid."""
+    """Return a function that tells the load since this call, or None where the kernel does not say.
+
+    parent: the pid of the ranks' parent.
+    """
     began, before = time.monotonic(), _seconds_of_others(parent)
 
     def load_since() -> Load | None:

@@ -36,13 +36,7 @@ from zeroexp.cluster.machine_load import measured_load
 from zeroexp.cluster.slurm_state import require_slurm
 from zeroexp.cluster.submit import slurm_id, submit_all
 from zeroexp.config import plugins
-from zeroexp.config.keys import (
-    ClusterConfig,
-    Config,
-    ConfigError,
-    DamagedFile,
-    save,
-)
+from zeroexp.config.keys import ClusterConfig, Config, ConfigError, DamagedFile, save
 from zeroexp.measure.record import RunSummary
 from zeroexp.process.writable import require_writable
 from zeroexp.report.exports import runs_as_json
@@ -363,7 +357,7 @@ class Sweep:
     ) -> None:
         """Have a rehearsal of the run put beside what it measured, as long as cluster.rehearse_s lasts for the sweep.
 
-        It is the same for every repeat.
+        Repeats share one rehearsal.
         """
         limit, must_hold = config.cluster.rehearse_s, config.study.plan_must_hold
         if not limit and not must_hold:
@@ -418,16 +412,10 @@ class Sweep:
         from zeroexp.report.conclusions import conclude
 
         conclusions = conclude(points)
-        told = (
-            conclusions.verdicts,
-            conclusions.doubts,
-            conclusions.broken,
-            conclusions.claim_lines,
-        )
-        for lines in told:
-            if lines:
-                print()
-                print_lines(lines)
+        parts = (conclusions.verdicts, conclusions.doubts, conclusions.broken)
+        for lines in filter(None, (*parts, conclusions.claim_lines)):
+            print()
+            print_lines(lines)
         if self._folder:
             page.write_into(self._folder, points)
         return not conclusions.broken

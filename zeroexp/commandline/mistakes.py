@@ -9,9 +9,9 @@ from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
 from zeroexp.config.keys import ConfigError, fields_of
-from zeroexp.config.plugins import WITH_SETTINGS, names_added_to
+from zeroexp.config.plugins import WITH_SETTINGS, names_added_to, settings_of_group
 from zeroexp.process.reachable import without_password
-from zeroexp.registry.did_you_mean import suggest_key, suggest_word
+from zeroexp.registry.did_you_mean import suggest_key, suggest_nearest, suggest_word
 
 MISTAKES = (ConfigError, HydraException, OmegaConfBaseException, YAMLError)
 
@@ -69,7 +69,8 @@ def _explain(error: Exception) -> str:
         if spelled != word:
             reason = "Hydra takes no quotes around a key, and brackets behind a backslash alone"
             return f"{word}: {reason}; use '{spelled}'"
-        return f"{word}: {_without_tokens(reason)}; write key=value, lists as key=[1,2]"
+        remedy = "write key=value, lists as key=[1,2], brackets in a text as 'key=\"a[1]\"'"
+        return f"{word}: {_without_tokens(reason)}; {remedy}"
     text = str(error)
     # Our own text must not be parsed as Hydra's.
     if isinstance(error, ConfigError):
@@ -95,9 +96,14 @@ def _unknown_option(error: MissingConfigException) -> str:
 
 
 def _unknown_key(key: str, value: str) -> str:
+    group, _, setting = key.partition(".settings.")
+    if setting and group in WITH_SETTINGS and setting not in (known := settings_of_group(group)):
+        problem = f"no word of {group}.{WITH_SETTINGS[group]} has such a setting"
+        remedy = suggest_nearest(setting, known) if known else "leave it out"
+        return f"{key}={value}: {problem}; {remedy}"
     if f"{key}.".startswith(FREE):
         # Two pluses work beside a word that has it and one that lacks it.
-        plus = "++" if ".settings." in f"{key}." else "+"
+        plus = "++" if setting else "+"
         return f"{key}={value}: not there so far; use {plus}{key}={value} to add it"
     return f"{key}={value}: unknown key; {suggest_key(key, (name for name, _ in fields_of()))}"
 

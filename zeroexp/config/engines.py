@@ -20,7 +20,7 @@ class Engine:
     """One engine that is not ours.
 
     build: takes Config, BuiltModel, World and the words that all engines take (param_groups, optimizer_factory,
-        max_grad_norm, values), and returns a Strategy (base.py).
+        max_grad_norm, values), and returns a Strategy (interface/strategy.py).
     stages: the words of `strategy` that it carries out.
     settings: its own keys below `strategy.settings`, with their defaults.
     keys: the keys of `strategy` that it reads beside those; every other one is refused.

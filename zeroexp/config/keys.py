@@ -30,7 +30,7 @@ Schema = TypeVar("Schema")
 
 # No experiment needs more, and beyond these the system, torch or a person's patience gives up.
 MANY, MOST_STEPS, MOST_NUMEL, YEAR_S = 10**6, 10**9, 1 << 31, 366 * 24 * 60 * 60
-# Keys of earlier versions, which files of their runs and checkpoints hold: what they said changed no number.
+# Keys of earlier versions, which files of their runs and checkpoints hold: none of them changed a number.
 REMOVED = (("model", "tied_rows"), ("train", "hash_steps"), ("cluster", "world_sizes"))
 DTYPES = ("float32", "bfloat16")
 MASTER = "master"  # a dtype of parameters at rest: that of the masters
@@ -43,11 +43,9 @@ FEATURES = r"[\w(\[][\w.,+@:*&|()\[\]!-]{0,199}", *OF_SLURM[1:]  # man sbatch, -
 # man tc, RATES
 SPEED = r"[1-9]\d{0,4}mbit|[1-9]\d{0,2}gbit", "no speed", "use 1mbit to 999gbit, or null"
 OUTPUTS = "use outputs=outputs, or use outputs=$HOME/... without quotes"
+COMMAND = r"(?s).*\S.*", "no command", "name one, or leave it null"
 FOLDER = r"(?!~)[^$]+", "empty, or with a ~ or $ that no shell has replaced", OUTPUTS
-TORCH_DDP = (
-    "ddp",
-    "zero1",
-)  # torch builds these on DistributedDataParallel, and all others on FSDP2
+TORCH_DDP = ("ddp", "zero1")  # torch builds these on DistributedDataParallel, all others on FSDP2
 
 
 def choice(*choices: str) -> Any:
@@ -78,26 +76,24 @@ def of_engine(stands_for: Any = None, *choices: str, **bounds: float) -> Any:
 
 
 @dataclass
-class ParametersPlacement:
-    """The placement of parameters between uses, and their dtype."""
+class StatePlacement:
+    """Where one kind of state rests between uses, and its dtype."""
 
+    # where the state rests between uses
     placement: str = choice(*(placement.value for placement in Placement))
-    # master: they rest as the masters, cast when they are gathered (zero3). int8, float8, int4: they rest and travel as
-    # codes beside masters (zero3), see docs/codecs.md
+    dtype: str = choice(*DTYPES, "float16")  # of the state at rest
+
+
+@dataclass
+class ParametersPlacement(StatePlacement):
+    # dtype at rest; master: as the masters, cast when they are gathered (zero3). int8, float8, int4: as codes, which
+    # also travel, beside masters (zero3), see docs/codecs.md
     dtype: str = choice(*DTYPES, "float16", MASTER, *CODE_BITS)
 
 
 @dataclass
-class StatePlacement(ParametersPlacement):
-    """The placement of another kind of state, and its dtype."""
-
-    placement: str = choice(*(placement.value for placement in Placement))
-    dtype: str = choice(*DTYPES, "float16")
-
-
-@dataclass
 class OptimizerPlacement(StatePlacement):
-    # The ranks that share it: those of a group, of strategy.replicas; or all, each group's piece cut again by groups.
+    # ranks that share the state: those of a group, of strategy.replicas; or all, each group's piece cut again by groups
     over: str = choice("group", "all")
 
 
@@ -105,33 +101,37 @@ class OptimizerPlacement(StatePlacement):
 class LoraKeys:
     """Keys of peft's LoraConfig, by its names; None = peft's default. Without `r` there are no adapters."""
 
-    r: int | None = number(
-        None, least=1, most=1 << 20
-    )  # rows of A and columns of B, which are trained
-    lora_alpha: float | None = number(None, above=0)  # the adapter's output counts alpha / r
-    use_rslora: bool = False  # alpha over the root of r instead
-    target_modules: list[str] | None = None  # names of layers; [all-linear] = all but the head
-    layers_to_transform: list[int] | None = None  # numbers of blocks; None = all
-    modules_to_save: list[str] | None = None  # trained as they are; None = a classifier's head
-    # Ours, not peft's: the weights that adapters lie around rest and travel in a byte each.
+    # rows of A and columns of B, which are trained
+    r: int | None = number(None, least=1, most=1 << 20)
+    lora_alpha: float | None = number(None, above=0)  # an adapter's output counts alpha / r
+    use_rslora: bool = False  # an adapter's output counts alpha over the root of r instead
+    # names of layers that get adapters; [all-linear] = all but the head
+    target_modules: list[str] | None = None
+    layers_to_transform: list[int] | None = None  # numbers of blocks that get adapters; None = all
+    # modules that are trained as they are; None = a classifier's head
+    modules_to_save: list[str] | None = None
+    # dtype in which the weights around which adapters lie rest and travel; ours, not peft's
     quantize: str | None = choice_or_null("int8")
 
 
 @dataclass
 class ModelConfig:
-    name: str = text("small", NAME)
+    name: str = text("small", NAME)  # how tables name it
     family: str = "llama"  # a word of MODELS (config/families.py)
-    task: str = choice(*TASKS)
-    num_labels: int | None = number(None, least=1, most=1 << 20)
+    task: str = choice(*TASKS)  # what the model is trained for
+    num_labels: int | None = number(None, least=1, most=1 << 20)  # classes of a classifier's head
     hf_config: dict[str, Any] = field(default_factory=dict[str, Any])  # keys of transformers' class
     mlp: dict[str, Any] = field(default_factory=dict[str, Any])  # width, depth
     moe: dict[str, Any] = field(default_factory=dict[str, Any])  # fields of models.moe.MoeShape
     weights: str | None = None  # a local folder or a hub id; None = random from train.seed
     freeze: list[str] = field(default_factory=list[str])  # patterns of parameters not to train
     lora: LoraKeys = field(default_factory=LoraKeys)
-    # These are settings of family hf, any model of transformers; see docs/models.md.
+
+    # Family hf, any model of transformers; see docs/models.md.
+
     path: str | None = None  # a local folder or a hub id: its config, and its weights
-    init: str | None = choice_or_null("weights", "random")  # None = weights
+    # the weights of model.path, or random ones from train.seed; None = weights
+    init: str | None = choice_or_null("weights", "random")
     blocks: list[str] | None = None  # lists of modules, or modules, that move together; None: found
     published: dict[str, Any] = field(default_factory=dict[str, Any])  # config.json of `path`
     settings: dict[str, Any] = field(default_factory=dict[str, Any])  # keys of a plugin's family
@@ -139,26 +139,29 @@ class ModelConfig:
 
 @dataclass
 class DataConfig:
-    name: str = text("offline", NAME)
+    name: str = text("offline", NAME)  # how tables name it
     kind: str = "text"  # a word of DATA (config/data_sources.py)
-    task: str = choice(*TASKS)
+    task: str = choice(*TASKS)  # what the samples train
     seq_len: int = number(128, least=1, most=1 << 24)  # tokens per sample
     # samples per optimizer step over all ranks
     global_batch_size: int = number(12, least=1, most=MOST_NUMEL)
     micro_batch_size: int = number(1, least=1, most=1 << 24)  # samples per rank and forward pass
     path: str | None = None  # a local file or folder; hf: also the id of a data set on the hub
-    # size of the tokenizer trained on the text; None = the model's
+    # synthetic: the number of tokens, None = the model's; text: 2048 = the shipped tokenizer, None = that of
+    # model.weights, else the shipped one
     vocab_size: int | None = number(None, least=1, most=MOST_NUMEL)
-    # These are settings of kind hf, see docs/data.md.
+
+    # Kind hf, see docs/data.md.
+
     subset: str | None = None  # the part of a hub's data set that has several (its "configuration")
     split: str | None = None  # what is trained on; None = train
-    text_column: str | None = None  # None = text
-    label_column: str | None = None  # classification; None = label
+    text_column: str | None = None  # the column that is read; None = text
+    label_column: str | None = None  # the column of classes; None = label
     labels: list[Any] | None = None  # the label column's values in the order of the classes
     # how many rows to read, from the first on; None = all
     limit: int | None = number(None, least=1, most=MOST_NUMEL)
     validation_split: str | None = None  # what is validated on instead of held-out training samples
-    # how many; None = none, or the whole validation_split
+    # how many samples are held out, or taken of validation_split; None = none, or all of it
     validation_samples: int | None = number(None, least=1)
     settings: dict[str, Any] = field(default_factory=dict[str, Any])  # keys of a plugin's data
 
@@ -169,8 +172,9 @@ class OuterKeys:
 
     # steps that each replica takes by itself between two outer steps; None: every step sums over all
     every: int | None = number(None, least=1, most=MOST_STEPS)
-    lr: float = number(0.7, above=0)  # of the outer SGD; 1 with momentum 0 averages the weights
-    momentum: float = number(0.9, least=0, most=1)  # Nesterov's
+    # learning rate of the outer SGD; 1 with momentum 0 averages the weights
+    lr: float = number(0.7, above=0)
+    momentum: float = number(0.9, least=0, most=1)  # Nesterov momentum of the outer SGD
 
 
 @dataclass
@@ -179,45 +183,49 @@ class StrategyConfig:
     parameters: ParametersPlacement = field(default_factory=ParametersPlacement)
     gradients: StatePlacement = field(default_factory=StatePlacement)
     optimizer: OptimizerPlacement = field(default_factory=OptimizerPlacement)
-    implementation: str = "buffer"  # of LAYOUTS (cut/layout.py) or ENGINES (config/engines.py)
-    # These are settings of our engine; None = its default.
-    # What moves together; layer: each block, and outside of blocks each module that holds parameters, as the head.
+    # a word of LAYOUTS (cut/layout.py), which our engine cuts by, or of ENGINES (config/engines.py)
+    implementation: str = "buffer"
+
+    # Our engine; None = its default.
+
+    # what moves together; layer: each block, and outside of blocks each module that holds parameters, as the head
     unit: str | None = of_engine("block", "model", "block", "layer", "module")
     overlap: bool | None = of_engine(True)  # communication beside compute, or strictly after it
-    # Who owns which parameter: a word of OWNERS (cut/owners.py).
+    # who owns which parameter: a word of OWNERS (cut/owners.py)
     owners: str | None = of_engine("greedy")
     # units gathered ahead (zero3); None: 1, in shared memory 0
     prefetch: int | None = of_engine(least=0, most=1024)
-    # Units left gathered until their backward (zero3).
+    # units left gathered until their backward (zero3)
     keep: str | None = of_engine("last", "none", "last", "all")
-    # When accumulated gradients are reduced; None: as the stage says.
+    # when accumulated gradients are reduced; None: as the stage says
     reduce_each: str | None = of_engine(None, "microbatch", "step")
     # the most MiB of one reduction; None: the transport's best
     bucket_mb: float | None = of_engine(least=0.001, most=1 << 20)
     # groups of neighbouring ranks that hold all states each, sharded inside of the group; None: 1
     replicas: int | None = of_engine(least=1, most=1 << 20)
     outer: OuterKeys = field(default_factory=OuterKeys)
-    # Parameters (zero3), and gradients, travel rounded in fewer bytes; None: exact. See docs/codecs.md.
+    # how parameters travel rounded in fewer bytes (zero3); None: exact. See docs/codecs.md.
     gather_codec: str | None = of_engine(None, *CODE_BITS)
+    # how gradients travel rounded in fewer bytes; None: exact. See docs/codecs.md.
     reduce_codec: str | None = of_engine(None, *CODE_BITS)
-    # What reduce_codec leaves out of a gradient is added to the next one.
+    # whether what reduce_codec leaves out of a gradient is added to the next one
     error_feedback: bool | None = of_engine(False)
-    # Ranks of a node, inside of which all gathers but a step's first of each unit stay (zero3; ZeRO++: hpZ).
+    # ranks of a node, inside of which all gathers but a step's first of each unit stay (zero3; ZeRO++: hpZ)
     secondary_partition: int | None = of_engine(least=2, most=1 << 20)
-    # How an optimizer of whole matrices steps those that are cut: each rank that has a piece gets the whole, or one.
+    # how an optimizer of whole matrices steps those that are cut: each rank that has a piece gets the whole, or one
     matrix_step: str | None = of_engine("alltoall", *MATRIX_STEPS)
-    # What rests on the host, and is updated there; None: nothing. See docs/offload.md.
+    # what rests on the host, and is updated there; None: nothing. See docs/offload.md.
     offload: str | None = of_engine(None, "optimizer", "all")
-    # The share of that, as whole chunks; None: all of it.
+    # share of it that does, as whole chunks; None: all of it
     offload_fraction: float | None = of_engine(1.0, above=0, most=1)
-    # A folder of a disk: all that rests on the host lies in a file there for each rank, mapped into its memory.
+    # folder of a disk: all that rests on the host lies in a file there for each rank, mapped into its memory
     offload_folder: str | None = of_engine()
-    # These are settings of torch's engines.
-    gradient_as_bucket_view: bool | None = None  # DistributedDataParallel
+    # torch's DistributedDataParallel (ddp, zero1): gradients lie in its buckets; None: true
+    gradient_as_bucket_view: bool | None = None
     settings: dict[str, Any] = field(default_factory=dict[str, Any])  # keys of a plugin's engine
 
     @property
-    def rows(self) -> tuple[ParametersPlacement, ...]:
+    def rows(self) -> tuple[StatePlacement, ...]:
         return self.parameters, self.gradients, self.optimizer
 
     @property
@@ -250,28 +258,31 @@ class PrecisionConfig:
 class OptimizerConfig:
     name: str = text("adamw", NAME)  # a word of OPTIMIZERS (config/optimizer.py)
     lr: float = number(1e-3, above=0)  # learning rate at its top
-    betas: list[float] = field(default_factory=lambda: [0.9, 0.95])  # decays of the moments
+    betas: list[float] = field(default_factory=lambda: [0.9, 0.95])  # decays of both moments
     eps: float = number(1e-8, above=0)  # added to the root of the second moment
     momentum: float = number(0.0, least=0, most=1)  # decay of the only moment
-    # dtype in which moments rest; None: the master's. Of int8 large parameters are in blocks of 256 with a scale.
+    # dtype in which moments rest; None: the master's. int8: those of large parameters, in blocks of 256 with a scale
     moments: str | None = choice_or_null(*MOST_DECAY)
     weight_decay: float = number(0.1, least=0)  # per unit of the learning rate
     decay_norms_and_biases: bool = False  # False: they form a second parameter group without decay
-    fused: bool = True  # but for SGD under torch's FSDP2, for which torch has none
-    max_grad_norm: float | None = number(1.0, above=0)  # None = no clipping
-    schedule: str = choice("constant", "cosine", "linear")  # after warm-up
+    # torch's fused update of all tensors; of SGD under FSDP2 torch has none
+    fused: bool = True
+    # norm to which larger gradients are clipped; None = no clipping
+    max_grad_norm: float | None = number(1.0, above=0)
+    # learning rate after warm-up
+    schedule: str = choice("constant", "cosine", "linear")
     # steps of linear learning-rate warm-up
     warmup_steps: int = number(0, least=0, most=MOST_STEPS)
     min_lr_ratio: float = number(0.1, least=0, most=1)  # learning rate at the end over its top
     settings: dict[str, Any] = field(default_factory=dict[str, Any])  # keys of a plugin's optimizer
-    # Other settings for some parameters, by kind or pattern of names, as {embeddings: {lr: 1e-4}}; see docs/models.md.
+    # other settings for some parameters, by kind or pattern of names, as {embeddings: {lr: 1e-4}}; see docs/models.md
     kinds: dict[str, Any] = field(default_factory=dict[str, Any])
 
 
 @dataclass
 class TrainConfig:
-    seed: int = number(0, least=0, most=2**32 - 1)
-    # steps not counted in time; memory is read in the last of them
+    seed: int = number(0, least=0, most=2**32 - 1)  # of weights, of the order of samples
+    # steps not counted in time; where there are two or more, memory is read in the last of them
     warmup_steps: int = number(3, least=0, most=MOST_STEPS)
     steps: int = number(20, least=1, most=MOST_STEPS)  # measured steps
     # steps between two validations; None = only at the end
@@ -279,14 +290,19 @@ class TrainConfig:
     activation_checkpointing: bool = False  # recompute each block in backward
     # only every so-many-th block is recomputed; None = each
     recompute_every: int | None = number(None, least=1)
-    # Operators whose results recomputed blocks keep, as aten.mm; aten.mm:2 keeps every second.
+    # operators whose results recomputed blocks keep, as aten.mm; aten.mm:2 keeps every second
     recompute_except: list[str] = field(default_factory=list[str])
     offload_activations: bool = False  # what each block saves for backward rests on the host
     compile: bool = False  # torch.compile of each block
-    # Numbers of steps, warm-up included and from 0, that are watched and count in no time; see docs/measuring.md.
-    trace_steps: list[int] = field(default_factory=list[int])  # a timeline of memory and verbs
-    profile_steps: list[int] = field(default_factory=list[int])  # torch.profiler records these
-    profile_ranks: list[int] = field(default_factory=list[int])  # the ranks it watches; empty = all
+
+    # Steps that are watched count in no time. They are numbered from 0, warm-up included; see docs/measuring.md.
+
+    # numbers of steps of which a timeline of memory and verbs is written
+    trace_steps: list[int] = field(default_factory=list[int])
+    # numbers of steps that torch.profiler records
+    profile_steps: list[int] = field(default_factory=list[int])
+    # ranks that torch.profiler watches; empty = all
+    profile_ranks: list[int] = field(default_factory=list[int])
 
 
 @dataclass
@@ -304,15 +320,15 @@ class SlurmConfig:
 
     # most ranks of one point that share a node
     ranks_per_node: int = number(8, least=1, most=1024)
-    cpus_per_rank: int = number(4, least=1, most=1024)
+    cpus_per_rank: int = number(4, least=1, most=1024)  # of a node, for each rank
     # points of one sweep that may run at once
     max_running: int | None = number(None, least=1, most=MANY)
     array: bool = False  # submit the points of one shape as one job array
-    partition: str | None = text(None, OF_SLURM)
-    account: str | None = text(None, OF_SLURM)
-    qos: str | None = text(None, OF_SLURM)
-    constraint: str | None = text(None, FEATURES)
-    memory_gb: float | None = number(None, above=0, most=MANY)  # of one node
+    partition: str | None = text(None, OF_SLURM)  # of sbatch
+    account: str | None = text(None, OF_SLURM)  # of sbatch
+    qos: str | None = text(None, OF_SLURM)  # of sbatch
+    constraint: str | None = text(None, FEATURES)  # of sbatch: features that nodes have
+    memory_gb: float | None = number(None, above=0, most=MANY)  # GiB of one node
     # times that one job may start again from its checkpoint, for any reason
     max_requeues: int = number(10, least=1, most=MANY)
     # seconds before the time limit at which ranks are told to save and stop
@@ -326,36 +342,39 @@ class SlurmConfig:
 
 @dataclass
 class ClusterConfig:
-    name: str = text("local", NAME)
-    kind: str = choice("local", "slurm")
+    name: str = text("local", NAME)  # how tables name it
+    kind: str = choice("local", "slurm")  # where ranks run: on this machine, or as jobs of Slurm
+    # what ranks compute on; auto: GPUs where there is one for each rank, else CPUs
     device: str = choice("auto", "cpu", "cuda")
     threads_per_rank: int = number(1, least=1, most=1024)  # CPU threads of one rank
-    # local, as root: ranks are on so many nodes of this machine (None: 2), and this is what a node's link to the
-    # others sends, as 1gbit or 200mbit
+    # local, as root: what a node's link to the others sends, as 1gbit or 200mbit; ranks are on cluster.nodes nodes then
     link: str | None = text(None, SPEED)
+    # local: nodes of this machine, each behind a cluster.link; None: 2
     nodes: int | None = number(None, least=2, most=64)
-    # What a rank can compute; None: of the GPU's data sheet, or measured.
+    # 1e12 operations a second that a rank can compute; None: of the GPU's data sheet, or measured
     peak_tflops: float | None = number(None, above=0)
-    # Kind of GPU and network of a plan, whose figures are in config/gpus.py; None: H100, nvlink-infiniband
+    # kind of GPU of a plan, whose figures are in config/gpus.py; None: H100
     gpu: str | None = choice_or_null(*GPUS)
+    # network of a plan, whose figures are in config/gpus.py; None: nvlink-infiniband
     network: str | None = choice_or_null(*NETWORKS)
-    # memory of one rank's device; None: that of cluster.gpu, else no plan is judged
+    # GiB of one rank's device; None: those of cluster.gpu, else no plan is judged
     device_memory_gib: float | None = number(None, above=0, most=MANY)
     # GiB of device_memory_gib that no tensor gets: driver, NCCL, Python; None: nothing is set aside
     reserved_gib: float | None = number(None, above=0, most=MANY)
     force: bool = False  # slurm: submit points that can not fit device_memory_gib all the same
-    # for all rehearsals of a sweep: on Slurm before its points are submitted, here when a point's ranks have ended;
-    # 0: nothing is rehearsed
+    # seconds for all rehearsals of a sweep, on Slurm before its points are submitted, here when a point's ranks have
+    # ended; 0: nothing is rehearsed
     rehearse_s: int = number(60, least=0, most=YEAR_S)
-    # a point that runs longer is stopped and recorded as timed out
+    # seconds after which a point is stopped and recorded as timed out
     timeout_s: int = number(3600, least=1, most=YEAR_S)
     # slurm: False submits and returns; `zeroexp watch` shows the sweep later
     wait: bool = True
-    # slurm: silence of a task after which it, or its node, counts as lost
+    # slurm: seconds of silence of a task after which it, or its node, counts as lost
     heartbeat_s: int = number(30, least=1, most=YEAR_S)
-    # slurm: from a job's first task to its last; Python may load from a slow shared disk. It grows with the ranks.
+    # slurm: seconds from a job's first task to its last, and as many again for every 256 ranks: Python may load from a
+    # slow shared disk
     start_s: int = number(60, least=1)
-    # The job ends when no rank has advanced in a step (before: done anything) for so long; None = such a job goes on.
+    # seconds in which no rank has advanced in a step (before: done anything), after which the job ends; None: never
     hang_s: int | None = number(300, least=1, most=YEAR_S)
     # slurm: start again what Slurm ended; None = where checkpoint.every is set
     requeue: bool | None = None
@@ -372,39 +391,40 @@ class ClusterConfig:
 class EventsConfig:
     """What becomes of a run to which something happens; see docs/slurm.md for what outlives a job of Slurm."""
 
-    stall: str = choice("end", "retry")  # no rank advances for cluster.hang_s
-    out_of_memory: str = choice("end", "retry")
-    nan: str = choice("go_on", "end")  # the loss or the gradient norm is no number
+    stall: str = choice("end", "retry")  # a run of which no rank advances for cluster.hang_s
+    out_of_memory: str = choice("end", "retry")  # a run that lacks memory
+    nan: str = choice("go_on", "end")  # a run whose loss or gradient norm is no number
     # times that a run of this machine is tried again, from its checkpoint if there is one
     retries: int = number(1, least=1, most=100)
     # a command of the shell that reads one line about each run that does not end well, as: mail -s zeroexp me@site
-    tell: str | None = None
+    tell: str | None = text(None, COMMAND)
 
 
 @dataclass
 class TrackingConfig:
-    name: str = text("mlflow", NAME)
-    mlflow: bool = True
-    uri: str | None = None  # None: MLFLOW_TRACKING_URI, else sqlite in outputs/mlflow.db
-    experiment: str = text("zeroexp", NAME)
+    name: str = text("mlflow", NAME)  # how tables name it
+    mlflow: bool = True  # whether runs are sent to MLflow too
+    uri: str | None = None  # MLflow's store; None: MLFLOW_TRACKING_URI, else outputs/mlflow.db
+    experiment: str = text("zeroexp", NAME)  # of MLflow
     # seconds between samples of each node's CPU, memory, network; a sample takes milliseconds
     system_s: float | None = number(None, least=0.1)
 
 
 @dataclass
 class StudyConfig:
-    """A sweep that answers a question. A point runs only if it matches one of the `include` rows."""
+    """A sweep that answers a question."""
 
-    name: str | None = text(None, NAME)
-    question: str | None = None
+    name: str | None = text(None, NAME)  # of the sweep's folder
+    question: str | None = None  # what the sweep answers, for its page
+    # rows of keys, each with the values that it takes; a point runs only if it matches one
     include: list[dict[str, list[Any]]] = field(default_factory=list[dict[str, list[Any]]])
     # relative bound on how far curves lie apart at any step
     loss_agreement: float | None = number(None, above=0)
-    loss_must_fall: bool = False
-    # Each run is rehearsed once it has ended, and must hold, send and launch what was planned.
+    loss_must_fall: bool = False  # whether each curve must end below its beginning
+    # whether each run is rehearsed once it has ended, and must hold, send and launch what was planned
     plan_must_hold: bool = False
-    # Keys and groups of the config, or machine | versions | git | engine | transport | load; if one differs between
-    # points, the study fails.
+    # keys and groups of the config, or machine | versions | git | engine | transport | load; if one differs between
+    # points, the study fails
     must_equal: list[str] = field(default_factory=list[str])
 
 
@@ -426,7 +446,7 @@ class Config:
     repeats: int = number(1, least=1, most=100)
     resume: str | None = None  # latest, a run's folder, or one of its checkpoint/step-* folders
     outputs: str = text("outputs", FOLDER)  # root folder of all runs
-    # Modules with code of your own, imported in the command and in every rank; see docs/extending.md.
+    # modules with code of your own, imported in the command and in every rank; see docs/extending.md
     plugins: list[str] = field(default_factory=list[str])
 
     @property

@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
-SCHEDULES = ("constant", "cosine", "linear")
 # What our engine does with the parameters of a row, and no optimizer reads.
 OF_ENGINE = ("layout", "master", "over")
 ROW_KEYS = ("name", "lr", "weight_decay", "moments", "settings", *OF_ENGINE)  # of every row

@@ -63,8 +63,8 @@ def _of_split(root: Path, files: list[Path], split: str, config: DataConfig) -> 
         chosen = files if len(files) == 1 else [f for f in files if not _names(SPLITS, f, root)]
     if not chosen and len(files) == 1:
         raise ConfigError(
-            f"data.path={config.path}: has no split {split}, being one file; cut it in two with data.split=train[:90%] "
-            f"and data.validation_split=train[90%:], or use data.validation_samples"
+            f"data.path={config.path}: has no split {split}, being one file; cut it in two with "
+            "'data.split=\"train[:90%]\"' 'data.validation_split=\"train[90%:]\"', or use data.validation_samples"
         )
     if not chosen:
         names = ", ".join(str(file.relative_to(root)) for file in files[:5])

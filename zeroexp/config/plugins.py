@@ -135,6 +135,13 @@ def settings_of_word(key: str, word: str) -> Mapping[str, Any]:
     return {}
 
 
+def settings_of_group(group: str) -> list[str]:
+    """Return the own settings that any word of this group has."""
+    key = f"{group}.{WITH_SETTINGS[group]}"
+    words = (word for registry in REGISTRIES[key] for word in registry)
+    return sorted({name for word in words for name in settings_of_word(key, word)})
+
+
 def settings_of_plugins() -> Iterator[tuple[str, str, Any]]:
     """Yield (key, word, default) of every setting that a word of others has."""
     for group, key in WITH_SETTINGS.items():

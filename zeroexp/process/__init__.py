@@ -6,6 +6,8 @@ progress.py      how far a rank is, in memory that it shares with the process th
 watchdog/        whether the ranks of a job live, advance and do the same
 on_ranks.py      a function that runs on ranks of this machine
 signals.py       Ctrl-C, SIGTERM and SIGHUP
-locks.py         locks that a process holds for its life
+locks.py         locks that a process holds for its life; durable.py: files that survive a power cut
+content_hash.py  the hash of what lies on a disk
 safe_output.py   output whose failures end no work; writable.py: folders that take results; reachable.py: servers
+json_output.py   `--json`; cheap_imports.py: imports of large libraries
 """

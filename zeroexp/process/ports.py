@@ -1,6 +1,6 @@
 """Ports on which a job listens: chosen by the system or out of a range, and published in the job's shared folder.
 
-Nobody can know in advance which port of a node is free, so that whoever listens chooses, and tells the others in a file
+Nobody can know in advance which port of a node is free. So whoever listens chooses one, and tells the others in a file
 that only this user may write.
 """
 
@@ -74,7 +74,7 @@ def await_published_port(file: Path, timeout_seconds: float) -> int:
 
 
 def _shuffled(ports: str) -> list[int]:
-    """Jobs that share a node begin at different ports of their range."""
+    """Return the ports of a range in any order, so that jobs that share a node begin at different ones."""
     first, last = parse_port_range(ports)
     return random.sample(range(first, last + 1), last - first + 1)
 

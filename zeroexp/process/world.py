@@ -138,8 +138,7 @@ def join_process_group(*, device: str = "cpu", timeout_seconds: float = 600.0) -
     """Join the process group that the environment describes, on CPU with gloo or on this rank's GPU with NCCL.
 
     The ranks meet at ZEROEXP_RENDEZVOUS (rendezvous.py, or an init method of torch such as `file:///path`) or at
-    MASTER_ADDR:MASTER_PORT.
-    A single rank without either uses a store in its own memory.
+    MASTER_ADDR:MASTER_PORT. A single rank without either uses a store in its own memory.
     """
     place = rank_info_from_environment(os.environ)
     own_device = torch.device("cpu")

@@ -138,15 +138,21 @@ def _run(folder: Path, device: str | None) -> int:
         over = _train(config, world, folder, stop)
     # Runs of this machine are rehearsed when their ranks have ended (cluster/sweep.py).
     if over and config.study.plan_must_hold and config.cluster.kind == "slurm" and world.rank == 0:
-        _add_rehearsal(config, folder, device)
+        add_rehearsal(folder, device=device)
     return 0 if over else SAVED
 
 
 def add_rehearsal(folder: Path, *, device: str) -> None:
-    """Put what a rehearsal says beside what the run in `folder` has measured, in a process without a process group."""
+    """Put what a rehearsal says beside what the run in `folder` has measured, or why there is none.
+
+    It is called in a process without a process group.
+    """
     _send_output_to(failure.log_path(folder, 0))
     torch.set_num_threads(1)
-    _add_rehearsal(_config(folder), folder, device)
+    config = _config(folder)
+    rehearsed, reason = _beside("rehearsal", lambda: rehearsed_beside(config, device))
+    if summary := read_summary(folder):
+        write_summary(folder, replace(summary, rehearsed=rehearsed, not_rehearsed=reason))
 
 
 def _config(folder: Path) -> Config:
@@ -287,13 +293,6 @@ def _plan(config: Config, strategy: Strategy, vocab_size: int | None) -> dict[st
     return _beside("plan", lambda: plan_beside(config, _settings_of(strategy), vocab_size))[0]
 
 
-def _add_rehearsal(config: Config, folder: Path, device: str) -> None:
-    """Put what a rehearsal says beside what this run has measured, or why there is none."""
-    rehearsed, reason = _beside("rehearsal", lambda: rehearsed_beside(config, device))
-    if summary := read_summary(folder):
-        write_summary(folder, replace(summary, rehearsed=rehearsed, not_rehearsed=reason))
-
-
 def _beside(what: str, make: Callable[[], dict[str, float]]) -> tuple[dict[str, float], str | None]:
     """Return what is made, or why there is none: a run does not fail for want of it."""
     try:
@@ -346,9 +345,8 @@ def _run_steps(
 
     Each record is on the disk before the checkpoint of its step can become whole. is_own: the run began these steps.
     """
-    records: list[
-        bytes
-    ] = []  # as objects they would be a leak themselves, and garbage collection's work
+    # Pickled: as objects they would be a leak themselves, and garbage collection's work.
+    records: list[bytes] = []
     writes = world.rank == 0
     writing = RecordWriter(folder, from_step=start_step, rests_on=is_own) if writes else None
     with writing or nullcontext() as writer:
@@ -375,7 +373,7 @@ def _summarise(
     speed: dict[str, Any],
     build_peak_bytes: int | None,
 ) -> None:
-    """Write the summary on rank 0, with what is `known` of the run beside its records.
+    """Write the summary on rank 0: its records, and `facts` and `speed` beside them.
 
     Times and losses cover the whole run; memory and traffic cover the steps since the last resume, which is all that
     every rank knows.

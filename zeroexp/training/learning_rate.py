@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import math
 
-from zeroexp.config.keys import ConfigError, OptimizerConfig
-from zeroexp.config.optimizer import SCHEDULES
+from zeroexp.config.keys import OptimizerConfig
 
 
 def learning_rate(config: OptimizerConfig, step: int, total_steps: int) -> float:
@@ -13,8 +12,6 @@ def learning_rate(config: OptimizerConfig, step: int, total_steps: int) -> float
 
     It reaches `lr` in the last warm-up step and `lr * min_lr_ratio` in the last step of the run.
     """
-    if config.schedule not in SCHEDULES:
-        raise ConfigError(f"optimizer.schedule={config.schedule}: use {', '.join(SCHEDULES)}")
     if step < config.warmup_steps:
         return config.lr * (step + 1) / config.warmup_steps
     if config.schedule == "constant":
