@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import time
@@ -103,6 +104,7 @@ class OutOfMemoryError(RuntimeError):
         (OutOfMemoryError("CUDA out of memory. Tried to allocate 2.50 GiB. GPU 0 has"), 5 << 29),
         (RuntimeError("CUDA error: out of memory"), None),
         (RuntimeError("std::bad_alloc"), None),
+        (OSError(errno.ENOMEM, "Cannot allocate memory"), None),  # of mmap
     ],
 )
 def test_every_library_is_understood(error: Exception, asked: int | None) -> None:

@@ -449,7 +449,8 @@ def _tell(job: Job) -> None:
         return
     if not (command := job.config.events.tell):
         return
-    line = f"{job.folder}: {state['status']}: {state['reason']}\n"
+    reason = " ".join(state["reason"].split())  # of an exception it may be several lines
+    line = f"{job.folder}: {state['status']}: {reason}\n"
     words: Any = {"input": line.encode(), "timeout": TELL_SECONDS}
     try:
         subprocess.run(command, shell=True, check=True, **words)

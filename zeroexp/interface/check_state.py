@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from typing import NamedTuple
 
 from zeroexp.interface.canonical import BUFFER, PYTHON, WEIGHT, is_moment
 from zeroexp.interface.held_pieces import HeldPiece
@@ -60,21 +61,31 @@ def require_moments(state: CanonicalState) -> None:
         )
 
 
-def require_moments_kept(
-    state: CanonicalState, names: Sequence[Sequence[str]], kept: Sequence[Collection[str]]
-) -> None:
-    """Raise ValueError where a parameter has moments, and not all that the optimizer keeps.
+class Kept(NamedTuple):
+    """The names of the moments that an optimizer keeps of the parameters of one group."""
 
-    names: of the parameters in each group. kept: what the optimizer keeps of all parameters of a group; nothing is
-    required of an optimizer that has made other groups.
+    of_each: set[str]
+    of_any: set[str]
+
+
+def require_moments_kept(
+    state: CanonicalState, names: Sequence[Sequence[str]], kept: Sequence[Kept]
+) -> None:
+    """Raise ValueError where a parameter has moments, and not all that the optimizer keeps, or none of them.
+
+    names: of the parameters in each group. kept: of each group; nothing is required where they are not known.
     """
-    for group, needed in zip(names, kept if len(kept) == len(names) else [], strict=False):
+    for group, (of_each, of_any) in zip(
+        names, kept if len(kept) == len(names) else [], strict=False
+    ):
         for name in group:
             saved = [key for key in state.get(name, {}) if is_moment(key)]
-            if saved and (missing := sorted({*needed} - {*saved} - {"step"})):
+            moments = {*saved} - {"step"}
+            missing = sorted(of_each - moments - {"step"}) if saved else []
+            if missing or (moments and not of_any & moments):
                 problem = f"the state of {name} holds {', '.join(saved)}, and the optimizer keeps "
                 remedy = "give the optimizer that it was saved with, or a state of weights alone"
-                raise ValueError(f"{problem}{', '.join(missing)}: {remedy}")
+                raise ValueError(f"{problem}{', '.join(missing) or 'none of it'}: {remedy}")
 
 
 def require_elements(state: CanonicalState, held: Sequence[HeldPiece]) -> None:

@@ -27,7 +27,7 @@ import copy
 import inspect
 import random
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from math import isclose
 from typing import Any, NamedTuple
 
@@ -38,6 +38,7 @@ from torch.utils._pytree import tree_leaves
 
 from zeroexp.cut.moment_blocks import kind_in_full
 from zeroexp.interface.canonical import moments_of
+from zeroexp.interface.check_state import Kept
 from zeroexp.interface.strategy import OptimizerFactory
 from zeroexp.interface.whole_matrices import Function, WholeMatrices
 
@@ -100,30 +101,33 @@ def try_out(factory: OptimizerFactory, groups: Sequence[Mapping[str, Any]]) -> N
 
 def moments_kept(
     factory: OptimizerFactory, groups: Sequence[Mapping[str, Any]]
-) -> Callable[[], list[set[str]]]:
-    """Return what names, for each group, the moments that the optimizer keeps of every parameter in it.
+) -> Callable[[], list[Kept]]:
+    """Return what names, for each group, the moments that the optimizer keeps.
 
     They are read off one step of small tensors when it is called; of the parameters their shapes are kept until then.
-    None are named of an optimizer that can not make a step so, and no group where it has made others.
+    No group is named of an optimizer that can not make a step so, or that has made others.
     """
     trials = [
         [{**g, "params": [*map(_without_memory, _chosen(g, choose))]} for g in groups]
         for choose in (max, min)  # of small parameters an optimizer may keep others
     ]
 
-    def names() -> list[set[str]]:
-        kept: list[set[str]] = [set() for _ in groups]
-        with suppress(ValueError):
-            for number, trial in enumerate(map(_trial, trials)):
+    def names() -> list[Kept]:
+        found: list[list[set[str]]] = [[] for _ in groups]
+        for trial in map(_trial, trials):
+            try:
                 with _random_states_kept(trial):
                     optimizer, _ = _step(factory, trial, num_steps=1)
-                if len(optimizer.param_groups) != len(groups):
-                    return []
-                for index, group in enumerate(optimizer.param_groups):
-                    states = [set(moments_of(optimizer.state.get(p, {}))) for p in group["params"]]
-                    states += [kept[index]] if number else []
-                    kept[index] = set.intersection(*states) if states else set()
-        return kept
+            except ValueError:
+                return []
+            if len(optimizer.param_groups) != len(groups):
+                return []
+            for states, group in zip(found, optimizer.param_groups, strict=True):
+                states += [set(moments_of(optimizer.state.get(p, {}))) for p in group["params"]]
+        return [
+            Kept(set.intersection(*states), set.union(*states)) if states else Kept(set(), set())
+            for states in found
+        ]
 
     return names
 

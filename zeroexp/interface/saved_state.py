@@ -6,7 +6,7 @@ where one of them can not load, all of them raise.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 
 from zeroexp.interface.canonical import WEIGHT, moments_of
 from zeroexp.interface.check_state import (
+    Kept,
     has_moments,
     require_buffers,
     require_elements,
@@ -53,7 +54,7 @@ class SavedState:
         world: World,
         optimizer: Optimizer,
         names: Sequence[Sequence[str]],
-        kept: Callable[[], Sequence[Collection[str]]] = tuple,
+        kept: Callable[[], Sequence[Kept]] = tuple,
         python: PythonValues | None = None,
     ):
         """optimizer: that keeps the moments. names: see PythonValues; `python` is that of other optimizers.

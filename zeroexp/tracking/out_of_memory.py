@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,9 +33,10 @@ def describe_shortage(error: BaseException, peak_bytes: int | None) -> Shortage 
     """Return the shortage that the error reports; None if it is another error."""
     kinds = {kind.__name__ for kind in type(error).__mro__}
     message = str(error)
-    if not kinds & {"MemoryError", "OutOfMemoryError"} and not (
-        "RuntimeError" in kinds and any(words in message for words in OF_LIBRARIES)
-    ):
+    is_known = bool(kinds & {"MemoryError", "OutOfMemoryError"})
+    is_known |= isinstance(error, OSError) and error.errno == errno.ENOMEM
+    is_known |= "RuntimeError" in kinds and any(words in message for words in OF_LIBRARIES)
+    if not is_known:
         return None
     asked = ASKED.search(message)
     num_bytes = round(float(asked[1]) * UNITS[asked[2]]) if asked else None

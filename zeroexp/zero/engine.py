@@ -122,8 +122,11 @@ class Engine:
             with self._saved.watch():
                 yield
             self._schedule.end_microbatch()
-        except BaseException:
-            self._schedule.abandon_microbatch()
+        except BaseException as error:
+            try:
+                self._schedule.abandon_microbatch()
+            except Exception as further:  # a peer is gone; what ended the microbatch is to be told
+                error.add_note(str(further))
             raise
         finally:
             self._may_discard = True
