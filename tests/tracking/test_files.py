@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.run_folders import record, records, summaries
+from tests.run_folders import record, records, summaries, write_run
 from zeroexp.config.keys import DamagedFile
 from zeroexp.measure.summary import summarise
 from zeroexp.tracking.files import (
@@ -27,7 +27,7 @@ from zeroexp.tracking.files import (
     write_summary,
 )
 from zeroexp.tracking.follow_file import Tail
-from zeroexp.tracking.run import flatten
+from zeroexp.tracking.run import flatten, read_runs
 
 
 def test_a_loss_that_is_not_a_number_comes_back_as_such(tmp_path: Path) -> None:
@@ -155,3 +155,11 @@ def test_a_follower_tells_a_file_put_in_its_place_from_the_beginning(tmp_path: P
         assert [json.loads(line)["step"] for line in tail.new_lines()] == [0, 1]
         writer.write(record(2))
         assert [json.loads(line)["step"] for line in tail.new_lines()] == [2]
+
+
+def test_a_run_of_a_later_version_costs_a_line_and_itself_alone(tmp_path: Path, capsys) -> None:
+    later, here = (write_run(tmp_path / name) for name in ("later", "here"))
+    content = json.loads((later / "summary.json").read_text(encoding="utf-8"))
+    (later / "summary.json").write_text(json.dumps({**content, "format": 99}), encoding="utf-8")
+    assert [run.folder for run in read_runs([later, here])] == [here]
+    assert "later is left out: summary.json has format 99" in capsys.readouterr().err

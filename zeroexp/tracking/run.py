@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from zeroexp.config.keys import DamagedFile, parse, read_whole
+from zeroexp.measure.formats import NewerFormat
 from zeroexp.measure.record import RunSummary
 from zeroexp.tracking import attempt, owner
 from zeroexp.tracking.files import ENGINE, read_json, read_summary, require_results
@@ -91,12 +92,12 @@ def read_state(folder: Path) -> dict[str, Any]:
 
 
 def read_runs(folders: Iterable[Path]) -> list[Run]:
-    """Read runs, in their order; one whose files are damaged costs a line on standard error, and itself alone."""
+    """Read runs, in their order; a line on standard error names one whose files are damaged, or of a later version."""
     runs: list[Run] = []
     for folder in folders:
         try:
             runs.append(read_run(folder))
-        except DamagedFile as error:
+        except (DamagedFile, NewerFormat) as error:
             print(f"zeroexp: {folder.name} is left out: {error}", file=sys.stderr)
     return sorted(runs, key=order_of)
 
