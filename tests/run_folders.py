@@ -78,9 +78,8 @@ def write_run(
         for record in ranks[0]:
             writer.write(record)
     if status == "done":
-        number = PARAMETER_BYTES // 4
-        made = summarise(ranks[0], summaries(ranks), num_parameters=number)
-        write_summary(folder, replace(made, **SPEED))
+        made = summarise(ranks[0], summaries(ranks))
+        write_summary(folder, replace(made, num_parameters=PARAMETER_BYTES // 4, **SPEED))
     times = {"running_at": started, f"{status}_at": started + 60.0}
     write_json(folder / "state.json", {"status": status, "reason": reason, **times})
     return folder

@@ -94,8 +94,11 @@ def _explain_disk(error: BaseException) -> str | None:
 
 
 def _run(sweep: Sweep, arguments: list[str]) -> None:
-    if not _exists_here():
-        raise ConfigError("the folder that you are in has been removed; change to one that exists")
+    try:
+        os.getcwd()
+    except FileNotFoundError as error:
+        problem = "the folder that you are in has been removed"
+        raise ConfigError(f"{problem}; change to one that exists") from error
     plugins.load(plugins.modules_named_in(arguments))
     if answer := _help_or_version(arguments):
         print(answer)
@@ -107,13 +110,6 @@ def _run(sweep: Sweep, arguments: list[str]) -> None:
         sweep.rerun(Path(arguments[-1]).resolve())
     else:
         compose(sweep, arguments)
-
-
-def _exists_here() -> bool:
-    try:
-        return bool(os.getcwd())
-    except FileNotFoundError:
-        return False
 
 
 def _help_or_version(arguments: Sequence[str]) -> str | None:

@@ -24,7 +24,6 @@ from zeroexp.process.watchdog.connection import Connection, Stranger
 from zeroexp.process.watchdog.hung import WatchedRank
 from zeroexp.process.watchdog.lost import (
     BEATS_PER_PERIOD,
-    START_SECONDS,
     Heartbeat,
     HeartbeatAddress,
 )
@@ -119,7 +118,7 @@ class Job:
         rank: int,
         world_size: int = 2,
         *,
-        start: float = START_SECONDS,
+        start: float = 60.0,
         hub: HeartbeatAddress | None = None,
     ) -> Task:
         return Task(self, rank, hub or self.hub, world_size, start)

@@ -31,7 +31,7 @@ OF_ALL = {
     "master": "precision.master",
     "over": "strategy.optimizer.over",
 }
-# Whole numbers in a model's shape, which the key's last part names; a larger model would be built for minutes.
+# The most that a whole number of a model's shape may be, by the key's last part: a larger model is built for minutes.
 MOST_OF_SHAPE = {
     **{"num_hidden_layers": 1000, "n_layer": 1000, "depth": 1000},
     **{"num_experts": 256, "num_local_experts": 256},

@@ -8,7 +8,7 @@ from zeroexp.check.refusal import Refusal
 from zeroexp.check.rules_of_one_key import why_no_optimizer_over_all
 from zeroexp.config.engines import ENGINES
 from zeroexp.config.families import MODELS
-from zeroexp.config.job_shape import shape_of
+from zeroexp.config.job_shape import job_shape_of
 from zeroexp.config.keys import MASTER, TORCH_DDP, Config, StrategyConfig
 from zeroexp.config.optimizer import OPTIMIZERS, master_of_kind, rows_of
 from zeroexp.cut.moment_blocks import INT8, MOST_DECAY
@@ -206,7 +206,7 @@ def check_secondary_partition(config: Config) -> Iterator[Refusal]:
     if problem := why_no_secondary_copy(size, stage, shards):
         yield key, *problem
     is_planned_for_gpus = config.cluster.gpu or config.cluster.network
-    on_node = shape_of(config, "cuda" if is_planned_for_gpus else "cpu").ranks_per_node
+    on_node = job_shape_of(config, "cuda" if is_planned_for_gpus else "cpu").ranks_per_node
     if shards <= on_node:
         problem = f"the {shards} ranks that shard are on one node, which no gather leaves"
         yield key, problem, "use cluster=slurm or cluster.link, or leave it out"

@@ -243,7 +243,8 @@ class Sweep:
         jobs, begun = self._jobs, self._folder
         num_before = len(jobs)
         if self._folder is None:
-            self._folder = _sweep_folder(first)
+            name = first.config.study.name or time.strftime("%Y-%m-%d_%H-%M-%S")
+            self._folder = _new_folder(Path(first.config.outputs).resolve(), name)
             owner.take_ownership(self._folder)
         making = self._folder / MAKING
         making.touch()
@@ -456,11 +457,6 @@ def _tell(job: Job) -> None:
         subprocess.run(command, shell=True, check=True, **words)
     except subprocess.SubprocessError as error:
         print(f"zeroexp: events.tell: {error}", file=sys.stderr)
-
-
-def _sweep_folder(point: SweepPoint) -> Path:
-    name = point.config.study.name or time.strftime("%Y-%m-%d_%H-%M-%S")
-    return _new_folder(Path(point.config.outputs).resolve(), name)
 
 
 def _new_folder(parent: Path, name: str) -> Path:

@@ -11,10 +11,10 @@ from zeroexp.registry.did_you_mean import suggest_nearest
 
 # These flags of Hydra print something and run nothing.
 ONLY_SHOW = ("--cfg", "-c", "--info", "-i", "--hydra-help", "--shell-completion", "-sc")
-# The other flags that Hydra knows, each with the values it may have: () means none, None means any.
-_SHOWN = ("all", "config", "defaults", "defaults-tree", "plugins", "searchpath")
 # Keys whose value is text.
 TEXT_KEYS = frozenset(key for key, item in KEYS.items() if item.type in ("str", "str | None"))
+_SHOWN = ("all", "config", "defaults", "defaults-tree", "plugins", "searchpath")
+# Flags that Hydra knows, each with the values it may have: () means none, None means any.
 FLAGS: dict[str, Sequence[str] | None] = {
     **dict.fromkeys(("--cfg", "-c"), ("job", "hydra", "all")),
     **dict.fromkeys(("--info", "-i"), _SHOWN),

@@ -6,9 +6,8 @@ import importlib
 import sys
 from collections.abc import Sequence
 
-# Verb -> the module that `python -m` runs, and what it does
+# Verb -> the module that `python -m` runs, and what it does. The verb of a run, `run`, may be left out.
 VERBS = {
-    "run": ("zeroexp", "run an experiment or a sweep; the verb may be left out"),
     "plan": ("zeroexp.plan.__main__", "what every rank will hold and send, without running"),
     "report": ("zeroexp.report.__main__", "tables, verdicts and figures of sweeps"),
     "watch": ("zeroexp.watch", "follow, cancel or rerun a sweep on Slurm"),
@@ -28,16 +27,14 @@ VERBS = {
 
 def listed() -> str:
     """Return the verbs for the screen of help, in one line each."""
-    rows = [
-        f"  zeroexp {verb:9} {purpose}" for verb, (_, purpose) in VERBS.items() if verb != "run"
-    ]
+    rows = [f"  zeroexp {verb:9} {purpose}" for verb, (_, purpose) in VERBS.items()]
     return "\n".join([*rows, "  each has --help"])
 
 
 def module_of(arguments: Sequence[str]) -> str | None:
     """Return the module of the verb that the line begins with; None for a run."""
     verb = arguments[0] if arguments else ""
-    return VERBS[verb][0] if verb in VERBS and verb != "run" else None
+    return VERBS[verb][0] if verb in VERBS else None
 
 
 def run(module: str, arguments: Sequence[str]) -> int:

@@ -33,7 +33,7 @@ HINTS = {
     "": "zeroexp/config/keys.py tells its type",
 }
 
-# What Hydra's composer, and Hydra 1.4, begin with.
+# How messages of Hydra's composer, and of Hydra 1.4, begin.
 _OF_WHICH_WORD = re.compile(r"\A(Error when parsing index: |Error parsing override ).*\n")
 _KEY_OF_TABLE = re.compile(r"""(?<=[{,])\s*(['"]?)([^'"{}:,]+)\1\s*:""")  # as 'a.*': in {'a.*':1}
 

@@ -23,7 +23,7 @@ class JobShape:
         return cls(nodes, world_size // nodes)
 
 
-def shape_of(config: Config, device: str) -> JobShape:
+def job_shape_of(config: Config, device: str) -> JobShape:
     """Return the nodes of a point on this device, cpu or cuda.
 
     On Slurm and on GPUs at most cluster.slurm.ranks_per_node share a node. The ranks of a local run on CPUs share one

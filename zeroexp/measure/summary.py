@@ -66,14 +66,7 @@ def _most(values: Iterable[int | None]) -> int | None:
     return max((value for value in values if value is not None), default=None)
 
 
-def summarise(
-    records: Sequence[StepRecord],
-    per_rank: Sequence[RankSummary],
-    *,
-    data_source: str = "",
-    num_parameters: int | None = None,
-    plan: dict[str, float] | None = None,
-) -> RunSummary:
+def summarise(records: Sequence[StepRecord], per_rank: Sequence[RankSummary]) -> RunSummary:
     """Summarise the run. `records` are those of rank 0; `per_rank` holds one entry of every rank, in any order."""
     steps = measured_records(records)
     seconds = [r.step_seconds for r in steps]
@@ -100,12 +93,9 @@ def summarise(
         sent_bytes_by_kind=busiest.sent_bytes_by_kind,
         calls_by_kind=busiest.calls_by_kind,
         saving_seconds=saving_seconds,
-        data_source=data_source,
         diverged_at=diverged_at(records),
         validation_loss=records[-1].validation_loss,
         validation_accuracy=records[-1].validation_accuracy,
-        num_parameters=num_parameters,
-        plan=plan or {},
         times=[r.times for r in ranks],
         drift={k: f"{v}, rank {r.rank}" for r in reversed(ranks) for k, v in r.drift.items()},
     )

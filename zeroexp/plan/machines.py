@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from zeroexp.config.job_shape import JobShape, shape_of
+from zeroexp.config.job_shape import JobShape, job_shape_of
 from zeroexp.config.keys import Config
 from zeroexp.cut.rank_grid import RankGrid
 
@@ -96,7 +96,7 @@ def processor_name() -> str:
 
 
 def machines_of(config: Config, device: str) -> Machines:
-    return Machines(device, shape_of(config, device))
+    return Machines(device, job_shape_of(config, device))
 
 
 def device_of(configs: Sequence[Config], num_gpus: int, num_cpus: int) -> str:

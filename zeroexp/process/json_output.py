@@ -15,7 +15,7 @@ WORD, REFUSED = "--json", 2
 def answer(command: Callable[[list[str] | None], int]) -> int:
     """Run a verb and return its exit code; what it refuses is one line.
 
-    The list takes its answer to programs; None where there is no `--json`.
+    command: takes a list for its answer to programs, None where nobody asks for it by `--json`.
     """
     safe_output.keep_going()
     wanted = wants_json()

@@ -95,8 +95,8 @@ def import_for(config: Config) -> None:
         optimizer_factory(config.optimizer)(groups)  # has torch import its compiler already here
 
 
-def main(folder: Path, *, device: str | None = None) -> None:
-    """Run as the rank that the environment names, on `device` (cpu | cuda; None takes cluster.device).
+def main(folder: Path, *, device: str) -> None:
+    """Run as the rank that the environment names, on `device` (cpu | cuda).
 
     Raises SystemExit(1) after it has written down an error, and SystemExit(SAVED) when the run was asked to stop.
     """
@@ -115,10 +115,9 @@ def main(folder: Path, *, device: str | None = None) -> None:
         raise SystemExit(code)
 
 
-def _run(folder: Path, device: str | None) -> int:
+def _run(folder: Path, device: str) -> int:
     """Train and return the exit code."""
-    config = _config(folder)
-    device, stop = device or _device(config), Stop()
+    config, stop = _config(folder), Stop()
     if config.cluster.requeue:
         stop.listen(*ASKS_TO_STOP)
     torch.set_num_threads(config.cluster.threads_per_rank)
@@ -129,12 +128,10 @@ def _run(folder: Path, device: str | None) -> int:
     progress.note_phase(0, progress.MEETING)
     first_of_node = worlds.rank_info_from_environment(os.environ).local_rank == 0
     samples = sampling_system(folder, config.tracking.system_s if first_of_node else None)
-    with (
-        samples,
-        worlds.joined_process_group(
-            device=device, timeout_seconds=_seconds_to_wait_for_peer(config)
-        ) as world,
-    ):
+    # A rank waits for a peer for longer than it takes to notice that one hangs, and which one.
+    patience = max(PEER_SECONDS, 2.0 * (config.cluster.hang_s or 0))
+    joined = worlds.joined_process_group(device=device, timeout_seconds=patience)
+    with samples, joined as world:
         over = _train(config, world, folder, stop)
     # Runs of this machine are rehearsed when their ranks have ended (cluster/sweep.py).
     if over and config.study.plan_must_hold and config.cluster.kind == "slurm" and world.rank == 0:
@@ -162,11 +159,6 @@ def _config(folder: Path) -> Config:
     return config
 
 
-def _seconds_to_wait_for_peer(config: Config) -> float:
-    """Return how long a rank waits for a peer: longer than it takes to notice that one hangs, and which one."""
-    return max(PEER_SECONDS, 2.0 * (config.cluster.hang_s or 0))
-
-
 def keep_freed_memory() -> None:
     """Have the C library reuse freed memory instead of returning it to the system, whatever the engine.
 
@@ -177,12 +169,6 @@ def keep_freed_memory() -> None:
     mallopt = ctypes.CDLL(None).mallopt
     mallopt(M_MMAP_MAX, 0)
     mallopt(M_TRIM_THRESHOLD, -1)
-
-
-def _device(config: Config) -> str:
-    if config.cluster.device != "auto":
-        return config.cluster.device
-    return "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def _train(config: Config, world: World, folder: Path, stop: Stop) -> bool:
@@ -199,8 +185,7 @@ def _train(config: Config, world: World, folder: Path, stop: Stop) -> bool:
     checkpoint_as_configured(model.module, model.blocks, config.train)
     compile_as_configured(model.module, model.blocks, config.train)
     strategy = build_strategy(config, model, world)
-    build_peak_bytes = memory.peak_bytes()
-    if build_peak_bytes is not None:
+    if (build_peak_bytes := memory.peak_bytes()) is not None:
         build_peak_bytes += held_shared_bytes()
     if world.rank == 0:
         write_engine(folder, {**_settings_of(strategy), **optimizers})
@@ -237,9 +222,9 @@ def _train(config: Config, world: World, folder: Path, stop: Stop) -> bool:
             "data_source": data.source,
             "num_parameters": num_parameters,
             "plan": {} if world.rank else _plan(config, strategy, data.vocab_size),
+            **_speed(config, world, needed * config.data.global_batch_size),
         }
-        speed = _speed(config, world, needed * config.data.global_batch_size)
-        _summarise(folder, world, records, strategy, facts, speed, build_peak_bytes)
+        _summarise(folder, world, records, facts, build_peak_bytes)
         if config.checkpoint.every is not None:  # after the summary: a finished run needs that more
             saver.save_now(num_steps)
     saver.close()
@@ -368,12 +353,10 @@ def _summarise(
     folder: Path,
     world: World,
     records: list[StepRecord],
-    strategy: Strategy,
     facts: dict[str, Any],
-    speed: dict[str, Any],
     build_peak_bytes: int | None,
 ) -> None:
-    """Write the summary on rank 0: its records, and `facts` and `speed` beside them.
+    """Write the summary on rank 0, with `facts` of the run beside its records.
 
     Times and losses cover the whole run; memory and traffic cover the steps since the last resume, which is all that
     every rank knows.
@@ -381,8 +364,7 @@ def _summarise(
     mine = summarise_rank(world.rank, records, build_peak_bytes=build_peak_bytes)
     all_ranks = worlds.gather_objects(mine)
     if world.rank == 0:
-        steps = read_records(folder)
-        write_summary(folder, replace(summarise(steps, all_ranks, **facts), **speed))
+        write_summary(folder, replace(summarise(read_records(folder), all_ranks), **facts))
 
 
 def _speed(config: Config, world: World, flops_per_step: float) -> dict[str, Any]:

@@ -25,7 +25,6 @@ from zeroexp.process.watchdog.connection import BEAT, BYE, Connection, Stranger
 from zeroexp.process.watchdog.hung import HUNG, Sight, WatchedRank, find_hang
 
 BEATS_PER_PERIOD = 3
-START_SECONDS = 60.0  # from a job's first task to its last: Python may load from a slow shared disk
 SECONDS_BETWEEN_CALLS = 1.0  # to the task of rank 0, until it listens
 CALL_SECONDS = 5.0  # for a call, and for an introduction
 
@@ -47,8 +46,9 @@ class HeartbeatAddress:
 class Heartbeat:
     """The heartbeat of one task, whose rank is `child`; `hub` says where the task of rank 0 listens.
 
-    It is a context manager, and leaving it says goodbye. hang_seconds: of `cluster.hang_s`; None: a rank that hangs is
-    not looked for. name_of: the name of a rank that never connected and so never sent its own.
+    It is a context manager, and leaving it says goodbye. start_seconds: from a job's first task to its last.
+    hang_seconds: of `cluster.hang_s`; None: a rank that hangs is not looked for. name_of: the name of a rank that never
+    connected and so never sent its own.
     """
 
     def __init__(
@@ -58,9 +58,9 @@ class Heartbeat:
         hub: HeartbeatAddress,
         period_seconds: float,
         *,
+        start_seconds: float,
         hang_seconds: float | None = None,
         name_of: Callable[[int], str] = "rank {}".format,
-        start_seconds: float = START_SECONDS,
     ) -> None:
         rank = child.rank
         self.hangs = False  # the ranks do
