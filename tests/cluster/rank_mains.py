@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import subprocess
 import threading
 import time
 from pathlib import Path
@@ -59,6 +60,12 @@ def end_on_node(folder: Path, *, device: str) -> None:
     with world.joined_process_group(device=device) as here:
         (folder / f"node{here.rank}").write_text(os.readlink("/proc/self/ns/net"))
         world.barrier()
+
+
+def hang_with_child(folder: Path, *, device: str) -> None:
+    child = subprocess.Popen(["sleep", "1000"])
+    (folder / f"child{child.pid}").write_text(str(child.pid))
+    light_ranks.hang(folder, device=device)
 
 
 def kill_on_node(folder: Path, *, device: str) -> None:

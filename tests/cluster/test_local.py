@@ -221,7 +221,7 @@ with LocalCluster(Config().cluster, rank_main="tests.cluster.rank_mains:main") a
     "number", [pytest.param(signal.SIGINT, marks=pytest.mark.slow), signal.SIGKILL]
 )
 def test_no_orphan_when_the_sweep_ends(tmp_path, number):
-    job = make_job(tmp_path / "hang")
+    job = make_job(tmp_path / "hang_with_child")
     sweep = subprocess.Popen(
         [sys.executable, "-c", SWEEP, str(job.folder)], stderr=subprocess.DEVNULL
     )
@@ -232,4 +232,5 @@ def test_no_orphan_when_the_sweep_ends(tmp_path, number):
     )
     sweep.send_signal(number)
     sweep.wait()
-    wait_until(lambda: not any(is_alive(pid) for pid in [server, *ranks]))
+    children = [int(file.read_text()) for file in job.folder.glob("child*")]
+    wait_until(lambda: not any(is_alive(pid) for pid in [server, *ranks, *children]))
