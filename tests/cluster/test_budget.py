@@ -42,6 +42,14 @@ def test_the_refusal_names_the_memory_that_is_set_aside():
     assert point.refusal and "of a rank beside cluster.reserved_gib=0.002; use" in point.refusal
 
 
+def test_the_refusal_names_the_gpu_whose_memory_is_too_small():
+    """Of 24 GiB 0.001 are left for 3.4 MiB."""
+    (point,) = plan_slurm_points(
+        points("strategy=ddp", "cluster.gpu=L4", "cluster.reserved_gib=23.999")
+    )
+    assert point.refusal and point.refusal.startswith("cluster.gpu=L4: model states take 3.4 MiB")
+
+
 def test_force_submits_all_the_same(capsys):
     words = ("strategy=ddp", "cluster.device_memory_gib=0.001", "cluster.force=true")
     (point,) = plan_slurm_points(points(*words))

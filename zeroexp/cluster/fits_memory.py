@@ -18,8 +18,7 @@ from zeroexp.tracking.out_of_memory import gib
 
 # torch and transformers take seconds to import, and few points are judged.
 if TYPE_CHECKING:
-    from zeroexp.plan.machines import Machines
-    from zeroexp.plan.outcome import Outcome, RehearsedPeaks
+    from zeroexp.plan.outcome import PlannedPoint, RehearsedPeaks
 
 
 def plan_slurm_points(points: Sequence[SweepPoint]) -> list[SweepPoint]:
@@ -44,9 +43,8 @@ def _refusal(point: SweepPoint, rehearses: bool) -> str | None:
     if isinstance(planned, str):
         print(f"no plan of {point.name}: {planned}")
         return None
-    outcome, machines = planned
-    print(f"plan of {point.name}: {_describe(point.config, outcome, machines)}")
-    cluster = point.config.cluster
+    print(f"plan of {point.name}: {_describe(planned)}")
+    outcome, cluster = planned.outcome, point.config.cluster
     if outcome.verdict != "no" or cluster.force:
         return None
     beside = (
@@ -57,10 +55,12 @@ def _refusal(point: SweepPoint, rehearses: bool) -> str | None:
         if outcome.rehearsed
         else f"model states take {gib(outcome.total.fullest)} of a rank"
     )
-    return (
-        f"cluster.device_memory_gib={cluster.device_memory_gib:g}: {needed}{beside}; "
-        "use more ranks or a later stage (zeroexp plan --fit), or cluster.force=true"
+    limit = cluster.device_memory_gib
+    named = (
+        f"cluster.gpu={cluster.gpu}" if limit is None else f"cluster.device_memory_gib={limit:g}"
     )
+    remedy = "use more ranks or a later stage (zeroexp plan --fit), or cluster.force=true"
+    return f"{named}: {needed}{beside}; {remedy}"
 
 
 def refuse_full_disks(points: Sequence[SweepPoint]) -> list[SweepPoint]:
@@ -82,8 +82,8 @@ def _full_disk(point: SweepPoint) -> str | None:
     return f"strategy.offload_folder={folder}: {problem}; use a disk with more room"
 
 
-def _plan(point: SweepPoint, rehearses: bool) -> tuple[Outcome, Machines] | str:
-    """Return what is planned of a point and for which machines, or why nothing is."""
+def _plan(point: SweepPoint, rehearses: bool) -> PlannedPoint | str:
+    """Return the point's plan, or why there is none."""
     from zeroexp.plan.outcome import plan_point
     from zeroexp.plan.peak import with_rehearsal
 
@@ -92,19 +92,16 @@ def _plan(point: SweepPoint, rehearses: bool) -> tuple[Outcome, Machines] | str:
         planned = plan_point(point.config, None, device, point.name)
     except UndefinedCombination as error:
         return str(error)
-    outcome, machines = planned.outcome, planned.machines
-    if not rehearses:
-        return outcome, machines
     try:
-        return with_rehearsal(planned).outcome, machines
+        return with_rehearsal(planned) if rehearses else planned
     # A rehearsal informs: what it can not do must not keep a job from its nodes.
     except Exception as error:
         reason = " ".join(f"{type(error).__name__}: {error}".split())[:200]
-        return replace(outcome, not_rehearsed=reason), machines
+        return planned._replace(outcome=replace(planned.outcome, not_rehearsed=reason))
 
 
-def _describe(config: Config, outcome: Outcome, machines: Machines) -> str:
-    nodes = machines.shape.nodes
+def _describe(planned: PlannedPoint) -> str:
+    config, outcome, nodes = planned.config, planned.outcome, planned.machines.shape.nodes
     allowed = nodes * config.repeats * config.cluster.timeout_s / 3600
     parts = [
         f"model states {gib(outcome.total.fullest)}",
