@@ -114,14 +114,12 @@ def test_peers_have_read_before_weights_change(stage, monkeypatch):
 # -- an exception in backward ------------------------------------------------------------------------
 
 
-class Raise(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
-        return x.clone()
+def raise_mine(_gradient: Tensor) -> None:
+    raise ValueError("mine, in backward")
 
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
-        raise ValueError("mine, in backward")
+
+def raise_in_backward(_module: Any, _args: Any, output: Tensor) -> None:
+    output.register_hook(raise_mine)
 
 
 def raises_behind_the_second_block(world: World, make: Make) -> str:
@@ -132,7 +130,7 @@ def raises_behind_the_second_block(world: World, make: Make) -> str:
         for step in range(3):
             if step == 2:
                 first = model.get_submodule(BLOCKS[0])
-                first.register_forward_hook(lambda _module, _args, out: Raise.apply(out))
+                first.register_forward_hook(raise_in_backward)
             with strategy.microbatch(last=True):
                 loss = strategy.model(microbatch_of(step, 0, world.rank)[0]).square().sum()
                 strategy.backward(loss)
