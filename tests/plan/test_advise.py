@@ -59,7 +59,7 @@ def test_the_fastest_that_fits_is_named_beside_the_one_that_leaves_most_memory()
     text = " ".join(as_text(found).split())
     assert text.startswith(
         "use zero1, micro-batch 2, recomputation off: 6.5 GiB of 8 GiB, 2 s a step (1.6-2.4), 1.5 x as fast as zero2; "
-        "zero3 would leave 6 GiB free and take 2 x as long; of 6 rehearsed, 1 others may be faster; "
+        "zero3 would leave 6 GiB free and take 2 x as long; of 6 rehearsed, 1 more may be faster; "
         "on 2 ranks (cuda, 1 node of 2)"
     )
     assert "ddp does not fit: at least 9 GiB." in text

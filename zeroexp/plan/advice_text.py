@@ -108,7 +108,7 @@ def _first_line(advice: Advice) -> str:
         if lean not in others[:1]:  # of which the seconds are told
             parts[-1] += f" and take {lean.seconds / best.seconds:.3g} x as long"
     if num := sum(not advice.only_saves_memory(each) for each in advice.late):
-        parts.append(f"of {len(advice.rehearsed)} rehearsed, {num} others may be faster")
+        parts.append(f"of {len(advice.rehearsed)} rehearsed, {num} more may be faster")
     return f"{'; '.join([*parts, on])}."
 
 

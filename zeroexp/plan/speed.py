@@ -131,7 +131,7 @@ def load(path: Path) -> Calibration | None:
         return None
     try:
         kept = json.loads(path.read_text(encoding="utf-8"))
-        calibration = from_json(Calibration, kept, "it")
+        calibration = from_json(Calibration, kept, "calibration")
         _require_numbers(calibration)
     except (ValueError, TypeError) as error:
         raise ConfigError(
