@@ -107,6 +107,8 @@ AS_IT_COMES = {
 }
 ENGINES: dict[str, Engine] = {
     "limit": Engine("limit", build=peers.Limit, theory=0),
+    "limit_copies": Engine("limit", build=peers.Copies, theory=0),
+    "limit_copies3": Engine("limit", build=partial(peers.Copies, gathers=True), theory=0),
     "plain": Engine("plain", build=peers.Plain, theory=0),  # one rank only
     "ddp": Engine("ddp", {"implementation": "torch", "gradient_as_bucket_view": True}, theory=2),
     "ddp_master": Engine("ddp", build=peers.DdpWithMaster, theory=2),  # bf16_master alone

@@ -43,13 +43,16 @@ class Limit:
         )
         self._optimizer = optimizer_factory(config.optimizer)([self._piece])
         for parameter in self.model.parameters():
-            parameter.register_post_accumulate_grad_hook(_drop)
+            parameter.register_post_accumulate_grad_hook(self._move)
 
     def microbatch(self, *, last: bool) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext()
 
     def backward(self, loss: Tensor) -> None:
         loss.backward()
+
+    def _move(self, parameter: Tensor) -> None:
+        parameter.grad = None
 
     def step(self, *, drain: bool = False) -> Tensor:
         if self._wire is not None and self._piece.grad is not None:
@@ -63,8 +66,61 @@ class Limit:
         pass  # each gradient is gone already
 
 
-def _drop(parameter: Tensor) -> None:
-    parameter.grad = None
+class Copies(Limit):
+    """The limit, and what ranks that share memory copy to exchange gradients and weights; nobody waits for anybody.
+
+    What others sum of a gradient is cast and laid out for them, what they have laid out is added to the own share, and
+    weights that others updated are copied after the step; with `gathers` all weights are, before forward and before
+    backward. The memory that is read is a buffer's, of no meaning.
+    """
+
+    def __init__(
+        self, config: Config, model: BuiltModel, world: World, *, gathers: bool = False
+    ) -> None:
+        super().__init__(config, model, world)
+        self._parameters, self._gathers = list(self.model.parameters()), gathers
+        reduce = getattr(torch, config.precision.reduce)
+        most = max(parameter.numel() for parameter in self._parameters)
+        # What is read was written some time before.
+        self._slots = [torch.zeros(most, dtype=reduce) for _ in range(4)]
+        self._num_peers, self._num_moved = world.size - 1, 0
+        sizes = [math.ceil(parameter.numel() / world.size) for parameter in self._parameters]
+        sums = torch.zeros(sum(sizes), dtype=reduce).split(sizes)
+        self._sums = dict(zip(self._parameters, sums, strict=True))
+        self._weights = [torch.zeros_like(parameter).view(-1) for parameter in self._parameters]
+
+    def microbatch(self, *, last: bool) -> contextlib.AbstractContextManager[None]:
+        if self._gathers:
+            self._copy_weights(whole=True)
+        return super().microbatch(last=last)
+
+    def backward(self, loss: Tensor) -> None:
+        if self._gathers:
+            self._copy_weights(whole=True)
+        super().backward(loss)
+
+    def step(self, *, drain: bool = False) -> Tensor:
+        norm = super().step(drain=drain)
+        if not self._gathers:
+            self._copy_weights(whole=False)
+        return norm
+
+    def _move(self, parameter: Tensor) -> None:
+        assert parameter.grad is not None
+        gradient, total = parameter.grad.view(-1), self._sums[parameter]
+        laid_out, read = (self._slots[(self._num_moved + i) % 4] for i in (0, 1))
+        self._num_moved += 1
+        laid_out[: gradient.numel() - total.numel()].copy_(gradient[total.numel() :])
+        total.copy_(gradient[: total.numel()])
+        for _ in range(self._num_peers):
+            total.add_(read[: total.numel()])
+        super()._move(parameter)
+
+    def _copy_weights(self, *, whole: bool) -> None:
+        with torch.no_grad():
+            for parameter, weights in zip(self._parameters, self._weights, strict=True):
+                first = 0 if whole else self._sums[parameter].numel()
+                parameter.view(-1)[first:].copy_(weights[first:])
 
 
 class Plain:

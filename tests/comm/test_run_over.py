@@ -41,7 +41,7 @@ class Tagged:
     def __init__(self) -> None:
         self.tags: list[int] = []
 
-    def send(self, tag: int, tensors: Sequence[Tensor], what: str) -> list[Any]:
+    def send(self, tag: int, tensors: Sequence[Tensor], what: str, dtype: Any = None) -> list[Any]:
         self.tags.append(tag)
         return []
 

@@ -35,7 +35,7 @@ class Slot:
         self.value = value
         self.events: list[str] = []
 
-    def send(self, tag: int, tensors: Sequence[Tensor], what: str) -> list[Any]:
+    def send(self, tag: int, tensors: Sequence[Tensor], what: str, dtype: Any = None) -> list[Any]:
         self.events.append("send")
         return []
 

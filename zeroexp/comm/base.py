@@ -71,9 +71,9 @@ class ReducePart:
 
 
 def spans_of(parts: Sequence[ReducePart], owner: int) -> list[Tensor]:
-    """Return the gradients that `owner` sums, as they travel: views, or casts where that is another dtype."""
+    """Return views of the gradients that `owner` sums, which are cast as they travel (`ReducePart.sent_dtype`)."""
     return [
-        part.gradients[span.member][span.start : span.stop].to(part.sent_dtype)
+        part.gradients[span.member][span.start : span.stop]
         for part in parts
         for span in part.chunk.spans(owner)
     ]

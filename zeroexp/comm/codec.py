@@ -131,12 +131,12 @@ def reduce_scatter_encoded(
     nothing = parts[0].gradients[0].new_empty(0, dtype=parts[0].sent_dtype)
     sent: dict[int, Tensor] = {}
     for peer in peers:
-        terms = torch.cat([nothing, *spans_of(parts, peer)])
+        terms = torch.cat([nothing, *_as_sent(parts, peer)])
         if residuals is None:
             sent[peer] = encode(codec, terms)
         else:
             sent[peer] = _encode_with_feedback(codec, terms, residuals[peer], parts, peer)
-    own = spans_of(parts, world.rank)
+    own = _as_sent(parts, world.rank)
     outs = [(out, part.accumulate) for part in parts for out in part.sums()]
     sizes = [term.numel() for term in own]
     expected = dict.fromkeys(peers, encoded_bytes(codec, sum(sizes)))
@@ -151,6 +151,10 @@ def reduce_scatter_encoded(
             sum_into(out, [terms[rank][index] for rank in range(world.size)], accumulate)
 
     return Pending([arriving], add_in_rank_order), sum(map(len, sent.values()))
+
+
+def _as_sent(parts: Sequence[ReducePart], owner: int) -> list[Tensor]:
+    return [term.to(parts[0].sent_dtype) for term in spans_of(parts, owner)]
 
 
 def _encode_with_feedback(

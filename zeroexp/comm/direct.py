@@ -156,25 +156,30 @@ class Direct(Transport):
     def reduce_scatter(self, parts: Sequence[ReducePart], what: str) -> tuple[Pending, int]:
         """Leave this rank's own term where autograd put it until the others arrive.
 
-        Copying it away would take a tenth longer.
+        Copying it away would take a tenth longer. One of another dtype is cast by the sum: until then it is a copy,
+        since a view would hold the gradients of all owners.
         """
         self._moves.record_collective(what)
         tag = self._reduction_tag()
         outs = [(out, part.accumulate) for part in parts for out in part.sums()]
         like = [out for out, _ in outs]
         arrivals = {p: self._channels[p].receive(tag, like, what, into=False) for p in self._peers}
-        mine = spans_of(parts, self._rank)
+        dtype = parts[0].sent_dtype
+        own = spans_of(parts, self._rank)
+        mine = [term if term.dtype is dtype else term.clone() for term in own]
         works: list[Any] = []
         num_bytes = 0
         for peer in self._peers:
             spans = spans_of(parts, peer)
-            works += self._channels[peer].send(tag, spans, what)
-            num_bytes += sum(span.nbytes for span in spans)
+            works += self._channels[peer].send(tag, spans, what, dtype)
+            num_bytes += dtype.itemsize * sum(span.numel() for span in spans)
 
         def add_in_rank_order() -> None:
             terms = {peer: arrival.wait() for peer, arrival in arrivals.items()}
             terms[self._rank] = mine
             for index, (out, accumulate) in enumerate(outs):
+                if mine[index].dtype is not dtype:
+                    mine[index] = mine[index].to(dtype) if accumulate else out.copy_(mine[index])
                 sum_into(out, [terms[rank][index] for rank in self._ranks], accumulate)
             for arrival in arrivals.values():
                 arrival.release()

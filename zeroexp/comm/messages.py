@@ -32,8 +32,13 @@ class ReceivedTensors:
 class Channel(Protocol):
     """Carries one-dimensional tensors to and from one peer. Both sides list the same sizes under the same tag."""
 
-    def send(self, tag: int, tensors: Sequence[Tensor], what: str) -> list[Any]:
-        """Send the tensors, and return works to wait for before they may change. Errors name them by `what`."""
+    def send(
+        self, tag: int, tensors: Sequence[Tensor], what: str, dtype: torch.dtype | None = None
+    ) -> list[Any]:
+        """Send the tensors, and return works to wait for before they may change. Errors name them by `what`.
+
+        dtype: in which they travel, for which the peer has room; None: their own.
+        """
         ...
 
     def receive(
@@ -50,8 +55,10 @@ class GlooChannel:
         """peer: its number among all ranks."""
         self._peer, self._moves = peer, moves
 
-    def send(self, tag: int, tensors: Sequence[Tensor], what: str) -> list[Any]:
-        messages = _messages(tensors)
+    def send(
+        self, tag: int, tensors: Sequence[Tensor], what: str, dtype: torch.dtype | None = None
+    ) -> list[Any]:
+        messages = _messages(tensors if dtype is None else [each.to(dtype) for each in tensors])
         buffers = [m[0] if len(m) == 1 else torch.cat(_bytes_of(m)) for m in messages]
         group = self._moves.world.process_group
         return [self._watched(group.send([b], self._peer, tag), b, what) for b in buffers]

@@ -179,8 +179,12 @@ class Arena:
         assert 0 <= offset < self.num_bytes, "only what lies in the arena can be exposed"
         return offset
 
-    def stage(self, tag: int, tensors: Sequence[Tensor], what: str) -> tuple[int, int]:
+    def stage(
+        self, tag: int, tensors: Sequence[Tensor], what: str, dtype: torch.dtype | None = None
+    ) -> tuple[int, int]:
         """Copy tensors into the slot of this tag; the first call for a tag waits for a slot that nobody reads.
+
+        dtype: to which the copies are cast; None: the tensors' own.
 
         Returns the slot and the offset of the first tensor; the others follow it, each aligned.
         """
@@ -190,8 +194,10 @@ class Arena:
         first = self._slots[self._slot] + self._written
         for tensor in tensors:
             start = self._slots[self._slot] + self._written
-            self.memory[start : start + tensor.nbytes].view(tensor.dtype).copy_(tensor)
-            self._written += aligned(tensor.nbytes)
+            there = dtype or tensor.dtype
+            num_bytes = tensor.numel() * there.itemsize
+            self.memory[start : start + num_bytes].view(there).copy_(tensor)
+            self._written += aligned(num_bytes)
         return self._slot, first
 
     def _free_slot(self, what: str) -> int:
@@ -220,8 +226,10 @@ class SharedChannel:
         self._control = control
         self._sent: dict[int, int] = {}  # slot -> tag of the data that the peer is to read there
 
-    def send(self, tag: int, tensors: Sequence[Tensor], what: str) -> list[Any]:
-        slot, offset = self._arena.stage(tag, tensors, what)
+    def send(
+        self, tag: int, tensors: Sequence[Tensor], what: str, dtype: torch.dtype | None = None
+    ) -> list[Any]:
+        slot, offset = self._arena.stage(tag, tensors, what, dtype)
         self._sent[slot] = tag
         self._arena.control.post_staged(self.peer, slot, tag, offset)
         self._wake_up.wake(self.peer)
