@@ -7,12 +7,13 @@ of another order of sums.
 
 from __future__ import annotations
 
-from functools import lru_cache
+from functools import lru_cache, reduce
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from tests.comm.asked import Call, as_nccl, asking
 from tests.crossed import crossed
@@ -139,6 +140,54 @@ def check_reduce_scatter(world: World, transport: str, case: str, dtype: torch.d
                 same(out, term + 1 if way == "added" else term, exact)
         num_bytes = counted(wire, "reduce")
     return num_bytes
+
+
+def check_cast_sums(world: World, transport: str, case: str) -> int:
+    """Gradients of bfloat16 are summed in float32, as are those that one rank has cast before."""
+    wire, chunks = make(world, transport, case)
+    half, full = torch.bfloat16, torch.float32
+    own = full if world.rank == 1 else half
+    for added in (False, True):
+        parts: list[ReducePart] = []
+        for chunk in chunks:
+            gradients = [each.to(own) for each in gradients_of(chunk, world.rank, half)]
+            out = [torch.ones(span.numel) for span in chunk.spans(world.rank)]
+            parts.append(ReducePart(chunk, gradients, out, added, dtype=full))
+        storages = [StorageWeakRef(g.untyped_storage()) for part in parts for g in part.gradients]
+        pending = wire.reduce_scatter(parts, "reduce")
+        for part in parts:
+            part.gradients.clear()
+        del gradients
+        if own is half:  # each rank's share is a copy: a view would hold what others own
+            assert all(storage.expired() for storage in storages)
+        pending.wait()
+        for part in parts:
+            flats = [flat_of(part.chunk, rank, half).float() for rank in range(world.size)]
+            expected = members(part.chunk, reduce(torch.add, flats) + added)
+            for span, out in zip(part.chunk.spans(world.rank), part.out, strict=True):
+                term = expected[span.member][span.start : span.stop]
+                same(out, term, exact=transport != "native" or world.size <= 2)
+        num_bytes = counted(wire, "reduce")
+    return num_bytes
+
+
+def cast_sums(world: World, transport: str) -> dict[str, int]:
+    return {c: check_cast_sums(world, transport, c) for c in CASES if c != "long-segments"}
+
+
+@pytest.mark.parametrize("transport", ["direct", "gloo", "native"])
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_gradients_are_cast_on_their_way(ranks, world_size, transport):
+    for rank, counted_bytes in enumerate(ranks(cast_sums, transport, world_size=world_size)):
+        for case, num_bytes in counted_bytes.items():
+            form = EngineForm(
+                [chunks_of(case, world_size)],
+                STAGES["zero2"],
+                world_size=world_size,
+                transport=transport,
+                precision=PrecisionForm("bfloat16", "float32", "float32"),
+            )
+            assert num_bytes == form.traffic(rank).bytes_by_kind["reduce"], case
 
 
 def check_all_reduce(world: World, transport: str, case: str, dtype: torch.dtype) -> int:

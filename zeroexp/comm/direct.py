@@ -176,10 +176,11 @@ class Direct(Transport):
 
         def add_in_rank_order() -> None:
             terms = {peer: arrival.wait() for peer, arrival in arrivals.items()}
-            terms[self._rank] = mine
+            terms[self._rank] = [
+                _cast_term(term, out, accumulate)
+                for term, (out, accumulate) in zip(mine, outs, strict=True)
+            ]
             for index, (out, accumulate) in enumerate(outs):
-                if mine[index].dtype is not dtype:
-                    mine[index] = mine[index].to(dtype) if accumulate else out.copy_(mine[index])
                 sum_into(out, [terms[rank][index] for rank in self._ranks], accumulate)
             for arrival in arrivals.values():
                 arrival.release()
@@ -256,6 +257,13 @@ class Direct(Transport):
     def _reduction_tag(self) -> int:
         self._num_reductions += 1
         return self._first_tag + 2 * self._num_reductions % NUM_TAGS + 1
+
+
+def _cast_term(term: Tensor, out: Tensor, accumulate: bool) -> Tensor:
+    """Return a term in the dtype of its sum: in the sum's own memory where that holds nothing yet."""
+    if term.dtype is out.dtype:
+        return term
+    return term.to(out.dtype) if accumulate else out.copy_(term)
 
 
 def sum_into(out: Tensor, terms: Sequence[Tensor], accumulate: bool) -> None:
