@@ -134,11 +134,13 @@ def gather_unheard(world: World) -> list[str]:
                 wire.all_gather([part], "gather", what="unit blocks.3").wait()
             errors.append(str(caught.value))
             barrier()
+            barrier()  # rank 1 has let go
     else:
         barrier()
         del wire
         gc.collect()
-        barrier()
+        for _ in range(3):
+            barrier()
     return errors
 
 
