@@ -373,7 +373,7 @@ class ClusterConfig:
     heartbeat_s: int = number(30, least=1, most=YEAR_S)
     # slurm: seconds from a job's first task to its last, and as many again for every 256 ranks: Python may load from a
     # slow shared disk
-    start_s: int = number(60, least=1)
+    start_s: int = number(60, least=1, most=YEAR_S)
     # seconds in which no rank has advanced in a step (before: done anything), after which the job ends; None: never
     hang_s: int | None = number(300, least=1, most=YEAR_S)
     # slurm: start again what Slurm ended; None = where checkpoint.every is set
