@@ -86,7 +86,7 @@ class Copies(Limit):
         self._num_peers, self._num_moved = world.size - 1, 0
         sizes = [math.ceil(parameter.numel() / world.size) for parameter in self._parameters]
         sums = torch.zeros(sum(sizes), dtype=reduce).split(sizes)
-        self._sums = dict(zip(self._parameters, sums, strict=True))
+        self._sums: dict[Tensor, Tensor] = dict(zip(self._parameters, sums, strict=True))
         self._weights = [torch.zeros_like(parameter).view(-1) for parameter in self._parameters]
 
     def microbatch(self, *, last: bool) -> contextlib.AbstractContextManager[None]:

@@ -50,6 +50,7 @@ class Comparison:
 
 
 OURS = ("zero1_buffer", "zero2_buffer", "zero3_buffer")
+COPIES = ("limit_copies", "limit_copies3")
 OVER_SOCKETS = tuple(f"{engine}_sockets" for engine in OURS)
 TORCH = ("zero_redundancy", "fsdp2_no_reshard", "fsdp2")
 PEERS = (*TORCH, "deepspeed2", "deepspeed3")
@@ -62,7 +63,7 @@ COMPARISONS = [
         "smollm2_135m",
         num_steps=3,
         num_rounds=3,
-        engines=(*TORCH, *OURS, *OVER_SOCKETS),
+        engines=(*COPIES, *TORCH, *OURS, *OVER_SOCKETS),
     ),
     # Long turns: the link lies idle once in each, until there is a first gradient to send.
     Comparison(
@@ -77,12 +78,14 @@ COMPARISONS = [
         "small_bf16",
         "small",
         precision="bf16_master",
-        engines=("ddp_master", "fsdp2_no_reshard", "fsdp2", *OURS),
+        engines=(*COPIES, "ddp_master", "fsdp2_no_reshard", "fsdp2", *OURS),
     ),
     Comparison("small_clip", "small", clip=True, engines=(*OURS, "fsdp2_no_reshard", "fsdp2")),
     Comparison("small_alone", "small", world_size=1, engines=("plain", *OURS)),
     Comparison("million_4_ranks", "million", world_size=4, num_steps=20, engines=(*PEERS, *OURS)),
-    Comparison("small_4_ranks", "small", world_size=4, num_rounds=4, engines=(*PEERS, *OURS)),
+    Comparison(
+        "small_4_ranks", "small", world_size=4, num_rounds=4, engines=(*COPIES, *PEERS, *OURS)
+    ),
     Comparison(
         "small_200mbit",
         "small",

@@ -95,7 +95,9 @@ class AbsentNeighbour(SharedChannel):
     def __init__(self, storages: Storages) -> None:
         self._storages = storages
 
-    def send(self, tag: int, tensors: Sequence[Tensor], what: str) -> list[Any]:
+    def send(
+        self, tag: int, tensors: Sequence[Tensor], what: str, dtype: torch.dtype | None = None
+    ) -> list[Any]:
         return []
 
     def receive(
