@@ -31,7 +31,9 @@ NEEDS = {
     "cluster.nodes": "cluster.link",
 }
 OF_TABLES = "data.subset data.split data.text_column data.label_column data.labels data.limit"
-OF_SLURM = "cluster.dry_run cluster.wait cluster.heartbeat_s cluster.start_s cluster.force cluster.slurm"
+OF_SLURM = (
+    "cluster.dry_run cluster.wait cluster.heartbeat_s cluster.start_s cluster.force cluster.slurm"
+)
 
 # Keys, or groups of keys, that have no effect; why; and what gives them one, or "" for nothing.
 Idle = tuple[str, str, str]
