@@ -24,6 +24,7 @@ from zeroexp.comm.native import Native
 from zeroexp.comm.sizes import slot_bytes
 from zeroexp.cut.chunk import Chunk, ParameterSpec
 from zeroexp.cut.layout import lay_out
+from zeroexp.cut.rank_grid import RankGrid
 from zeroexp.cut.stage import STAGES
 from zeroexp.measure.tcp_bytes import wire_meter
 from zeroexp.plan.closed_forms import EngineForm
@@ -200,6 +201,28 @@ def check_all_reduce(world: World, transport: str, case: str, dtype: torch.dtype
         for got, term in zip(part.gradients, expected, strict=True):
             same(got, term, exact)
     return counted(wire, "reduce")
+
+
+def sum_of_an_owner(world: World, transport: str) -> list[Tensor]:
+    """The sum over two replicas of two ranks of a chunk that one rank of each owns: the other has nothing to sum."""
+    wire = Collectives(world, transport=transport, grid=RankGrid(world.size, 2))
+    wire.connect()
+    (chunk,) = chunks_of("one-owner-for-all", 2)
+    wire.reserve([], slot_bytes([[chunk]], STAGES["ddp"], wire.group.rank, 4), 64)
+    part = ReducePart(chunk, gradients_of(chunk, world.rank, torch.float32))
+    wire.all_reduce([part], "reduce").wait()
+    wire.finish_sums()
+    wire.quiesce()
+    barrier()
+    return part.gradients
+
+
+@pytest.mark.parametrize("transport", ["direct", "gloo", "native"])
+def test_replicas_sum_what_a_rank_owns_nothing_of(ranks, transport):
+    (chunk,) = chunks_of("one-owner-for-all", 2)
+    for sums in ranks(sum_of_an_owner, transport, world_size=4):
+        for got, term in zip(sums, sum_in_rank_order(chunk, 4, torch.float32), strict=True):
+            same(got, term, exact=False)
 
 
 def counted(wire: Collectives, kind: str) -> int:

@@ -164,15 +164,15 @@ class Direct(Transport):
         outs = [(out, part.accumulate) for part in parts for out in part.sums()]
         like = [out for out, _ in outs]
         arrivals = {p: self._channels[p].receive(tag, like, what, into=False) for p in self._peers}
-        dtype = parts[0].sent_dtype
+        dtype = parts[0].dtype
         own = spans_of(parts, self._rank)
-        mine = [term if term.dtype is dtype else term.clone() for term in own]
+        mine = [term if dtype in (None, term.dtype) else term.clone() for term in own]
         works: list[Any] = []
         num_bytes = 0
         for peer in self._peers:
             spans = spans_of(parts, peer)
             works += self._channels[peer].send(tag, spans, what, dtype)
-            num_bytes += dtype.itemsize * sum(span.numel() for span in spans)
+            num_bytes += sum(span.numel() * (dtype or span.dtype).itemsize for span in spans)
 
         def add_in_rank_order() -> None:
             terms = {peer: arrival.wait() for peer, arrival in arrivals.items()}
