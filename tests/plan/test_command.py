@@ -100,7 +100,7 @@ WRONG = {
         "use less",
     ),
     "model=llama_8b": ("model=llama_8b:", "did you mean llama3_8b?"),
-    "model.hf_config.vocab_size=many": ("model.hf_config of model.name=small:", "expected int"),
+    "model.hf_config.vocab_size=many": ("model.hf_config.vocab_size=many:", "expected int"),
     "model.hf_config.hidden_size=0": ("model.hf_config.hidden_size=0:", "use one"),
     "world_size=4 data.global_batch_size=6": ("data.global_batch_size=6:", "use 4 or 8"),
     "study=table_z": ("study=table_z:", "compare"),

@@ -19,13 +19,13 @@ MISTAKES = (ConfigError, HydraException, OmegaConfBaseException, YAMLError)
 FREE = ("model.hf_config.", "model.mlp.", "model.moe.", "optimizer.kinds.", "cluster.slurm.sbatch.")
 FREE = (*FREE, *(f"{group}.settings." for group in WITH_SETTINGS))
 
-# Part of OmegaConf's message -> the remedy we print; the first match counts.
+# Part of OmegaConf's message -> the remedy we print, with what was given for VALUE; the first match counts.
 HINTS = {
     "to Integer": "use a whole number",
     "to Float": "use a number",
     "valid bool": "use true or false",
     "is not Optional": "give it a value",
-    "is not a ListConfig": "use a list, as [1,2]",
+    "is not a ListConfig": "use a list, as [VALUE]",
     "to string": "use a text",
     "'typing.List[": "use lists in it, as {key: [1,2]}",
     "not in '": "`zeroexp --cfg job` shows all keys",
@@ -113,4 +113,5 @@ def _wrong_value(key: str, text: str, cause: BaseException) -> str:
     override = re.search(r"override \+*(\S+=.*)", text)
     reason = first_line(cause) if override else "; ".join(text.splitlines()[:2])
     remedy = next((hint for word, hint in HINTS.items() if word in reason), HINTS[""])
-    return f"{override[1] if override else key}: {reason}; {remedy}"
+    given = override[1] if override else key
+    return f"{given}: {reason}; {remedy.replace('VALUE', given.partition('=')[2] or '…')}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -110,6 +111,17 @@ def _grouped_product(first: Tensor, second: Tensor, *, offs: Tensor, **further: 
     return made(first, second, offs, further["out_dtype"])
 
 
+def _refused_shape(error: Exception, config: ModelConfig) -> str:
+    """Say what transformers has against a shape: of one key, or of several that do not fit each other."""
+    cause = error.__cause__ if isinstance(error, StrictDataclassError) else None
+    reason = " ".join(str(cause or error).split()).rstrip(".")
+    if field := re.search(r"for field '(\w+)'", str(error)):
+        value = shape_of(config).get(field[1])
+        return f"model.hf_config.{field[1]}={value}: {reason}; use a value of that type"
+    whose = f"model.hf_config of model.name={config.name}"
+    return f"{whose}: {reason}; give it values that fit each other"
+
+
 def _shape(config: ModelConfig, vocab_size: int | None) -> PreTrainedConfig:
     """Build transformers' config, without key-value cache and without randomness in forward."""
     kind = architecture(config)
@@ -131,8 +143,7 @@ def _shape(config: ModelConfig, vocab_size: int | None) -> PreTrainedConfig:
     try:
         shape = AutoConfig.for_model(kind, use_cache=False, **keys)
     except (StrictDataclassError, ValueError, TypeError, KeyError) as error:
-        reason = " ".join(str(error).split())
-        raise ConfigError(f"model.hf_config of model.name={config.name}: {reason}") from error
+        raise ConfigError(_refused_shape(error, config)) from error
     if not isinstance(getattr(shape, "vocab_size", None), int):
         problem = "a model of several parts, which takes more than tokens"
         raise ConfigError(f"model_type={kind}: {problem}; use the model of its text alone")
