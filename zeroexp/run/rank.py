@@ -221,7 +221,9 @@ def _train(config: Config, world: World, folder: Path, stop: Stop) -> bool:
         facts = {
             "data_source": data.source,
             "num_parameters": num_parameters,
-            "plan": {} if world.rank else _plan(config, strategy, data.vocab_size),
+            "plan": {}
+            if world.rank
+            else _plan(_with_steps_from(config, records[0].step), strategy, data.vocab_size),
             **_speed(config, world, needed * config.data.global_batch_size),
         }
         _summarise(folder, world, records, facts, build_peak_bytes)
@@ -271,6 +273,14 @@ def _found_in_steps(
     instruments.dtypes.gather()
     graphs = graphs_compiled() if config.train.compile else {}
     return {**graphs, **instruments.dtypes.as_record(asked)}
+
+
+def _with_steps_from(config: Config, first_step: int) -> Config:
+    """Return the config whose measured steps are those that a resumed run took: outer ones are among them or not."""
+    num_steps = config.train.warmup_steps + config.train.steps
+    num_warmup = max(config.train.warmup_steps, first_step)
+    train = replace(config.train, warmup_steps=num_warmup, steps=num_steps - num_warmup)
+    return replace(config, train=train)
 
 
 def _plan(config: Config, strategy: Strategy, vocab_size: int | None) -> dict[str, float]:
