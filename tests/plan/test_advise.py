@@ -21,11 +21,13 @@ TINY = (*WORDS, "cluster.device=cuda", "data.global_batch_size=4")
 LINE = " ".join(TINY)
 
 
-def candidate(stage: str, micro: int, seconds: float | None, gib: float) -> PlannedPoint:
-    """One of 8 GiB of memory; `seconds` None: it was not rehearsed."""
+def candidate(
+    stage: str, micro: int, seconds: float | None, gib: float, kind: str = "parameters"
+) -> PlannedPoint:
+    """One of 8 GiB of memory, full of one kind; `seconds` None: it was not rehearsed."""
     config = with_settings(composed(*TINY), {"strategy": stage, MICRO: micro, BATCH: 8})
     planned = plan_point(config, None, "cuda")
-    peak = RankPeak(0, "backward", int(gib * GIB), {"parameters": int(gib * GIB)}, {}, [])
+    peak = RankPeak(0, "backward", int(gib * GIB), {kind: int(gib * GIB)}, {}, [])
     times = None if seconds is None else (0.8 * seconds, seconds, 1.2 * seconds)
     rehearsed = times and RehearsedPeaks([peak], "cpu", times, seconds or 0.0, "made up")
     outcome = replace(planned.outcome, memory_gib=8.0, rehearsed=rehearsed)
@@ -59,7 +61,7 @@ def test_the_fastest_that_fits_is_named_beside_the_one_that_leaves_most_memory()
     text = " ".join(as_text(found).split())
     assert text.startswith(
         "use zero1, micro-batch 2, recomputation off: 6.5 GiB of 8 GiB, 2 s a step (1.6-2.4), 1.5 x as fast as zero2; "
-        "zero3 would leave 6 GiB free and take 2 x as long; of 6 rehearsed, 1 more may be faster; "
+        "zero3, micro-batch 2, would leave 6 GiB free and take 2 x as long; of 6 rehearsed, 1 more may be faster; "
         "on 2 ranks (cuda, 1 node of 2)"
     )
     assert "ddp does not fit: at least 9 GiB." in text
@@ -79,6 +81,11 @@ def test_where_nothing_fits_it_says_so():
     told = " ".join(text.split())
     assert told.startswith("Nothing fits on 2 ranks (cuda, 1 node of 2)")
     assert "zero3 with micro-batch 1 holds 8.5 GiB. Use more ranks: --fit says how many." in told
+    told = " ".join(as_text(advice(candidate("zero3", 1, 1.0, 8.5, "activations"))).split())
+    remedy = (
+        "Activations and logits take 8.5 GiB on any number of ranks: use a shorter data.seq_len."
+    )
+    assert remedy in told
 
 
 @pytest.mark.slow

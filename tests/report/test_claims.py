@@ -69,6 +69,14 @@ def test_a_number_that_is_not_as_planned_breaks_its_claim(sweep: Path, changes, 
     assert broken.startswith(line) and broken.endswith("DOES NOT HOLD")
 
 
+def test_of_what_an_interface_counted_nothing_is_claimed(sweep: Path) -> None:
+    spread = {"fullest": 9.0, "mean": 7.0, "per_rank": [5.0, 9.0]}
+    change(sweep / "ours/summary.json", {"plan.link": 5, "link_bytes_per_step": spread})
+    (ours,) = (point.summary for point in points(sweep) if point.name == "ours")
+    assert ours and ours.plan_errors["link"] == 2.0
+    assert not conclude(points(sweep)).broken
+
+
 def test_losses_that_part_break_their_claim(sweep: Path) -> None:
     edit(sweep / "ours/records.jsonl", '"loss": 7.0,', '"loss": 7.1,')
     assert "loss curves DISAGREE" in conclude(points(sweep)).broken[0]

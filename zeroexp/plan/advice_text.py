@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 from zeroexp.plan.advise import BUDGET_SECONDS, Advice, advise, way_of
-from zeroexp.plan.outcome import PlannedPoint
+from zeroexp.plan.outcome import PlannedPoint, RankPeak
 from zeroexp.plan.plan_points import Plans
 from zeroexp.plan.plan_table import json_entry, row_of, states_at_peak
 from zeroexp.plan.text_table import GIB, MIB, Row, lines_of, unit_of, wrapped
@@ -87,7 +87,13 @@ def _first_line(advice: Advice) -> str:
                 return f"Nothing can be advised {on}: {reason}."
         least = min(advice.candidates, key=lambda each: each.outcome.peak_bytes)
         held = f"{least.outcome.strategy} with micro-batch {least.micro} holds {_held(least)}"
-        return f"Nothing fits {on}: {held}. Use more ranks: --fit says how many."
+        rehearsed = least.outcome.rehearsed
+        if rehearsed and _beside_states(rehearsed.fullest) > least.outcome.limit_bytes:
+            beside = _size(_beside_states(rehearsed.fullest))
+            remedy = f"Activations and logits take {beside} on any number of ranks: use a shorter data.seq_len."
+        else:
+            remedy = "Use more ranks: --fit says how many."
+        return f"Nothing fits {on}: {held}. {remedy}"
     outcome, rehearsed = best.outcome, best.outcome.rehearsed
     least, expected, most = rehearsed.step_seconds
     limit, size = outcome.memory_gib, outcome.peak_bytes
@@ -104,7 +110,7 @@ def _first_line(advice: Advice) -> str:
     if lean and way_of(lean) != way_of(best):
         held, again = lean.outcome.peak_bytes, " with recomputation" if lean.recomputes else ""
         room = f"leave {_size(outcome.limit_bytes - held)} free" if limit else f"hold {_size(held)}"
-        parts.append(f"{lean.outcome.strategy}{again} would {room}")
+        parts.append(f"{lean.outcome.strategy}{again}, micro-batch {lean.micro}, would {room}")
         if lean not in others[:1]:  # of which the seconds are told
             parts[-1] += f" and take {lean.seconds / best.seconds:.3g} x as long"
     if num := sum(not advice.only_saves_memory(each) for each in advice.late):
@@ -117,15 +123,15 @@ def _reasons(advice: Advice) -> list[str]:
     best, reasons = advice.best, list[str]()
     if best and best.outcome.rehearsed:
         peak, computes = best.outcome.rehearsed.fullest, best.outcome.rehearsed.compute_seconds
-        states, waits = states_at_peak(peak.by_kind), max(0.0, best.seconds - computes)
+        beside, waits = _beside_states(peak), max(0.0, best.seconds - computes)
         kept = ""
         if peak.reserved_bytes is not None:
             kept = f"; the allocator reserves {_size(peak.needed_bytes - peak.num_bytes)} more"
         if peak.num_retries:
             kept += f", and must make room {peak.num_retries} times a step, which costs time beyond the estimate"
         reasons.append(
-            f"Why: at its peak, in {peak.phase}, {_size(states)} are model states and gathered units, and "
-            f"{_size(peak.num_bytes - states)} are activations, logits and what exists for a moment{kept}. Of its step "
+            f"Why: at its peak, in {peak.phase}, {_size(peak.num_bytes - beside)} are model states and gathered units, "
+            f"and {_size(beside)} are activations, logits and what exists for a moment{kept}. Of its step "
             f"it computes {1e3 * computes:,.1f} ms and waits {1e3 * waits:,.1f} ms for messages."
         )
     for stage in dict.fromkeys(each.outcome.strategy for each in advice.candidates):
@@ -141,6 +147,11 @@ def _reasons(advice: Advice) -> list[str]:
             "time that all of them take."
         )
     return reasons
+
+
+def _beside_states(peak: RankPeak) -> float:
+    """Return the bytes at a peak that are no model states: activations, logits, what exists for a moment."""
+    return peak.num_bytes - states_at_peak(peak.by_kind)
 
 
 def _words(best: PlannedPoint) -> str:

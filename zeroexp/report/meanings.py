@@ -23,7 +23,7 @@ MEANINGS = {
     "planned": "planned: the peak of the rank with most model states, rehearsed (zeroexp plan --rehearse).",
     "predicted": "predicted: the range of its step, by what zeroexp calibrate has measured of this machine.",
     "build": "build: the most allocated at once before the first step.",
-    "sent/step": "sent/step: what the rank that sends most handed to others in one step.",
+    "sent/step": "sent/step: what the rank that sends most handed to others in one step; over TCP with gloo's headers.",
     "by TCP": "by TCP: what of it left through the network; ranks of one host may read each other's memory.",
     "by link": "by link: what all ranks of a node sent over its link, read from the interface less its headers.",
     "host": "host: states that rest there and in no other column; host peak: the most allocated there at once; over "
