@@ -117,10 +117,9 @@ class Copies(Limit):
         super()._move(parameter)
 
     def _copy_weights(self, *, whole: bool) -> None:
-        with torch.no_grad():
-            for parameter, weights in zip(self._parameters, self._weights, strict=True):
-                first = 0 if whole else self._sums[parameter].numel()
-                parameter.view(-1)[first:].copy_(weights[first:])
+        for parameter, weights in zip(self._parameters, self._weights, strict=True):
+            first = 0 if whole else self._sums[parameter].numel()
+            parameter.data.view(-1)[first:].copy_(weights[first:])  # no write that autograd sees
 
 
 class Plain:
