@@ -55,6 +55,10 @@ def test_what_is_as_planned_holds_and_is_on_the_page(sweep: Path) -> None:
         ({"plan.total": 5}, "bytes held: 1 of 2 points as planned, to the byte (ours +"),
         ({"plan.sent": 5}, "bytes sent: 0 of 1 points"),
         (
+            {"rehearsed.calls": 16.25},
+            "operations: 0 of 1 points as planned, to the call (ours -0.25",
+        ),
+        (
             {"rehearsed.calls": 5},
             "operations: 0 of 1 points as planned, to the call (ours +11 calls)",
         ),

@@ -11,12 +11,12 @@ from typing import Any
 
 import pytest
 
-from tests.report.made import change, points, repeats
+from tests.report.made import change, edit, points, repeats
 from tests.run_folders import PARAMETER_BYTES, write_run
 from zeroexp.report import page
 from zeroexp.report.columns import MIB
 from zeroexp.report.page.chart import DEFAULTS
-from zeroexp.report.words import headline_cards
+from zeroexp.report.words import headline_cards, headline_sentences
 
 P = PARAMETER_BYTES / MIB
 
@@ -183,6 +183,19 @@ def test_words_of_a_run_cannot_become_code(tmp_path: Path) -> None:
     assert evil not in text
     assert unescape(text).count(evil) == 2  # in the row of the run, and among the problems
     assert "&lt;b>" in bars(charts(text)["memory"])["parameters"], "plotly would take it for a tag"
+
+
+def test_steps_of_unlike_work_are_said_to_be(tmp_path: Path) -> None:
+    """A step of twice the samples takes twice as long, and is on the way to another loss."""
+    for name, size in (("small", 4), ("large", 8)):
+        folder = write_run(tmp_path / name)
+        size_before = re.search(r"global_batch_size: (.*)", (folder / "config.yaml").read_text())
+        assert size_before
+        edit(folder / "config.yaml", size_before[0], f"global_batch_size: {size}")
+    (line,) = [line for line in headline_sentences(points(tmp_path)) if "same work" in line]
+    assert "(data.global_batch_size=8, 4): compare tokens/s" in line
+    shutil.rmtree(tmp_path / "large")
+    assert not any("same work" in line for line in headline_sentences(points(tmp_path)))
 
 
 def test_a_page_is_made_of_whatever_is_known(tmp_path: Path) -> None:

@@ -104,7 +104,13 @@ def _of_all(
     """Return what holds of all points whose error is known, and which of them are wrong; of none it is not proved."""
     done = [(point.name, point.summary) for point in points if point.summary]
     known = [(name, error, s) for name, s in done if (error := error_of(s)) is not None]
-    wrong = [f"{name} {error:+,.0f} {unit}" for name, error, s in known if abs(error) > allowed(s)]
+    # A mean over steps may be off by a part of one.
+    off = [
+        (name, f"{error:+,.{0 if abs(error) >= 1 else 2}f}")
+        for name, error, s in known
+        if abs(error) > allowed(s)
+    ]
+    wrong = [f"{name} {error} {unit}" for name, error in off]
     worst = max((abs(error) for _, error, _ in known), default=0)
     named = f" ({', '.join(wrong)})" if wrong else f" (worst {worst:,.0f} {unit})" if worst else ""
     held = f"{len(known) - len(wrong)} of {len(known)} points as planned"

@@ -15,6 +15,7 @@ LEAST = {  # label of a card -> the column whose least number it shows
     "shortest step": "step_seconds",
     "least sent": "sent_bytes_per_step",
 }
+OF_WORK = ("data.global_batch_size", "data.seq_len")
 UNITS = {"step_seconds": "ms", "sent_bytes_per_step": "MiB a step"}
 
 
@@ -27,13 +28,24 @@ class Card(NamedTuple):
 
 
 def headline_sentences(points: Sequence[MeasuredPoint]) -> list[str]:
-    """Say what ran, which runs diverged, and what rose with the steps."""
+    """Say what ran, whether a step is the same work, which runs diverged, and what rose with the steps."""
     diverged = [
         f"{point.name} {point.summary.verdict}: its numbers are of a run that does not train."
         for point in points
         if point.summary and point.summary.verdict
     ]
-    return [_what_ran(points), *diverged, *drift_lines(points)]
+    return [_what_ran(points), *_unlike_work(points), *diverged, *drift_lines(points)]
+
+
+def _unlike_work(points: Sequence[MeasuredPoint]) -> list[str]:
+    """Say where a step of one point trains on more than one of another, so that their seconds and losses differ."""
+    sizes = {key: dict.fromkeys(point.run.config[key] for point in points) for key in OF_WORK}
+    unlike = [f"{key}={', '.join(values)}" for key, values in sizes.items() if len(values) > 1]
+    if not unlike:
+        return []
+    return [
+        f"Steps are not the same work ({'; '.join(unlike)}): compare tokens/s, not steps or losses."
+    ]
 
 
 def headline_cards(points: Sequence[MeasuredPoint]) -> list[Card]:
