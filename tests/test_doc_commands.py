@@ -190,7 +190,8 @@ def reads_a_sweep(place: Path, words: list[str]) -> None:
     done = Warm(command, cwd=place, env=environment(place))
     _, errors = done.communicate()
     nothing_failed = "nothing there has failed" in errors and "--rerun" in words
-    assert done.returncode == (2 if nothing_failed else 0), errors
+    of_files = "MLflow tracks none of its runs" in errors and words[0] == "sync"
+    assert done.returncode == (2 if nothing_failed or of_files else 0), errors
 
 
 def test_commands_are_found() -> None:
