@@ -139,8 +139,16 @@ def test_positions_tokens_and_warm_up(world):
 
 
 @pytest.mark.parametrize(
+    ("start", "warmup"), [(1, [True, True, False]), (2, [True, False]), (3, [False])]
+)
+def test_a_process_that_resumes_warms_up_again(world, start, warmup):
+    _, records = run(make_config(warmup=2, steps=2), world, start_step=start)
+    assert [r.warmup for r in records] == warmup
+
+
+@pytest.mark.parametrize(
     ("warmup", "start", "reading"),
-    [(2, 0, 1), (2, 1, 1), (0, 0, 1), (1, 0, 2), (1, 2, 2)],
+    [(2, 0, 1), (2, 1, 2), (0, 0, 1), (1, 0, 2), (1, 2, 2)],
 )
 def test_memory_is_read_in_one_step(world, warmup, start, reading):
     """The last of warm-up, or the last of all: never the first, in which an optimizer has no moments yet."""

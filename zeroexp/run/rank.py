@@ -69,7 +69,7 @@ from zeroexp.tracking.files import (
     write_summary,
 )
 from zeroexp.training.agree_to_stop import ASKS_TO_STOP, SAVED, Stop
-from zeroexp.training.loop import train
+from zeroexp.training.loop import first_measured_step, train
 from zeroexp.zero.options import DTYPES
 
 M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4  # <malloc.h>
@@ -223,7 +223,7 @@ def _train(config: Config, world: World, folder: Path, stop: Stop) -> bool:
             "num_parameters": num_parameters,
             "plan": {}
             if world.rank
-            else _plan(_with_steps_from(config, records[0].step), strategy, data.vocab_size),
+            else _plan(_with_steps_from(config, start_step), strategy, data.vocab_size),
             **_speed(config, world, needed * config.data.global_batch_size),
         }
         _summarise(folder, world, records, facts, build_peak_bytes)
@@ -275,10 +275,10 @@ def _found_in_steps(
     return {**graphs, **instruments.dtypes.as_record(asked)}
 
 
-def _with_steps_from(config: Config, first_step: int) -> Config:
-    """Return the config whose measured steps are those that a resumed run took: outer ones are among them or not."""
+def _with_steps_from(config: Config, start_step: int) -> Config:
+    """Return the config whose measured steps are those of a resumed run: outer ones are among them or not."""
     num_steps = config.train.warmup_steps + config.train.steps
-    num_warmup = max(config.train.warmup_steps, first_step)
+    num_warmup = first_measured_step(config, start_step)
     train = replace(config.train, warmup_steps=num_warmup, steps=num_steps - num_warmup)
     return replace(config, train=train)
 

@@ -110,23 +110,24 @@ class _Run:
         self._world, self._collectives = world, Collectives(world)
         self._wire, self._link = wire_meter(world.backend), ByteMeter(link_bytes)
         self._instruments = instruments or Instruments(TrainConfig(), world, Path())
-        num_warmup = config.train.warmup_steps
-        self.num_steps = num_warmup + config.train.steps
+        self.num_steps = config.train.warmup_steps + config.train.steps
+        self._num_warmup = num_warmup = first_measured_step(config, start_step)
         self.validated = validated_steps(config)
         self._window_ends = {num_warmup - 1, self.num_steps - 1}
         # torch's profiler corrupts memory where it ends while work of gloo is in flight.
         self._drained = {*self._window_ends, *self.validated, *config.train.profile_steps}
-        in_warmup = num_warmup > max(start_step, 1)
+        in_warmup = num_warmup > start_step + 1
         self._reading_step = num_warmup - 1 if in_warmup else self.num_steps - 1
 
     def take_step(self, index: int) -> _Step:
         """Train one step, and let the instruments write what they saw of it."""
         reads, instruments = index == self._reading_step, self._instruments
-        by_cause = index == self._config.train.warmup_steps - 1
+        by_cause = index == self._num_warmup - 1
         watching = instruments.watching(index, self._strategy, reading=reads, by_cause=by_cause)
         with watching as trace, self._timing_moves(index, trace) as moves:
             dtypes = instruments.dtypes if reads else None
-            step = _Step(self._world, index, self._config, dtypes=dtypes, trace=trace)
+            warmup = index < self._num_warmup
+            step = _Step(self._world, index, self._config, warmup, dtypes=dtypes, trace=trace)
             num_tokens = self._accumulate_gradients(step)
             self._update_parameters(step)
         step.end(num_tokens, moves)
@@ -154,7 +155,7 @@ class _Run:
         """Time the moves of a step; on a GPU, where each mark is an event that the host records, of every tenth one."""
         if trace is not None or self._world.timed_device.type == "cpu":
             return meter.recording()
-        is_timed = (index - self._config.train.warmup_steps) % GPU_TIMES_EVERY == 0
+        is_timed = (index - self._num_warmup) % GPU_TIMES_EVERY == 0
         return meter.recording(self._world.timed_device) if is_timed else nullcontext([])
 
     def _accumulate_gradients(self, step: _Step) -> int:
@@ -201,6 +202,12 @@ class _Run:
         step.clock.stop()
 
 
+def first_measured_step(config: Config, start_step: int) -> int:
+    """Return the first step that counts in times: a process that resumes is as cold as one that begins."""
+    last = config.train.warmup_steps + config.train.steps - 1  # it counts always
+    return min(start_step + config.train.warmup_steps, last)
+
+
 def validated_steps(config: Config) -> set[int]:
     """Return the 0-based steps that a validation follows: every so many, and the last one."""
     if config.data.validation_split is None and config.data.validation_samples is None:
@@ -224,6 +231,7 @@ class _Step:
         world: World,
         index: int,
         config: Config,
+        warmup: bool,
         *,
         dtypes: DtypeRecorder | None,  # of the step whose memory is read
         trace: StepTrace | None = None,
@@ -231,7 +239,7 @@ class _Step:
         self._world, self._trace, self._dtypes = world, trace, dtypes
         self.record = StepRecord(
             step=index,
-            warmup=index < config.train.warmup_steps,
+            warmup=warmup,
             samples_seen=(index + 1) * config.data.global_batch_size,
             loss=nan,
             grad_norm=nan,
