@@ -147,11 +147,6 @@ def pin(checkpoint: Path, run: Path) -> None:
             _holds(path)  # the run that saved here may have ended, and removes no pin any more
 
 
-def _is_pinned(checkpoint: Path) -> bool:
-    """Tell whether a run that has not ended waits for this checkpoint."""
-    return any(map(_holds, checkpoint.parent.glob(f"{PIN}.{checkpoint.name}.*")))
-
-
 def _holds(path: Path) -> bool:
     """Tell whether the run of this pin has not ended, and remove the pin if it has.
 
@@ -167,8 +162,8 @@ def _holds(path: Path) -> bool:
 def keep_newest(run: Path, count: int) -> None:
     """Remove older checkpoints without pins; the rename comes first, so that no half-removed folder looks complete."""
     for path in complete_checkpoints(run)[:-count]:
-        if _is_pinned(path):
-            continue
+        if any(map(_holds, path.parent.glob(f"{PIN}.{path.name}.*"))):
+            continue  # a run that has not ended waits for it
         leaving = path.with_name(f".{path.name}.leaving")
         # The remains disturb nobody, and the next start removes them.
         with contextlib.suppress(OSError):

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import platform
 import time
+from collections import defaultdict
 from collections.abc import Iterable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import torch
@@ -48,18 +49,15 @@ def write_pieces(folder: Path, rank: int, tensors: Flat) -> Written:
 
 def join_pieces(of_ranks: Iterable[Written]) -> tuple[Stored, Stored]:
     """Return state and random states with the pieces of all ranks. Raises ValueError where elements are missing."""
-    whole: Written = {}
+    parts: dict[str, list[StoredTensor]] = defaultdict(list)
     for written in of_ranks:
         for key, tensor in written.items():
-            others = whole.setdefault(key, tensor)
-            assert (others.shape, others.dtype) == (tensor.shape, tensor.dtype), key
-            if others is not tensor:
-                pieces = (*others.pieces, *tensor.pieces)
-                whole[key] = StoredTensor(tensor.shape, tensor.dtype, pieces)
+            parts[key].append(tensor)
     joined: dict[str, Stored] = {STATE: {}, RNG: {}}
-    for key, tensor in whole.items():
-        pieces = tuple(sorted(tensor.pieces, key=lambda piece: piece.start))
-        tensor = StoredTensor(tensor.shape, tensor.dtype, pieces)
+    for key, of_key in parts.items():
+        assert len({(tensor.shape, tensor.dtype) for tensor in of_key}) == 1, key
+        pieces = sorted((p for tensor in of_key for p in tensor.pieces), key=lambda p: p.start)
+        tensor = replace(of_key[0], pieces=tuple(pieces))
         require_whole(key, tensor)
         kind, _, rest = key.partition("/")
         owner, _, entry = rest.rpartition("/")

@@ -47,20 +47,16 @@ def _refusal(point: SweepPoint, rehearses: bool) -> str | None:
     outcome, cluster = planned.outcome, point.config.cluster
     if outcome.verdict != "no" or cluster.force:
         return None
-    beside = (
-        f" beside cluster.reserved_gib={cluster.reserved_gib:g}" if cluster.reserved_gib else ""
-    )
-    needed = (
-        f"a rank holds {_peak(outcome.rehearsed)}"
-        if outcome.rehearsed
-        else f"model states take {gib(outcome.total.fullest)} of a rank"
-    )
-    limit = cluster.device_memory_gib
-    named = (
-        f"cluster.gpu={cluster.gpu}" if limit is None else f"cluster.device_memory_gib={limit:g}"
-    )
+    needed = f"model states take {gib(outcome.total.fullest)} of a rank"
+    if outcome.rehearsed:
+        needed = f"a rank holds {_peak(outcome.rehearsed)}"
+    if cluster.reserved_gib:
+        needed += f" beside cluster.reserved_gib={cluster.reserved_gib:g}"
+    named = f"cluster.gpu={cluster.gpu}"
+    if (limit := cluster.device_memory_gib) is not None:
+        named = f"cluster.device_memory_gib={limit:g}"
     remedy = "use more ranks or a later stage (zeroexp plan --fit), or cluster.force=true"
-    return f"{named}: {needed}{beside}; {remedy}"
+    return f"{named}: {needed}; {remedy}"
 
 
 def refuse_full_disks(points: Sequence[SweepPoint]) -> list[SweepPoint]:

@@ -222,19 +222,14 @@ class _Followed(ShownRun):
 
 def _settle(job: Job, seen: Sighting | None) -> tuple[str, str | None]:
     status, reason = slurm_state.conclude_state(job, seen)
-    if seen and seen.nodes:
-        _note_nodes(job, seen.nodes)
+    submitted = read_json(job.folder / SLURM_FILE) if seen and seen.nodes else None
+    if seen and submitted and submitted.get("node_list") != seen.nodes:
+        # Comparing runs by node reveals a slow one.
+        write_json(job.folder / SLURM_FILE, {**submitted, "node_list": seen.nodes})
     before = job.state
     if (status, reason) != (before["status"], before["reason"]):
         job.enter(status, reason)
     return status, reason
-
-
-def _note_nodes(job: Job, node_list: str) -> None:
-    """Record the job's nodes in slurm.json: comparing runs by node reveals a slow one."""
-    submitted = read_json(job.folder / SLURM_FILE)
-    if submitted and submitted.get("node_list") != node_list:
-        write_json(job.folder / SLURM_FILE, {**submitted, "node_list": node_list})
 
 
 def _show_steps(followed: list[_Followed], seconds: float) -> None:

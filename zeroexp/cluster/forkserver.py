@@ -113,7 +113,9 @@ def _fork(run: Callable[[], object]) -> int:
     if pid == 0:
 
         def begin() -> None:
-            _die_with(server)
+            ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+            if os.getppid() != server:  # it died before prctl took effect
+                raise SystemExit(1)
             run()
 
         run_and_leave(begin)
@@ -240,12 +242,6 @@ def _fork_rank(
     os.setpgid(pid, pid)  # the child does it too; the first call counts
     os.close(descriptor)  # the next descriptor takes its number
     return WatchedRank(place.rank, pid, numbers, failure.log_path(folder, place.rank))
-
-
-def _die_with(server: int) -> None:
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != server:  # the server died before prctl took effect
-        raise SystemExit(1)
 
 
 def main() -> None:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import importlib
 import os
 import sys
 import traceback
 from collections.abc import Callable
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import NoReturn
 
 
@@ -34,10 +34,7 @@ def run_and_leave(run: Callable[[], object]) -> NoReturn:
 
 def main() -> NoReturn:
     rank_main, folder, device = sys.argv[1:]
-    module, _, function = rank_main.partition(":")
-    run_and_leave(
-        lambda: getattr(importlib.import_module(module), function)(Path(folder), device=device)
-    )
+    run_and_leave(lambda: resolve_name(rank_main)(Path(folder), device=device))
 
 
 if __name__ == "__main__":

@@ -6,10 +6,9 @@ import os
 import re
 import shutil
 import subprocess
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from zeroexp.cluster.job import Job, Status, ending_of, first_cause, reason_of
 from zeroexp.cluster.task import ENDED, PREEMPTED, TIME_LIMIT
@@ -36,10 +35,8 @@ class Sighting:
 def require_slurm() -> None:
     """Raise ConfigError if this machine cannot submit jobs."""
     if shutil.which("sbatch") is None:
-        remedy = (
-            "use a login node, cluster.dry_run=true, or a Slurm of your own (slurm/minicluster)"
-        )
-        raise ConfigError(f"cluster=slurm: there is no sbatch on this machine; {remedy}")
+        remedy = "a login node, cluster.dry_run=true, or a Slurm of your own (slurm/minicluster)"
+        raise ConfigError(f"cluster=slurm: there is no sbatch on this machine; use {remedy}")
 
 
 class SlurmSilent(ConfigError):
@@ -166,14 +163,12 @@ def _state_of_waiting(job: Job, seen: Sighting) -> tuple[Status, str | None]:
 
 
 def _last_reason(job: Job) -> str:
-    attempts = attempt.read(job.folder)
-    return _reason_of(job, attempts[-1]) or attempt.WITHOUT_A_WORD if attempts else ""
-
-
-def _reason_of(job: Job, one: Mapping[str, Any]) -> str | None:
-    """Return why an attempt ended: the batch file, which saw the end of its tasks, knows better than they."""
-    note = job.folder / SRUN_WRITES / f"ended{one['number']}"
-    return note.read_text(encoding="utf-8").strip() if note.exists() else one.get("reason")
+    """Return why the last attempt ended: the batch file, which saw the end of its tasks, knows better than they."""
+    if not (attempts := attempt.read(job.folder)):
+        return ""
+    note = job.folder / SRUN_WRITES / f"ended{attempts[-1]['number']}"
+    told = note.read_text(encoding="utf-8").strip() if note.exists() else attempts[-1].get("reason")
+    return told or attempt.WITHOUT_A_WORD
 
 
 OF_BATCH_FILE = re.compile(r"^zeroexp: (.+)$", re.MULTILINE)
@@ -188,7 +183,8 @@ def _ending_from_files(job: Job, otherwise: str) -> tuple[Status, str | None]:
         return ending_of("failed", job.failure), first_cause(job.failure)
     if job.summary:
         return "done", job.verdict
-    errors = _errors_of_batch_files(job)
+    files = sorted((job.folder / SRUN_WRITES).glob("*_batch.err"), key=os.path.getmtime)
+    errors = [(file, file.read_text(errors="replace", encoding="utf-8")) for file in files]
     for file, text in errors[-1:]:
         if line := OF_BATCH_FILE.search(text):
             return "failed", f"{line[1]} ({file})"
@@ -202,12 +198,6 @@ def _ending_from_files(job: Job, otherwise: str) -> tuple[Status, str | None]:
 def _has_run(job: Job) -> bool:
     job_id = (read_json(job.folder / SLURM_FILE) or {}).get("job_id")
     return (job.folder / SRUN_WRITES / f"{job_id}_batch.err").exists()
-
-
-def _errors_of_batch_files(job: Job) -> list[tuple[Path, str]]:
-    """Return the errors of each batch job of the run, the newest last: their file and what it holds."""
-    files = sorted((job.folder / SRUN_WRITES).glob("*_batch.err"), key=os.path.getmtime)
-    return [(file, file.read_text(errors="replace", encoding="utf-8")) for file in files]
 
 
 def _down_among(nodes: str) -> str | None:

@@ -16,7 +16,6 @@ from collections.abc import Generator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from zeroexp.check.sweep_points import (
     Composed,
@@ -57,7 +56,7 @@ from zeroexp.tracking.json_files import reserve
 from zeroexp.tracking.mlflow_labels import LINK
 from zeroexp.tracking.mlflow_store import with_store
 from zeroexp.tracking.mlflow_uploads import Uploads, open_uploads
-from zeroexp.tracking.run import UNFINISHED, Run, read_run, read_runs
+from zeroexp.tracking.run import UNFINISHED, Run, read_runs
 
 FINE = ("done", "skipped")
 MAKING = ".making"  # in a sweep's folder while those of its points are made
@@ -136,10 +135,9 @@ class Sweep:
         jobs.sort(key=lambda job: job.state.get("pending_at", 0.0))
         if (folder / MAKING).exists():
             self._num_damaged += 1
-            problem = (
-                "it was ended while its points were made, and those that are not here never ran"
-            )
-            print(f"zeroexp: {folder}: {problem}; start the sweep again for them", file=sys.stderr)
+            ended = "ended while its points were made, and those that are not here never ran"
+            remedy = "start the sweep again for them"
+            print(f"zeroexp: {folder}: it was {ended}; {remedy}", file=sys.stderr)
         refresh(jobs)
         if not all(slurm_id(job) for job in jobs):
             owner.take_ownership(folder)
@@ -188,10 +186,8 @@ class Sweep:
         failed += len(self._jobs) - len(runs)
         if failed and self._folder:
             folder = shlex.quote(os.path.relpath(self._folder))
-            print(
-                f"\n{failed} of {len(self._jobs)} points did not come to their end; run them again with"
-            )
-            print(f"  zeroexp --rerun {folder}")
+            ended = f"{failed} of {len(self._jobs)} points did not come to their end"
+            print(f"\n{ended}; run them again with\n  zeroexp --rerun {folder}")
         return int(failed > 0 or self._num_damaged > 0 or not holds)
 
     def as_json(self) -> str:
@@ -452,9 +448,8 @@ def _tell(job: Job) -> None:
         return
     reason = " ".join(state["reason"].split())  # of an exception it may be several lines
     line = f"{job.folder}: {state['status']}: {reason}\n"
-    words: Any = {"input": line.encode(), "timeout": TELL_SECONDS}
     try:
-        subprocess.run(command, shell=True, check=True, **words)
+        subprocess.run(command, shell=True, check=True, input=line.encode(), timeout=TELL_SECONDS)
     except subprocess.SubprocessError as error:
         print(f"zeroexp: events.tell: {error}", file=sys.stderr)
 
@@ -474,7 +469,7 @@ def _new_folder(parent: Path, name: str) -> Path:
 
 def _final_loss(jobs: Sequence[Job]) -> float | None:
     """Return the last job's loss, on validation samples if it has any."""
-    summary = read_run(jobs[-1].folder).summary if jobs else None
+    summary = read_summary(jobs[-1].folder) if jobs else None
     if summary is None or summary.verdict:
         return None
     return summary.final_loss if summary.validation_loss is None else summary.validation_loss

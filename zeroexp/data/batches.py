@@ -109,10 +109,6 @@ def build_data(config: DataConfig, model: ModelConfig, seed: int) -> Data:
 
 def tokenize_data(config: DataConfig, model: ModelConfig, seed: int) -> Samples:
     """Open the packed text; tokenize and pack it first if the cache does not have it."""
-    return packed_cache.open_packed(_packed_folder(config, model))
-
-
-def _packed_folder(config: DataConfig, model: ModelConfig) -> Path:
     words, files = sources.choose_tokenizer(config, model), sources.text_files(config)
     labelled = config.task == "classification"
     decisive = {
@@ -136,4 +132,4 @@ def _packed_folder(config: DataConfig, model: ModelConfig) -> Path:
         else:
             tokenize_and_pack.write_packed(folder, config, files, words)
 
-    return packed_cache.cached(decisive, write)
+    return packed_cache.open_packed(packed_cache.cached(decisive, write))

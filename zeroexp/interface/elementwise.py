@@ -227,11 +227,8 @@ def _pieces(samples: Sequence[_Sample], rank: int) -> list[_Sample]:
     for each in samples:
         border = each.values.numel() // 3 + 1
         own = slice(border) if rank == 0 else slice(border, None)
-        parts = (
-            each.values.reshape(-1),
-            each.gradients.reshape(NUM_STEPS, -1),
-            each.moved.reshape(-1),
-        )
+        flat, gradients = each.values.reshape(-1), each.gradients.reshape(NUM_STEPS, -1)
+        parts = flat, gradients, each.moved.reshape(-1)
         pieces.append(_Sample(*(part[..., own] for part in parts)))
     return [piece for piece in pieces if piece.values.numel()]
 

@@ -59,14 +59,16 @@ class PythonValues:
                 if not isinstance(key, Tensor):
                     raise ValueError(self._unknown(key, "outside of any parameter"))
             self._num_keys = len(self._optimizer.state)
+        own = self._optimizer.state.get(parameter, {})
         values = {
-            "state": python_values_of(self._optimizer.state.get(parameter, {})),
+            "state": {key: value for key, value in own.items() if not isinstance(value, Tensor)},
             "group": self._numbers_of(name),
         }
         for key, value in [pair for each in values.values() for pair in each.items()]:
             if not isinstance(value, (int, float, str, type(None))):
                 raise ValueError(self._unknown(key, f"of {name}", value))
-        return {PYTHON: _values_as_state(values)} if any(values.values()) else {}
+        content = torch.tensor([*json.dumps(values).encode()], dtype=torch.uint8)
+        return {PYTHON: canonical_of_one_rank(content)} if any(values.values()) else {}
 
     def require(self, state: CanonicalState) -> None:
         """Raise ValueError if values are in no piece, or if parameters of one group carry different numbers."""
@@ -98,22 +100,28 @@ class PythonValues:
         return counted[0] if counted else {}
 
     def _numbers_of(self, name: str) -> Values:
-        i = self._group_of.get(name)
-        if i is None:
+        if (i := self._group_of.get(name)) is None:
             return {}
         group = self._optimizer.param_groups[i]
         return {key: group[key] for key in sorted(self._counted[i])}
 
     def _current_values(self) -> list[Values]:
-        return [_options(group) for group in self._optimizer.param_groups]
+        """Return each group's options; a tensor, which changes in place, is represented by its identity and version."""
+        return [
+            {
+                key: (id(value), value._version) if isinstance(value, Tensor) else value
+                for key, value in group.items()
+                if key != "params"
+            }
+            for group in self._optimizer.param_groups
+        ]
 
     def _note_values_before(self) -> None:
         self._before = self._current_values()
 
     def _note_changed_keys(self) -> None:
-        for counted, before, now in zip(
-            self._counted, self._before, self._current_values(), strict=True
-        ):
+        values = zip(self._counted, self._before, self._current_values(), strict=True)
+        for counted, before, now in values:
             counted |= {key for key in now if key not in before or _differ(before[key], now[key])}
 
     def _unknown(self, key: object, where: str, value: object = None) -> str:
@@ -127,28 +135,10 @@ def own_values(entry: Mapping[str, CanonicalTensor], name: str) -> Values:
     return _values_from_state(entry, name)["state"] if PYTHON in entry else {}
 
 
-def python_values_of(state: Mapping[str, Any]) -> Values:
-    return {key: value for key, value in state.items() if not isinstance(value, Tensor)}
-
-
-def _values_as_state(values: Mapping[str, Values]) -> CanonicalTensor:
-    content = torch.tensor([*json.dumps(values).encode()], dtype=torch.uint8)
-    return canonical_of_one_rank(content)
-
-
 def _values_from_state(entry: Mapping[str, CanonicalTensor], name: str) -> dict[str, Values]:
     flat = torch.empty(entry[PYTHON].shape, dtype=torch.uint8)
     fill_from_canonical(flat, entry[PYTHON], name=f"{name}.{PYTHON}")
     return json.loads(bytes(flat.tolist()))
-
-
-def _options(group: Mapping[str, Any]) -> Values:
-    """Return the group's options; a tensor, which changes in place, is represented by its identity and version."""
-    return {
-        key: (id(value), value._version) if isinstance(value, Tensor) else value
-        for key, value in group.items()
-        if key != "params"
-    }
 
 
 def _differ(before: Any, now: Any) -> bool:

@@ -37,9 +37,7 @@ def flops_per_sample(module: nn.Module, config: ModelConfig, seq_len: int) -> fl
             if parameter.dim() >= 2 and not key.endswith("bias"):  # fused experts have such biases
                 fused = parameter.dim() == 3 and not isinstance(each, nn.Conv1d)
                 is_expert = fused or EXPERT.search(f"{name}.")
-                times = (
-                    FORWARD_AND_BACKWARD if parameter.requires_grad else FORWARD_AND_BACKWARD - 1
-                )
+                times = FORWARD_AND_BACKWARD - int(not parameter.requires_grad)
                 numel = parameter.numel() * getattr(each, "weights_in_one", 1)
                 weights += times * numel * (share if is_expert else 1.0)
     attention = FORWARD_AND_BACKWARD * 2 * _attention_width(module, config) * seq_len

@@ -83,19 +83,12 @@ def check_shape(shape: PreTrainedConfig) -> None:
     for key in SIZES:
         if of[key] is not None and (type(of[key]) is not int or of[key] < 1):
             wrong(key, "no whole number above 0; use one")
-    heads, groups, experts = (
-        of["num_attention_heads"],
-        of["num_key_value_heads"],
-        of["num_local_experts"],
-    )
+    heads, groups = of["num_attention_heads"], of["num_key_value_heads"]
+    experts, turns = of["num_local_experts"], getattr(shape, "rope_parameters", None)
     if groups and heads % groups:
-        wrong(
-            "num_key_value_heads", f"does not divide num_attention_heads={heads}; use one that does"
-        )
-    if (
-        getattr(shape, "rope_parameters", None)
-        and (of["head_dim"] or of["hidden_size"] // heads) % 2
-    ):
+        problem = f"does not divide num_attention_heads={heads}; use one that does"
+        wrong("num_key_value_heads", problem)
+    if turns and (of["head_dim"] or of["hidden_size"] // heads) % 2:
         wrong("num_attention_heads", "a head has an odd number of dimensions; use fewer heads")
     if experts and of["num_experts_per_tok"] > experts:
         wrong("num_experts_per_tok", f"there are {experts} experts; use at most as many")

@@ -89,16 +89,10 @@ def _as_json(built: BuiltModel) -> dict[str, Any]:
         for name, each in module.named_modules(remove_duplicate=False)
     ]
     first.clear()
-    parameters = [
-        (
-            name,
-            [*p.shape],
-            str(p.dtype).removeprefix("torch."),
-            p.requires_grad,
-            first.setdefault(p, name),
-        )
-        for name, p in module.named_parameters(remove_duplicate=False)
-    ]
+    parameters: list[Any] = []
+    for name, p in module.named_parameters(remove_duplicate=False):
+        dtype, of = str(p.dtype).removeprefix("torch."), first.setdefault(p, name)
+        parameters.append((name, [*p.shape], dtype, p.requires_grad, of))
     return {
         "blocks": built.blocks,
         POSITIONS: longest_sequence(built),
@@ -109,10 +103,8 @@ def _as_json(built: BuiltModel) -> dict[str, Any]:
 
 def _kind_of(module: nn.Module) -> str:
     """Return the name of the module's class, or of the nearest one above it that is torch's."""
-    names = (
-        each.__name__ for each in type(module).__mro__ if each.__module__.startswith("torch.nn.")
-    )
-    return next(name for name in names if hasattr(nn, name))
+    of_torch = (each for each in type(module).__mro__ if each.__module__.startswith("torch.nn."))
+    return next(each.__name__ for each in of_torch if hasattr(nn, each.__name__))
 
 
 def _as_model(outline: dict[str, Any]) -> BuiltModel:

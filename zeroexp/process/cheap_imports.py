@@ -24,9 +24,8 @@ def importing_cheaply(*without: str) -> Generator[None]:
         yield
     finally:
         for name in hidden:
-            if (
-                modules.get(name) is None
-            ):  # else a block inside of this one, or a thread, has imported it
+            # Else a block inside of this one, or a thread, has imported it.
+            if modules.get(name) is None:
                 modules.pop(name, None)
         if collects:
             gc.freeze()

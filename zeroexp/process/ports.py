@@ -30,8 +30,9 @@ def listen_on_free_port(
     It takes callers from this machine alone if `host` is the loopback, else from any network, by IPv4 and IPv6. Raises
     OSError if no port of the range is free.
     """
-    tried = [0] if ports is None else _shuffled(ports)
-    for number in tried:
+    first, last = parse_port_range(ports) if ports else (0, 0)
+    # In any order, so that jobs that share a node begin at different ones.
+    for number in random.sample(range(first, last + 1), last - first + 1):
         try:
             return _listen(host, number, backlog)
         except OSError as error:
@@ -71,12 +72,6 @@ def await_published_port(file: Path, timeout_seconds: float) -> int:
             raise TimeoutError(f"rank 0 has told no port in {file} for {timeout_seconds:.0f} s")
         time.sleep(AGAIN_SECONDS)
     return port
-
-
-def _shuffled(ports: str) -> list[int]:
-    """Return the ports of a range in any order, so that jobs that share a node begin at different ones."""
-    first, last = parse_port_range(ports)
-    return random.sample(range(first, last + 1), last - first + 1)
 
 
 def _listen(host: str, port: int, backlog: int) -> socket.socket:

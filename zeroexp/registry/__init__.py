@@ -16,7 +16,7 @@ import inspect
 import re
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from importlib import import_module
+from pkgutil import resolve_name
 from typing import Any, ClassVar, Generic, TypeVar
 
 from zeroexp.registry.did_you_mean import suggest_word
@@ -125,10 +125,10 @@ class Later:
     """A function named as module:function, which is imported when it is first called, since its module needs torch."""
 
     def __init__(self, path: str) -> None:
-        self._module, _, self._name = path.partition(":")
+        self._path = path
 
     def __call__(self, *arguments: Any, **words: Any) -> Any:
-        return getattr(import_module(self._module), self._name)(*arguments, **words)
+        return resolve_name(self._path)(*arguments, **words)
 
 
 def _wrong_call(function: Any, num_arguments: int) -> str | None:

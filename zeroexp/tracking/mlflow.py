@@ -169,10 +169,8 @@ class MlflowTracker:
 
     def _found(self, run: Run, beginning: int) -> LoggedRun | None:
         """Return the run that this store has of a folder which has been sent to another store since."""
-        experiment_id, began = (
-            self.store.experiment_id,
-            _milliseconds(mlflow_labels.start_time(run)),
-        )
+        experiment_id = self.store.experiment_id
+        began = _milliseconds(mlflow_labels.start_time(run))
         with self.store.opened() as client:
             alike = client.search_runs([experiment_id], f"attributes.start_time = {began}")
         ids = [

@@ -54,7 +54,8 @@ class ChartView:
 
     @property
     def key(self) -> str:
-        return KEY_PREFIX + re.sub(r"[^A-Za-z0-9_-]+", "-", self.sweep) + "." + _slug(self.title)
+        sweep = re.sub(r"[^A-Za-z0-9_-]+", "-", self.sweep)
+        return f"{KEY_PREFIX}{sweep}.{re.sub(r'[^a-z]+', '-', self.title.lower())}"
 
     @property
     def tag(self) -> str:
@@ -155,10 +156,6 @@ def outdated_tags(tags: Mapping[str, str], sweep: str) -> list[str]:
 
 def _owner(tag: str) -> str:
     return tag.rpartition(".")[0]
-
-
-def _slug(title: str) -> str:
-    return re.sub(r"[^a-z]+", "-", title.lower())
 
 
 def _width(column: str) -> int:

@@ -136,7 +136,8 @@ class WatchedRank:
         done = progress.done(numbers)
         self._seconds = self._seconds + passed if done == self._done else 0.0
         self._done = done
-        phase, kernel = progress.PHASES[numbers[progress.PHASE]], kernel_wait_of(self.pid)
+        phase = progress.PHASES[numbers[progress.PHASE]]
+        kernel = _read(f"/proc/{self.pid}/wchan").strip("0") or "no wait"
         if phase in (progress.BEFORE, progress.BUILDING):
             self._seconds = min(self._seconds, self._idle.look(passed))
         host = socket.gethostname()
@@ -208,11 +209,6 @@ def ranks_behind(sights: Sequence[Sight], hang_seconds: float) -> list[Sight]:
         return []
     least = min(sight.done for sight in sights)
     return [sight for sight in sights if sight.done == least]
-
-
-def kernel_wait_of(pid: int) -> str:
-    """Return the kernel's function in which this process sleeps."""
-    return _read(f"/proc/{pid}/wchan").strip("0") or "no wait"
 
 
 def _stat(pid: int) -> list[str]:

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from selectors import EVENT_READ, DefaultSelector
 from time import monotonic
+from typing import Any
 
 from zeroexp.process import ports
 from zeroexp.process.watchdog.connection import BEAT, BYE, Connection, Stranger
@@ -91,9 +92,10 @@ class Heartbeat:
         self._selector.register(child, EVENT_READ)
         try:
             while True:
-                ready = [key.fileobj for key, _ in self._selector.select(self._pause())]
+                due = self._next_call if self._calls else self._next_beat
+                ready = self._ready(max(0.0, due - monotonic()))
                 if child in ready:
-                    return self._hear([key.fileobj for key, _ in self._selector.select(0)])
+                    return self._hear(self._ready(0))
                 if words := self._hear(ready) or self._silent() or self._never_came():
                     return words
                 if self._speak() and (words := until() or self._hang()):
@@ -129,8 +131,7 @@ class Heartbeat:
         while not all(peer.left for peer in self._peers()):
             if (left := deadline - monotonic()) <= 0:
                 return
-            ready = [key.fileobj for key, _ in self._selector.select(left)]
-            if self._hear(ready):
+            if self._hear(self._ready(left)):
                 return
 
     def __enter__(self) -> Heartbeat:
@@ -163,20 +164,15 @@ class Heartbeat:
             return
         self._selector.register(self._listener, EVENT_READ)
 
-    def _pause(self) -> float:
-        due = self._next_call if self._calls else self._next_beat
-        return max(0.0, due - monotonic())
+    def _ready(self, seconds: float) -> list[Any]:
+        return [key.fileobj for key, _ in self._selector.select(seconds)]
 
-    def _hear(self, ready: Sequence[object]) -> str | None:
+    def _hear(self, ready: Sequence[Any]) -> str | None:
         """Read all that has arrived; return a message if a peer hung up without a goodbye."""
         for each in ready:
             if each is self._listener:
                 self._answer()
-            elif (
-                isinstance(each, socket.socket)
-                and each in self._connections
-                and (lost := self._read(each)) is not None
-            ):
+            elif each in self._connections and (lost := self._read(each)):
                 return lost
         return None
 
