@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable, Sequence
 from types import FrameType
 from typing import Any
 
@@ -13,7 +14,7 @@ from torch import Tensor, nn
 from tests.crossed import crossed
 from zeroexp.cut.stage import STAGES
 from zeroexp.engines.sharded import Sharded
-from zeroexp.process.world import World, barrier
+from zeroexp.process.world import World, barrier, fake_world
 from zeroexp.zero.options import Options
 
 LR = 0.1
@@ -42,7 +43,9 @@ class Block(nn.Module):
         return x + torch.stack(list(self.weights)).sum(0)
 
 
-def engine(world: World, stage: str, num_blocks: int, num_tensors: int, layout: str) -> Sharded:
+def engine(
+    world: World, stage: str, num_blocks: int, num_tensors: int, layout: str, **options: Any
+) -> Sharded:
     module = Chain(num_blocks, num_tensors)
     return Sharded(
         module,
@@ -51,7 +54,7 @@ def engine(world: World, stage: str, num_blocks: int, num_tensors: int, layout: 
         param_groups=[{"params": list(module.parameters())}],
         optimizer_factory=lambda groups: torch.optim.SGD(groups, lr=LR),
         world=world,
-        options=Options(layout=layout),
+        options=Options(layout=layout, **options),
     )
 
 
@@ -120,30 +123,49 @@ def test_ten_thousand_tensors_in_one_unit(ranks, stage):
     ranks(many, stage, 1, 10_000, "tensor")
 
 
+def num_lines(call: Callable[[], object]) -> int:
+    """How many lines of ours run, each turn of a loop counted."""
+    lines = 0
+
+    def count(frame: FrameType, event: str, _: object) -> Any:
+        nonlocal lines
+        if "/zeroexp/" not in frame.f_code.co_filename:
+            return None
+        lines += event == "line"
+        return count
+
+    before = sys.gettrace()
+    sys.settrace(count)
+    try:
+        call()
+    finally:
+        sys.settrace(before)
+    return lines
+
+
 def lines_to_build(
     world: World, shapes: list[tuple[int, int]], stage: str, layout: str
 ) -> list[int]:
-    """How many lines of ours run, each turn of a loop counted, to build an engine of each shape, and its state."""
+    """How many it takes to build an engine of each shape, and its state."""
     engine(world, stage, 1, 1, layout).state_dict()  # what is done once
-    counted = []
-    for num_blocks, num_tensors in shapes:
-        num_lines = 0
+    return [
+        num_lines(lambda shape=shape: engine(world, stage, *shape, layout).state_dict())
+        for shape in shapes
+    ]
 
-        def count(frame: FrameType, event: str, _: object) -> Any:
-            nonlocal num_lines
-            if "/zeroexp/" not in frame.f_code.co_filename:
-                return None
-            num_lines += event == "line"
-            return count
 
-        before = sys.gettrace()
-        sys.settrace(count)
-        try:
-            engine(world, stage, num_blocks, num_tensors, layout).state_dict()
-        finally:
-            sys.settrace(before)
-        counted.append(num_lines)
-    return counted
+def lines_of_a_step(shape: tuple[int, int], stage: str, layout: str) -> int:
+    """Of the third one, which gathers ahead in the order of the first; of a rank whose peer does not exist."""
+    with fake_world(0, 2) as world:
+        strategy = engine(world, stage, *shape, layout, transport="native")
+        train(strategy, world, 2)
+        return num_lines(lambda: train(strategy, world, 1))
+
+
+def assert_linear(counted: Sequence[int], step: int) -> None:
+    """The second difference of what is linear is nothing, and of one turn for each pair it is twice `step` squared."""
+    one, two, three = counted
+    assert abs(three - 2 * two + one) < step * step / 10
 
 
 @pytest.mark.slow
@@ -154,9 +176,18 @@ def lines_to_build(
     quick=lambda kind, way: (kind == "blocks") == (way == "zero3 parameter"),
 )
 def test_building_takes_as_long_for_each_parameter(ranks, kind, way):
-    """The second difference of what is linear is nothing, and of one turn for each pair it is twice STEP squared."""
-    step = 60
-    sizes = [step, 2 * step, 3 * step]
-    shapes = [(size, 1) if kind == "blocks" else (1, size) for size in sizes]
-    for one, two, three in ranks(lines_to_build, shapes, *way.split()):
-        assert abs(three - 2 * two + one) < step * step / 10
+    for counted in ranks(lines_to_build, shapes_of(kind, step=60), *way.split()):
+        assert_linear(counted, step=60)
+
+
+@pytest.mark.parametrize(
+    ("kind", "way"),
+    [("blocks", "zero1 tensor"), ("blocks", "zero3 buffer"), ("tensors", "zero3 parameter")],
+)
+def test_a_step_takes_as_long_for_each_unit(kind, way):
+    assert_linear([lines_of_a_step(s, *way.split()) for s in shapes_of(kind, step=20)], step=20)
+
+
+def shapes_of(kind: str, step: int) -> list[tuple[int, int]]:
+    sizes = (step, 2 * step, 3 * step)
+    return [(size, 1) if kind == "blocks" else (1, size) for size in sizes]

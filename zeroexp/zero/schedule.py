@@ -69,7 +69,6 @@ class UnitProgress:
     first_forward: int | None = None  # tick at which it began
     # Ticks at which forwards began that still run.
     open_forwards: list[int] = field(default_factory=list[int])
-    in_backward: bool = False
     forward_in_backward: int = 0  # tick at which the forward began whose backward runs
     closed: bool = False  # gradients are complete and parameters are needed no more
     num_launched: int = 0  # buckets whose reduction was launched
@@ -104,7 +103,9 @@ class Schedule:
         of_units = (gradients for unit in units for gradients in unit.gradients)
         self._of_two_dtypes = [each for each in of_units if each.has_two_dtypes]
         self._progress = {unit: UnitProgress() for unit in units}
-        self._open: dict[Unit, None] = {}  # used in this microbatch and not closed, or used again
+        # Used in this microbatch and not closed, in the order of their first forwards, or used again.
+        self._open: dict[Unit, None] = {}
+        self._in_backward: dict[Unit, None] = {}  # those of which a backward runs
         # Parameters that got no gradient in the previous microbatch.
         self._silent: dict[Unit, set[int]] = {unit: set() for unit in units}
         self._tick = 0
@@ -142,6 +143,7 @@ class Schedule:
         self._root_released = self._reduced = False
         self.at_end_of_microbatch, self._closed = [], []
         self._open.clear()
+        self._in_backward.clear()
         self.gathers.begin_pass(in_microbatch=True)
         for unit in self.watched:
             self._silent[unit] = self._progress[unit].missing
@@ -158,6 +160,7 @@ class Schedule:
         progress = self._progress[unit]
         if progress.first_forward is None:
             progress.first_forward = self._tick
+            self._open.pop(unit, None)  # to the end
         progress.open_forwards.append(self._tick)
         self._open[unit] = None
         self._free_after_inner_backward()
@@ -171,7 +174,7 @@ class Schedule:
         began = progress.open_forwards.pop()
         self._num_running -= 1
         kept = self._keep == "all" or (unit.is_root and self._keep == "last")
-        if self._is_idle(unit) and not progress.in_backward and not (kept and differentiable):
+        if self._is_idle(unit) and unit not in self._in_backward and not (kept and differentiable):
             self.gathers.free(unit)
         return began, self._tick, self._microbatch if self.in_microbatch else 0
 
@@ -201,16 +204,16 @@ class Schedule:
                 "inside the same `with strategy.microbatch(last=...):`"
             )
         closes = self._closing.is_current()
-        for other in list(self._open):
-            progress = self._progress[other]
-            if progress.first_forward is not None and progress.first_forward > ended:
-                # A parameter that usually gets a gradient and has none yet may get it where no module tells of it.
-                if closes and (self._at_events_only or progress.missing <= self._silent[other]):
-                    self._close(other)
-                else:
-                    self._after_backward(other)
-            elif progress.in_backward and progress.forward_in_backward > ended:
-                # It was used twice: backward of the earlier use comes later.
+        for other in self._first_used_after(ended):
+            # A parameter that usually gets a gradient and has none yet may get it where no module tells of it.
+            missing = self._progress[other].missing
+            if closes and (self._at_events_only or missing <= self._silent[other]):
+                self._close(other)
+            else:
+                self._after_backward(other)
+        for other in [*self._in_backward]:
+            # It was used twice: backward of the earlier use comes later.
+            if self._progress[other].forward_in_backward > ended:
                 self._after_backward(other)
         if closes and not unit.is_root:
             self._release_root()
@@ -218,12 +221,25 @@ class Schedule:
             self._progress[unit].forward_in_backward = began
             self.make_ready_for_backward(unit)
 
+    def _first_used_after(self, ended: int) -> list[Unit]:
+        """Return the open units whose first forward began after this tick, in the order of these.
+
+        Not all are looked at, which would be as many for each of as many units.
+        """
+        found: list[Unit] = []
+        for unit in reversed(self._open):
+            progress = self._progress[unit]
+            if progress.first_forward is not None and progress.first_forward > ended:
+                found.append(unit)
+            elif progress.first_forward is not None and not progress.closed:
+                break  # those that were opened before were used before
+        return found[::-1]
+
     def make_ready_for_backward(self, unit: Unit) -> None:
         """Gather the unit if need be, also where no output told that backward reaches it, or reaches it again."""
         if not self.in_microbatch:
             raise _outside(f"backward of {unit}")
-        self._progress[unit].in_backward = True
-        self._open[unit] = None
+        self._in_backward[unit] = self._open[unit] = None
         if unit is self._root and self._root_released:
             self._root_needed_again = True
         if unit not in self.gathers.in_use and not self._closing.is_current():
@@ -277,6 +293,7 @@ class Schedule:
         self.gathers.abandon_microbatch()
         self._progress = {unit: UnitProgress() for unit in self._progress}
         self._inner.clear()
+        self._in_backward.clear()
         self._num_running = 0
 
     # -- after the step ---------------------------------------------------------------------------
@@ -313,7 +330,7 @@ class Schedule:
             self._launch()
 
     def _after_backward(self, unit: Unit) -> None:
-        self._progress[unit].in_backward = False
+        self._in_backward.pop(unit, None)
         self.gathers.free(unit)
 
     def _release_root(self) -> None:
