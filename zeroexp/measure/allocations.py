@@ -8,7 +8,7 @@ from __future__ import annotations
 import ctypes
 import time
 from collections.abc import Generator, Iterable
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import cache
 from struct import Struct
@@ -71,17 +71,12 @@ class Log:
                 self.freed.append((when, address, -num_bytes))
 
 
-@contextmanager
-def logging_allocations(device: torch.device) -> Generator[Log | None]:
+def logging_allocations(device: torch.device) -> AbstractContextManager[Log | None]:
     """Log what is allocated on `device` inside; the log is filled on leaving. Yields None where nothing can log."""
     if device.type == "cuda":
-        with _logged_on_cuda(device) as log:
-            yield log
-    elif (held := call_allocator("current")) is None:
-        yield None
-    else:
-        with _logged_on_cpu(Log(held)) as log:
-            yield log
+        return _logged_on_cuda(device)
+    held = call_allocator("current")
+    return nullcontext() if held is None else _logged_on_cpu(Log(held))
 
 
 def is_counted(tensor: Tensor) -> bool:

@@ -7,8 +7,9 @@ until it is read. `read` waits for the end of the step, so the loop calls it whe
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Generator
+from collections.abc import Generator
 from contextlib import contextmanager
+from functools import partial
 
 import torch
 from torch.optim import Optimizer
@@ -37,19 +38,15 @@ class StepClock:
     @contextmanager
     def optimizer(self, optimizer: Optimizer) -> Generator[None]:
         """Count what `optimizer.step()` takes inside as the phase "optimizer"."""
-        began = optimizer.register_step_pre_hook(self._make_phase_hook("optimizer"))
-        ended = optimizer.register_step_post_hook(self._make_phase_hook("step"))
-        try:
-            yield
-        finally:
-            began.remove()
-            ended.remove()
 
-    def _make_phase_hook(self, phase: str) -> Callable[..., None]:
-        def hook(*_: object) -> None:
+        def enter(phase: str, *_: object) -> None:
             self.enter(phase)
 
-        return hook
+        with (
+            optimizer.register_step_pre_hook(partial(enter, "optimizer")),
+            optimizer.register_step_post_hook(partial(enter, "step")),
+        ):
+            yield
 
     def stop(self) -> None:
         self.enter(None)

@@ -67,9 +67,9 @@ class DtypeRecorder:
         with ExitStack() as stack:
             for each in modules:
                 if _has_matrix(each):
-                    stack.callback(each.register_forward_hook(self._ran).remove)
-            stack.callback(register_optimizer_step_pre_hook(self._steps).remove)
-            stack.callback(register_optimizer_step_post_hook(self._stepped).remove)
+                    stack.enter_context(each.register_forward_hook(self._ran))
+            stack.enter_context(register_optimizer_step_pre_hook(self._steps))
+            stack.enter_context(register_optimizer_step_post_hook(self._stepped))
             yield
 
     def gather(self) -> None:

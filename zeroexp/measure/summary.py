@@ -5,11 +5,10 @@ Every rank calls `summarise_rank` on its own records; rank 0 gathers the results
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import fields
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from math import isfinite
 from statistics import fmean, median, quantiles
-from typing import Any
+from typing import Any, TypeVar
 
 from zeroexp.measure.drift import rising
 from zeroexp.measure.record import (
@@ -26,6 +25,8 @@ from zeroexp.measure.record import (
 )
 
 LOSS = "loss"  # the kind of message that the training loop sends, whatever the engine
+NONE = VerbSeconds()
+Of = TypeVar("Of")
 
 
 def summarise_rank(
@@ -49,8 +50,8 @@ def summarise_rank(
             **{kind: _most(m.get(kind) for m in moments) for kind in OFF_DEVICE},
         },
         traffic={
-            "wire": _mean_if_known([r.wire_bytes for r in steps]),
-            "link": _mean_if_known([r.link_bytes for r in steps]),
+            "wire": of_all([r.wire_bytes for r in steps], fmean),
+            "link": of_all([r.link_bytes for r in steps], fmean),
             "bus": fmean(sum(r.traffic.bus_bytes.values()) for r in steps) or None,
         },
         sent_bytes_by_kind=_mean_by_kind([r.traffic.bytes_by_kind for r in steps]),
@@ -88,7 +89,7 @@ def summarise(records: Sequence[StepRecord], per_rank: Sequence[RankSummary]) ->
         },
         tokens_per_second=sum(r.num_tokens for r in steps) / (sum(seconds) + saving_seconds),
         memory=_memory(ranks),
-        sent_bytes_per_step=_spread_if_known([_sent_bytes(r, len(ranks)) for r in ranks]),
+        sent_bytes_per_step=of_all([_sent_bytes(r, len(ranks)) for r in ranks], spread),
         **_spreads([{f"{k}_bytes_per_step": v for k, v in r.traffic.items()} for r in ranks]),
         sent_bytes_by_kind=busiest.sent_bytes_by_kind,
         calls_by_kind=busiest.calls_by_kind,
@@ -145,15 +146,12 @@ def _times(rank: int, steps: Sequence[StepRecord]) -> RankTimes:
         rank=rank,
         step_seconds=fmean(step.step_seconds for step in steps),
         phase_seconds=_mean_by_kind([step.phase_seconds for step in steps]),
-        verbs={verb: _mean_verb([step.verbs.get(verb) for step in timed]) for verb in verbs},
+        verbs={
+            verb: VerbSeconds(**_mean_by_kind([vars(s.verbs.get(verb, NONE)) for s in timed]))
+            for verb in verbs
+        },
         waited_seconds=_mean_by_kind([step.waited_seconds for step in timed]),
     )
-
-
-def _mean_verb(verbs: Sequence[VerbSeconds | None]) -> VerbSeconds:
-    present = [verb or VerbSeconds() for verb in verbs]
-    names = [each.name for each in fields(VerbSeconds)]
-    return VerbSeconds(**{name: fmean(getattr(verb, name) for verb in present) for name in names})
 
 
 def _memory(ranks: Sequence[RankSummary]) -> MemorySummary:
@@ -184,17 +182,13 @@ def _mean_at(ranks: Sequence[dict[str, dict[str, int]]]) -> dict[str, dict[str, 
 
 def _spreads(per_rank: Sequence[Mapping[str, float | None]]) -> dict[str, Any]:
     """Return the Spread of each number, None where some rank can not know it."""
-    return {name: _spread_if_known([rank[name] for rank in per_rank]) for name in per_rank[0]}
+    return {name: of_all([rank[name] for rank in per_rank], spread) for name in per_rank[0]}
 
 
-def _spread_if_known(per_rank: Sequence[float | None]) -> Spread | None:
-    values = [value for value in per_rank if value is not None]
-    return spread(values) if len(values) == len(per_rank) else None
-
-
-def _mean_if_known(steps: Sequence[float | None]) -> float | None:
-    values = [value for value in steps if value is not None]
-    return fmean(values) if len(values) == len(steps) else None
+def of_all(values: Sequence[float | None], function: Callable[[list[float]], Of]) -> Of | None:
+    """Return what a function makes of these numbers, None where one of them is unknown."""
+    known = [value for value in values if value is not None]
+    return function(known) if len(known) == len(values) else None
 
 
 def _sent_bytes(rank: RankSummary, world_size: int) -> float | None:

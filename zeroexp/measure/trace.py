@@ -106,15 +106,14 @@ class StepTrace:
     def hooking(self, model: nn.Module, blocks: Mapping[str, nn.Module]) -> Generator[None]:
         """Hook the blocks, the model's output and the gradients of its parameters."""
         with ExitStack() as stack:
+            hook = stack.enter_context
             for name, block in blocks.items():
-                before = block.register_forward_pre_hook(partial(self._block_begins, name))
-                stack.callback(before.remove)
-                stack.callback(block.register_forward_hook(partial(self._block_ends, name)).remove)
-            stack.callback(model.register_forward_hook(self._after_model).remove)
+                hook(block.register_forward_pre_hook(partial(self._block_begins, name)))
+                hook(block.register_forward_hook(partial(self._block_ends, name)))
+            hook(model.register_forward_hook(self._after_model))
             for parameter in model.parameters():
                 if parameter.requires_grad:
-                    handle = _hook(parameter, partial(self._note, "gradients"))
-                    stack.callback(handle.remove)
+                    hook(_hook(parameter, partial(self._note, "gradients")))
             yield
 
     def _block_begins(self, name: str, _block: nn.Module, _inputs: Any) -> None:

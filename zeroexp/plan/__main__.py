@@ -20,7 +20,6 @@ Exit codes: 0 planned (points that mean nothing are skipped with their reason); 
 
 from __future__ import annotations
 
-import importlib
 import os
 import sys
 from collections.abc import Sequence
@@ -33,18 +32,19 @@ from zeroexp.config.keys import ConfigError
 from zeroexp.plan.composed_points import ComposedPoints
 from zeroexp.process import locks, safe_output, signals
 from zeroexp.process.cheap_imports import importing_cheaply
+from zeroexp.registry import Later
 
 ADVISE, REHEARSE = "--advise", "--rehearse"
-# Flags -> the function of zeroexp.plan that answers; torch takes a second to import, and a refusal needs none.
+# Flags -> the function that answers; torch takes a second to import, and a refusal needs none.
 FORMS = {
-    "": "plan_table:render",
-    "--json": "plan_table:as_json",
-    "--csv": "plan_table:as_csv",
-    "--fit": "fit:fit_lines",
-    "--fit --json": "fit:fit_json",
-    "--explain": "explain_plan:explain",
-    ADVISE: "advice_text:advice_text",
-    f"{ADVISE} --json": "advice_text:advice_json",
+    "": Later("zeroexp.plan.plan_table:render"),
+    "--json": Later("zeroexp.plan.plan_table:as_json"),
+    "--csv": Later("zeroexp.plan.plan_table:as_csv"),
+    "--fit": Later("zeroexp.plan.fit:fit_lines"),
+    "--fit --json": Later("zeroexp.plan.fit:fit_json"),
+    "--explain": Later("zeroexp.plan.explain_plan:explain"),
+    ADVISE: Later("zeroexp.plan.advice_text:advice_text"),
+    f"{ADVISE} --json": Later("zeroexp.plan.advice_text:advice_json"),
 }
 ALLOWED = ("-m", "--multirun", REHEARSE)
 
@@ -75,7 +75,9 @@ def _answer(arguments: Sequence[str]) -> str:
     words = [word for word in arguments if not word.startswith("-")]
     _refuse(flags, words)
     points = composed_points(words)
-    told = _answer_of(points, " ".join(sorted(flags)), rehearses=REHEARSE in arguments)
+    with importing_cheaply():
+        from zeroexp.plan.plan_points import Plans
+    told = FORMS[" ".join(sorted(flags))](Plans(points, rehearses=REHEARSE in arguments))
     for note in points.notes if flags and ADVISE not in flags else []:  # no part of CSV or JSON
         print(note, file=sys.stderr)
     return told
@@ -93,15 +95,6 @@ def composed_points(words: Sequence[str]) -> ComposedPoints:
             raise ConfigError(f"TMPDIR={os.environ.get('TMPDIR', '')}: {told}") from error
         compose(points, [*words], further=[f"hydra.sweep.dir={folder}"], writes=False)
     return points
-
-
-def _answer_of(points: ComposedPoints, form: str, *, rehearses: bool) -> str:
-    module, _, name = FORMS[form].partition(":")
-    with importing_cheaply():
-        from zeroexp.plan.plan_points import Plans
-
-        answer = getattr(importlib.import_module(f"zeroexp.plan.{module}"), name)
-    return answer(Plans(points, rehearses=rehearses))
 
 
 def _refuse(flags: Sequence[str], words: Sequence[str]) -> None:

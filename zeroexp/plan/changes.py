@@ -13,6 +13,7 @@ from copy import deepcopy
 from typing import Any
 
 from zeroexp.check import check
+from zeroexp.check.sweep_points import fitting_batch
 from zeroexp.check.try_strategy import check_strategy
 from zeroexp.config.keys import (
     ENGINE_SETTINGS,
@@ -68,7 +69,7 @@ def _set(config: Config, key: str, value: Any, named: Collection[str]) -> None:
     elif key == "world_size":  # with at least one microbatch for each rank
         config.world_size, data = value, config.data
         step = data.micro_batch_size * value
-        data.global_batch_size = max(1, data.global_batch_size // step) * step
+        data.global_batch_size = fitting_batch(data.global_batch_size, step)
     else:
         setattr(getattr(config, group), name, value)
     if key == RECOMPUTES and not value:

@@ -38,7 +38,6 @@ from zeroexp.plan.form_terms import (
     OptimizerForm,
     PrecisionForm,
     owned_of,
-    sum_of_owned,
 )
 from zeroexp.zero.options import Options
 
@@ -418,10 +417,10 @@ class EngineForm(ClosedForm):
             for at in [self._number(rank, over_all=fine.over_all)]
             if chunk.on_host or not on_host
         ]
-        owned = (own.times(num) for held, num in parts for own in held.by_kind)
+        owned = tuple(own.times(num) for held, num in parts for own in held.parts)
         resting = sum(num * held.resting for held, num in parts)
         padding = sum(num * held.padding for held, num in parts)
-        return HeldElements(resting, padding, sum_of_owned(owned))
+        return HeldElements(resting, padding, owned)
 
     def held_bytes(self, moment: str, rank: int) -> dict[str, int]:
         held = super().held_bytes(moment, rank)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -29,12 +29,12 @@ class OptimizerForm:
     of_kinds: tuple[tuple[str, OptimizerForm], ...] = ()  # that of chunks of another kind
 
     def num_bytes(self, held: HeldElements, itemsize: int) -> int:
-        return sum(self._of(own)._bytes_of(own, itemsize) for own in held.by_kind)
+        return sum(self._of(own)._bytes_of(own, itemsize) for own in held.parts)
 
     def master_bytes(self, held: HeldElements, itemsize: int, at_rest: int) -> int:
         """Return the bytes of master weights; those of the itemsize of parameters at rest are these."""
-        sizes = [ITEMSIZE.get(self._of(own).master or "", itemsize) for own in held.by_kind]
-        owned = zip(sizes, held.by_kind, strict=True)
+        sizes = [ITEMSIZE.get(self._of(own).master or "", itemsize) for own in held.parts]
+        owned = zip(sizes, held.parts, strict=True)
         return sum(each * own.numel for each, own in owned if each != at_rest)
 
     def _of(self, own: Owned) -> OptimizerForm:
@@ -47,7 +47,7 @@ class OptimizerForm:
 
 
 class Owned(NamedTuple):
-    """What the optimizer updates of one kind: elements, and the spans in which they lie, each a tensor."""
+    """Elements of one kind that the optimizer updates, and the spans in which they lie, each a tensor."""
 
     kind: str
     numel: int
@@ -68,16 +68,8 @@ class HeldElements(NamedTuple):
 
     resting: int  # parameters at rest, padding included
     padding: int  # the part of `resting` that is padding
-    by_kind: tuple[Owned, ...]
+    parts: tuple[Owned, ...]
 
     @property
     def owned(self) -> int:
-        return sum(own.numel for own in self.by_kind)
-
-
-def sum_of_owned(parts: Iterable[Owned]) -> tuple[Owned, ...]:
-    sums: dict[str, tuple[int, ...]] = {}
-    for kind, *own in parts:
-        before = sums.get(kind, (0,) * len(own))
-        sums[kind] = tuple(map(sum, zip(before, own, strict=True)))
-    return tuple(Owned(kind, *of_kind) for kind, of_kind in sorted(sums.items()))
+        return sum(own.numel for own in self.parts)

@@ -112,8 +112,7 @@ class Outcome:
     @property
     def fullest_rank(self) -> int:
         """The rank that holds most model states."""
-        per_rank = self.total.per_rank
-        return per_rank.index(max(per_rank))
+        return self.total.per_rank.index(self.total.fullest)
 
     @property
     def skew(self) -> float:

@@ -21,9 +21,10 @@ starts. A test compares the peak with that of the real ones.
 from __future__ import annotations
 
 from collections.abc import Generator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -50,17 +51,14 @@ SLOTS = "shared slots"
 DEFAULT_BUCKET_BYTES = 25 << 20
 
 
-@contextmanager
-def absent_neighbours(storages: Storages, ranks_per_host: int | None) -> Generator[None]:
+def absent_neighbours(
+    storages: Storages, ranks_per_host: int | None
+) -> AbstractContextManager[Any]:
     """Let engines of CPU ranks that are built inside choose this transport if they are free to choose."""
     words = {"auto": ranks_per_host, "messages": 1} if ranks_per_host else {}
-    chosen = {word: TRANSPORTS[word] for word in words}
-    for word, ranks in words.items():
-        TRANSPORTS[word] = partial(DirectWithoutNeighbours, storages=storages, ranks_per_host=ranks)
-    try:
-        yield
-    finally:
-        TRANSPORTS.update(chosen)
+    direct = partial(DirectWithoutNeighbours, storages=storages)
+    chosen = {word: partial(direct, ranks_per_host=ranks) for word, ranks in words.items()}
+    return patch.dict(TRANSPORTS, chosen)
 
 
 class DirectWithoutNeighbours(Direct):
@@ -164,16 +162,10 @@ def optimizer_of_own_parameters(
     return optimizer, optimizer
 
 
-@contextmanager
-def buckets_in_python() -> Generator[None]:
+def buckets_in_python() -> AbstractContextManager[Any]:
     """Let TorchDDP use `Buckets` and `optimizer_of_own_parameters` inside."""
-    real = torch_ddp.DistributedDataParallel, torch_ddp._make_optimizer
-    torch_ddp.DistributedDataParallel = Buckets  # pyright: ignore[reportAttributeAccessIssue]
-    torch_ddp._make_optimizer = optimizer_of_own_parameters
-    try:
-        yield
-    finally:
-        torch_ddp.DistributedDataParallel, torch_ddp._make_optimizer = real
+    own: Any = {"DistributedDataParallel": Buckets, "_make_optimizer": optimizer_of_own_parameters}
+    return patch.multiple(torch_ddp, **own)
 
 
 # -- samples ---------------------------------------------------------------------------------------

@@ -25,7 +25,7 @@ from zeroexp.measure.record import Traffic
 from zeroexp.models.module import BuiltModel
 from zeroexp.plan.closed_forms import ClosedForm
 from zeroexp.plan.form_of_config import arguments_of_every_form
-from zeroexp.plan.form_terms import HeldElements, Owned, owned_of, sum_of_owned
+from zeroexp.plan.form_terms import HeldElements, Owned, owned_of
 from zeroexp.zero.grouping import group_parameters, named_in
 
 Dealt = TypeVar("Dealt")
@@ -93,7 +93,7 @@ class DdpForm(ClosedForm):
         """Return what `rank` holds: all parameters, and the optimizer state of those that it updates."""
         owned = self._owned[rank if self.shards_optimizer else 0]
         resting = self._num_trainable + sum(p.numel for p in self.frozen)
-        return HeldElements(resting, 0, sum_of_owned(owned_of(p.kind, [p.numel]) for p in owned))
+        return HeldElements(resting, 0, tuple(owned_of(p.kind, [p.numel]) for p in owned))
 
     @cached_property
     def _owned(self) -> list[list[ParameterShape]]:
@@ -155,7 +155,7 @@ class FsdpForm(ClosedForm):
             real += numel
             owned += [Owned(parameter.kind, numel, num)] if parameter.trainable else []
         resting = self._shard(self._all)
-        return HeldElements(resting, resting - real, sum_of_owned(owned))
+        return HeldElements(resting, resting - real, tuple(owned))
 
     def _gradient_bytes(self, moment: str, rank: int) -> int:
         return self.parameter_itemsize * self._shard(p for p in self._all if p.trainable)

@@ -15,6 +15,7 @@ from statistics import fmean, median
 
 from zeroexp.config.keys import Config
 from zeroexp.measure.record import OFF_DEVICE, RunSummary, StepRecord
+from zeroexp.measure.summary import of_all
 from zeroexp.report.reading import records_of
 from zeroexp.tracking.run import Run, flatten
 
@@ -122,7 +123,7 @@ class MeasuredPoint:
         seeds = list(self.by_seed.values())
         summary = replace(
             summaries[0],
-            **{name: _mean([getattr(s, name) for s in seeds]) for name in MEANS},
+            **{name: of_all([getattr(s, name) for s in seeds], fmean) for name in MEANS},
             **{name: median(getattr(s, name) for s in summaries) for name in MEDIANS},
             phase_seconds_median={
                 phase: median(s.phase_seconds_median.get(phase, 0.0) for s in summaries)
@@ -170,11 +171,6 @@ def _name(runs: Sequence[Run]) -> str:
     """Return the name of the first run, without its seed where others have another one."""
     name, seed = runs[0].name, seed_of(runs[0])
     return name.replace(f"-seed{seed}", "") if {*map(seed_of, runs)} != {seed} else name
-
-
-def _mean(values: Sequence[float | None]) -> float | None:
-    present = [value for value in values if value is not None]
-    return fmean(present) if len(present) == len(values) else None
 
 
 # ---- what tells points apart

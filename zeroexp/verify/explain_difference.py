@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from math import isclose
 
 import torch
 from torch import Tensor
@@ -299,7 +299,9 @@ def _unlike(used: Settings, plain: Settings) -> str:
     if used[0] != plain[0]:
         return f"it is {used[0]}, and the plain process has {plain[0]}"
     for key, meant in plain[1].items():
-        if not _alike(own := used[1].get(key, meant), meant):
+        own = used[1].get(key, meant)
+        are_floats = isinstance(own, float) and isinstance(meant, float)
+        if not (isclose(own, meant) if are_floats else own == meant):
             return f"{key} is {own}, and the plain process has {meant}"
     return ""
 
@@ -310,12 +312,6 @@ def _without(wrong: Wrong, whole: Whole) -> Wrong:
         (rank, LocalElements(p.name, p.where, p.values.double() - whole[p.name][p.where]))
         for rank, p in wrong
     ]
-
-
-def _alike(one: Any, other: Any) -> bool:
-    if isinstance(one, float) and isinstance(other, float):
-        return abs(one - other) <= 1e-9 * abs(other)
-    return bool(one == other)
 
 
 def _fit(basis: Tensor, values: Tensor, bound: float, least: int = 2) -> Tensor | None:

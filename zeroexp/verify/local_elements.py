@@ -46,11 +46,7 @@ class Places:
 
     def held(self) -> list[LocalElements]:
         """Copies of what optimizers hold: masters, flat shards, or the parameters themselves."""
-        return [
-            LocalElements(name, where, _flat(tensor)[at].clone())
-            for tensor, places in self._known.values()
-            for name, where, at in places
-        ]
+        return [each for tensor, at in self._known.values() for each in _copies(tensor, at)]
 
     def gradients(self, tensors: Iterable[Tensor]) -> list[LocalElements]:
         """Copies of the gradients of these tensors, of a module or of an optimizer."""
@@ -60,11 +56,7 @@ class Places:
             found = [each for each in tensors if each.grad is not None]
             self._learn([each for each in found if id(each) not in self._known])
             for tensor in found:
-                gradient = _flat(tensor.grad)
-                places = self._known[id(tensor)][1]
-                pieces += [
-                    LocalElements(name, where, gradient[at].clone()) for name, where, at in places
-                ]
+                pieces += _copies(tensor.grad, self._known[id(tensor)][1])
         return pieces
 
     def names(self, tensor: Tensor) -> list[str]:
@@ -186,6 +178,11 @@ def whole(pieces: Iterable[LocalElements], shapes: Mapping[str, torch.Size]) -> 
         empty = result[piece.name][piece.where].isnan()
         result[piece.name][piece.where[empty]] = piece.values[empty].double()
     return result
+
+
+def _copies(tensor: Any, places: list[Place]) -> list[LocalElements]:
+    flat = _flat(tensor)
+    return [LocalElements(name, where, flat[at].clone()) for name, where, at in places]
 
 
 def _flat(tensor: Any) -> Tensor:

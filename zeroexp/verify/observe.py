@@ -54,13 +54,13 @@ class LoopRecorder:
     @contextmanager
     def recording_step(self) -> Generator[None]:
         self.record.steps.append(Seen(self._places.weights()))
-        begins = register_optimizer_step_pre_hook(self._begins)
-        ends = register_optimizer_step_post_hook(self._ends)
         _listeners.append(self._clips)
-        yield
+        with (
+            register_optimizer_step_pre_hook(self._begins),
+            register_optimizer_step_post_hook(self._ends),
+        ):
+            yield
         _listeners.remove(self._clips)
-        begins.remove()
-        ends.remove()
         self.record.weights = self._places.weights()
         self.record.has_strangers = self._places.has_strangers
 
