@@ -27,8 +27,6 @@ CHANGE, SPAN = Struct("=qqQii"), Struct("=qqii")
 
 @dataclass(slots=True)
 class Allocation:
-    """One allocation of the logged time."""
-
     began_at: float  # seconds of time.perf_counter
     num_bytes: int
     address: int

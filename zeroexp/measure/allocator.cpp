@@ -11,10 +11,10 @@
 #include <atomic>
 #include <chrono>
 #include <cstdint>
-#include <cstring>
 #include <deque>
 #include <mutex>
 #include <string>
+#include <string_view>
 #include <unordered_map>
 #include <vector>
 
@@ -158,18 +158,15 @@ struct Running final : at::ObserverContext {
   bool spans = false;
 };
 
-bool begins_with(const char* name, const char* prefix) { return std::strncmp(name, prefix, std::strlen(prefix)) == 0; }
-
 // Autograd wraps each of its nodes in a range that names no operator.
 bool names_operator(const at::RecordFunction& function) {
   const bool is_range = function.scope() == at::RecordScope::USER_SCOPE;
-  return !is_range && !begins_with(function.name(), "autograd::engine");
+  return !is_range && !std::string_view(function.name()).starts_with("autograd::engine");
 }
 
 // Collectives, and what the engines of torch name of themselves.
 bool is_of_backend(const at::RecordFunction& function) {
-  const char* name = function.name();
-  return function.scope() == at::RecordScope::USER_SCOPE || begins_with(name, "c10d::");
+  return function.scope() == at::RecordScope::USER_SCOPE || std::string_view(function.name()).starts_with("c10d::");
 }
 
 std::unique_ptr<at::ObserverContext> begin(const at::RecordFunction& function) {

@@ -90,9 +90,7 @@ def _orders(num_values: int) -> list[int]:
     """Return how many orders of so many values there are, by the number of pairs of which the later one is lower."""
     if num_values < 2:
         return [1]
-    less = _orders(
-        num_values - 1
-    )  # the largest value comes before 0 to num_values - 1 of the others
+    less = _orders(num_values - 1)  # the largest comes before 0 to num_values - 1 of the others
     most = len(less) + num_values - 1
     return [sum(less[max(0, lower - num_values + 1) : lower + 1]) for lower in range(most)]
 

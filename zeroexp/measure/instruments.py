@@ -56,7 +56,7 @@ class Instruments:
 
         reading: its memory is read anyway. by_cause: its peak is told by cause.
         """
-        wanted = by_cause or step in self.settings.trace_steps
+        is_traced = by_cause or step in self.settings.trace_steps
         with ExitStack() as stack:
             if self._profiles(step):
                 stack.enter_context(profiling(self.folder, self.world, step))
@@ -64,10 +64,8 @@ class Instruments:
                 # A hook on a part of a compiled block would have it compiled again.
                 parts = () if self.settings.compile else self.module.modules()
                 stack.enter_context(self.dtypes.watching(parts))
-            if not wanted:
-                yield None
-                return
-            yield stack.enter_context(tracing_step(strategy.model, self.blocks, self.world.device))
+            trace = tracing_step(strategy.model, self.blocks, self.world.device)
+            yield stack.enter_context(trace) if is_traced else None
 
     def slows(self, step: int) -> bool:
         """Tell whether a rank watches this step at a cost, so that no time may count it."""
@@ -75,7 +73,6 @@ class Instruments:
         return step in (*train.trace_steps, *train.profile_steps)
 
     def write_timeline(self, step: int, trace: StepTrace | None, peak: Peak | None) -> None:
-        """Write the timeline, where it was asked for."""
         if trace is None or step not in self.settings.trace_steps:
             return
         content = {

@@ -208,10 +208,8 @@ def _compiled_allocator() -> Path | str:
 
 def _compile(compiler: str, target: Path) -> list[str]:
     torch_folder = Path(torch.__file__).parent
-    abi = int(torch.compiled_with_cxx11_abi())
     return [
-        *(compiler, "-O2", "-std=c++20", "-shared", "-fPIC", f"-D_GLIBCXX_USE_CXX11_ABI={abi}"),
-        *("-o", str(target), str(SOURCE)),
+        *(compiler, "-O2", "-std=c++20", "-shared", "-fPIC", "-o", str(target), str(SOURCE)),
         *("-I", str(torch_folder / "include"), "-L", str(torch_folder / "lib"), "-lc10"),
         "-ltorch_cpu",
     ]

@@ -75,7 +75,6 @@ def _word(dtype: torch.dtype) -> str:
 
 
 def measure_peak_flops(world: World, dtype: torch.dtype) -> float:
-    """Return the operations per second of the fastest of a few products."""
     rates: list[float] = []
     for size in SIZES.get(world.device.type, SIZES["cpu"]):
         left, right = (torch.ones(size, size, dtype=dtype, device=world.device) for _ in range(2))

@@ -64,7 +64,6 @@ def kinds_in(moments: Iterable[Mapping[str, float]]) -> tuple[str, ...]:
 
 
 def on_device(held: Mapping[str, float]) -> float:
-    """Return the sum over the kinds that lie on the device."""
     return sum(num_bytes for kind, num_bytes in held.items() if kind not in OFF_DEVICE)
 
 

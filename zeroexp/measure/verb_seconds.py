@@ -92,7 +92,6 @@ class VerbMeter:
 
     @property
     def is_issuing(self) -> bool:
-        """Whether this thread issues a move now."""
         return self._now is not None and self._now.issued is None
 
     @property
@@ -102,7 +101,6 @@ class VerbMeter:
 
     @contextmanager
     def waiting(self, move: TimedMove) -> Generator[None]:
-        """Time the wait for a move that was issued."""
         move.waited = mark_now(move.device)
         if self.observe is not None:
             self.observe(move)

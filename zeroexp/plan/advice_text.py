@@ -18,7 +18,6 @@ HEADS = {
 
 
 def advice_text(plans: Plans) -> str:
-    """Return the advice for each number of ranks, one below the other."""
     return "\n\n".join(as_text(each) for each in advise(plans))
 
 

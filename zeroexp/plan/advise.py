@@ -100,7 +100,6 @@ class Advice:
 
 
 def way_of(each: PlannedPoint) -> tuple[str, bool]:
-    """Return the stage, and whether activations are recomputed."""
     return each.outcome.strategy, each.recomputes
 
 

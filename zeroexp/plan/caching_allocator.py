@@ -239,7 +239,6 @@ def replay(*parts: Iterable[Change], expandable: bool, limit: float = inf) -> Ca
 
 
 def expands_segments(environment: Mapping[str, str]) -> bool:
-    """Whether ranks with this environment have expandable segments."""
     words = environment.get("PYTORCH_ALLOC_CONF") or environment.get("PYTORCH_CUDA_ALLOC_CONF", "")
     settings = dict(word.split(":", 1) for word in words.replace(" ", "").split(",") if ":" in word)
     return settings.get("expandable_segments") == "True"

@@ -369,7 +369,6 @@ class EngineForm(ClosedForm):
 
     @cached_property
     def _num_gathers(self) -> Sequence[int]:
-        """Gathers of each unit in one step."""
         if self.stage.gather is not Move.ALL_GATHER:
             return [0] * len(self.units)
         uses = self.gathers or [2 - self.is_kept(index) for index in range(len(self.units))]
@@ -386,7 +385,6 @@ class EngineForm(ClosedForm):
 
     @cached_property
     def units_by_shape(self) -> list[UnitsOfOneShape]:
-        """All units, those of one shape together."""
         same: dict[tuple[int, tuple[Cut, ...]], list[Unit]] = {}
         for unit, num_gathers in zip(self.units, self._num_gathers, strict=True):
             key = num_gathers, tuple(_cut_without_names(chunk) for chunk in unit)
@@ -500,7 +498,6 @@ class EngineForm(ClosedForm):
 
     @cached_property
     def _num_trainable(self) -> int:
-        """Elements of all trainable parameters."""
         return sum(num * chunk.unpadded_numel for chunk, num in self._trained_chunks)
 
     def _gradient_bytes(self, moment: str, rank: int) -> int:
@@ -566,7 +563,6 @@ def trainable(unit: Unit) -> Unit:
 
 
 def _cut_without_names(chunk: Chunk) -> Cut:
-    """Return all of a chunk but its parameters' names."""
     return chunk.kind, chunk.on_host, chunk.cuts, tuple(member.stop for member in chunk.members)
 
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, takewhile
 
 from torch import nn
 
@@ -164,10 +164,9 @@ def _gathers(config: Config, model: BuiltModel, asked: Iterable[nn.Parameter]) -
 
     A recomputed block gathers once more. What is listed before the first trained parameter has no backward.
     """
-    modules, listed = model.module.modules(), list(model.module.parameters())
+    modules, listed = model.module.modules(), model.module.parameters()
     holders = Counter(p for module in modules for p in module.parameters(recurse=False))
-    first = next((index for index, p in enumerate(listed) if p.requires_grad), len(listed))
-    forward_alone = set(listed[:first])
+    forward_alone = {*takewhile(lambda p: not p.requires_grad, listed)}
     every = config.train.recompute_every or 1
     recomputed = model.blocks[every - 1 :: every] if config.train.activation_checkpointing else ()
     again = {p for name in recomputed for p in model.module.get_submodule(name).parameters()}

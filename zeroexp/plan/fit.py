@@ -36,8 +36,6 @@ HEADS = {
 
 @dataclass(frozen=True)
 class Fit:
-    """Where a strategy fits."""
-
     asked: PlannedPoint
     at: PlannedPoint | None  # at the fewest ranks; None: not up to MOST_RANKS
     # The largest micro-batch, alone in a step, and the longest sequence there; None: not one, or nothing is rehearsed.

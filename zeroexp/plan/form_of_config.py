@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import takewhile
 from typing import Any
 
 from zeroexp.comm.traits import ALL, TRAITS
@@ -86,13 +87,12 @@ def _gathers(form: EngineForm, config: Config, model: BuiltModel) -> list[int]:
     What the model lists before its first trainable parameter has no backward, and is not recomputed.
     """
     recomputes = config.train.activation_checkpointing and form.options.unit == "module"
-    named = dict(model.module.named_parameters())
-    order = {name: place for place, name in enumerate(named)}
-    first = next((order[name] for name, p in named.items() if p.requires_grad), len(order))
+    listed = model.module.named_parameters()
+    forward_alone = {name for name, _ in takewhile(lambda each: not each[1].requires_grad, listed)}
     gathers: list[int] = []
     for index, unit in enumerate(form.units):
         names = [member.name for chunk in unit for member in chunk.members]
-        has_backward = index == 0 or any(order[name] >= first for name in names)
+        has_backward = index == 0 or not forward_alone.issuperset(names)
         in_block = any(name.startswith(f"{block}.") for name in names for block in model.blocks)
         again = 0 if form.is_kept(index) or not has_backward else 1 + (recomputes and in_block)
         gathers.append(1 + again)

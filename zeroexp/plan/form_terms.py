@@ -59,7 +59,6 @@ class Owned(NamedTuple):
 
 
 def owned_of(kind: str, numels: Collection[int]) -> Owned:
-    """Return what the optimizer updates of one kind in tensors of these sizes."""
     return Owned(kind, sum(numels), len(numels), sum(map(num_blocks, numels)))
 
 

@@ -16,8 +16,6 @@ from zeroexp.cut.rank_grid import RankGrid
 
 @dataclass(frozen=True)
 class Machines:
-    """The machines a point is planned for."""
-
     device: str  # cpu | cuda
     shape: JobShape
 
@@ -43,7 +41,6 @@ class Machines:
         return "mixed" if any(num < size for num, size in nodes) else "gloo"
 
     def _nodes(self, ranks: Sequence[int]) -> list[int]:
-        """Return the number of each rank's node."""
         return [rank // self.shape.ranks_per_node for rank in ranks]
 
     def share_inside_node(self, groups: Sequence[Sequence[int]]) -> float:

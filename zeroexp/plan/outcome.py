@@ -111,7 +111,6 @@ class Outcome:
 
     @property
     def fullest_rank(self) -> int:
-        """The rank that holds most model states."""
         return self.total.per_rank.index(self.total.fullest)
 
     @property
@@ -121,13 +120,10 @@ class Outcome:
 
     @property
     def num_idle_ranks(self) -> int:
-        """Ranks whose optimizer updates nothing."""
         return self.owned.per_rank.count(0)
 
 
 class PlannedRank(NamedTuple):
-    """What a rank holds and sends."""
-
     figures: dict[str, int]  # bytes by the names of Outcome, of each kind the most at any moment
     sent: dict[str, int]  # bytes of one step, by kind
 

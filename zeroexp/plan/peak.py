@@ -147,28 +147,21 @@ def _most_microbatches(form: ClosedForm) -> int:
 def _rank_peak(rehearsed: RehearsedRank, expandable: bool | None, limit: float) -> RankPeak:
     """Return the peak of a rank; expandable: None on a CPU, where no allocator reserves."""
     phase, peaks = rehearsed.peak_phase, rehearsed.peaks
-    reserved, num_retries = None, 0
-    if expandable is not None:
-        reserved, num_retries = _reserved(rehearsed, expandable, limit)
-    return RankPeak(
+    peak = RankPeak(
         rank=rehearsed.rank,
         phase=phase,
         num_bytes=peaks[phase].num_bytes,
         by_kind=dict(sorted(peaks[phase].by_kind.items(), key=lambda term: -term[1])),
         by_phase={name: each.num_bytes for name, each in peaks.items() if name != "build"},
         largest=peaks[phase].largest,
-        reserved_bytes=reserved,
-        num_retries=num_retries,
     )
-
-
-def _reserved(rehearsed: RehearsedRank, expandable: bool, limit: float) -> tuple[int, int]:
-    """Return what the allocator reserves, below the limit if it can, and how often it gives back what is free then."""
+    if expandable is None:
+        return peak
     stream = rehearsed.changes[0][0][2]
     kernels = [(-1, WORKSPACE_BYTES, stream), (-2, WORKSPACE_BYTES, stream)]
     changes = kernels, *rehearsed.changes
     held = replay(*changes, expandable=expandable)
-    if held.peak_bytes > limit:
+    if held.peak_bytes > limit:  # it may give back what is free instead
         with suppress(OutOfDeviceMemory):
             held = replay(*changes, expandable=expandable, limit=limit)
-    return held.peak_bytes, held.num_retries
+    return replace(peak, reserved_bytes=held.peak_bytes, num_retries=held.num_retries)

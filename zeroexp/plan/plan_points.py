@@ -24,7 +24,6 @@ class Plans:
     """The points of a command line, planned one by one."""
 
     def __init__(self, composed: ComposedPoints, *, rehearses: bool = False) -> None:
-        """rehearses: whether each point is rehearsed too."""
         self.named, self.notes, self.rehearses = composed.named, composed.notes, rehearses
         self._models: dict[str, BuiltModel] = {}
         # A point that is not planned says why.

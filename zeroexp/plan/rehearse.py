@@ -79,7 +79,6 @@ class RehearsedRank:
 
     @property
     def peak_phase(self) -> str:
-        """The phase of a step in which the rank holds most."""
         return max(PHASES, key=lambda phase: self.peaks[phase].num_bytes)
 
     @property

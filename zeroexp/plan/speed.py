@@ -68,7 +68,6 @@ class Speed:
     factors: dict[str, float] | None = None
 
     def link_rate(self, kind: str) -> float:
-        """Return the bytes a second of a move of this kind."""
         return self.rates_by_kind.get(kind, self.link_bytes_per_second)
 
     def product_rate(self, dtype: torch.dtype, smallest: int | None = None) -> float:

@@ -97,7 +97,6 @@ class DdpForm(ClosedForm):
 
     @cached_property
     def _owned(self) -> list[list[ParameterShape]]:
-        """The parameters that each rank updates."""
         num_dealt = self.world_size if self.shards_optimizer else 1
         dealt = deal_out(self.groups, lambda p: p.numel, num_dealt)
         return [[p for group in groups for p in group] for groups in dealt]

@@ -120,7 +120,7 @@ def _write(
     texts = {
         "markdown": lambda: markdown.render(points, printed),
         "csv": lambda: exports.as_csv(points, exported),
-        "json": lambda: exports.as_json(points, exported, conclusions, problems=list(problems)),
+        "json": lambda: exports.as_json(points, exported, conclusions, problems),
         "torchtitan": lambda: exports.as_torchtitan(points),
         "latex": lambda: Table.of(points, beside_names([POINT], printed)).as_latex(),
     }

@@ -30,8 +30,6 @@ MUST_HOLD = "study.plan_must_hold"
 
 @dataclass(frozen=True)
 class Claim:
-    """One thing that a study claims."""
-
     text: str
     holds: bool
 

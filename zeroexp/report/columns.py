@@ -40,20 +40,14 @@ class Column:
     value: Callable[[MeasuredPoint], Any]  # None where it is unknown
     name: str = ""
     unit: str = ""  # of value × scale
-    form: str = ""  # of numbers; words have none
+    form: str = ""  # of numbers; words have none, and are aligned left
     scale: float = 1
     part: str = ""  # point | losses | times | memory | plan | traffic | verdict | status
-    doubt: Callable[[MeasuredPoint], str | None] = lambda _: (
-        None
-    )  # why a reader should not trust it
+    # Why a reader should not trust it.
+    doubt: Callable[[MeasuredPoint], str | None] = lambda _: None
     # Whether a table for readers needs it; without a rule it does where some point has a value.
     is_needed: Callable[[Sequence[MeasuredPoint]], bool] | None = None
     spelled: Callable[[str], str] = str  # a word as a table for readers has it
-
-    @property
-    def is_left(self) -> bool:
-        """Words are aligned left, numbers right."""
-        return not self.form
 
     def text(self, point: MeasuredPoint) -> str:
         value = self.value(point)
@@ -87,7 +81,6 @@ def printed_columns(points: Sequence[MeasuredPoint], conclusions: Conclusions) -
 
 
 def exported_columns(points: Sequence[MeasuredPoint], conclusions: Conclusions) -> list[Column]:
-    """Return what programs read."""
     return [c for c in all_columns(points, conclusions) if c.key not in FOR_READERS]
 
 

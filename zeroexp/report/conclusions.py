@@ -332,9 +332,8 @@ class Conclusions:
     reference: MeasuredPoint | None
     comparisons: dict[str, Comparison]  # of each other point beside it
     doubts: list[str]  # times that are in doubt
-    broken: list[
-        str
-    ]  # exact numbers that vary, what a study wants equal and differs, and claims that do not hold
+    # Exact numbers that vary, what a study wants equal and differs, and claims that do not hold.
+    broken: list[str]
     qualities: list[Quality]  # of each point over seeds; empty where none has several
     claims: list[Claim]
     claim_lines: list[str]  # of a study with plan_must_hold

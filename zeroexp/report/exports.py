@@ -27,9 +27,9 @@ def as_json(
     points: Sequence[MeasuredPoint],
     columns: Sequence[Column],
     conclusions: Conclusions,
-    **more: Any,
+    problems: Sequence[str] = (),
 ) -> str:
-    """Return one object: `format`, `points`, what is concluded of them, and whatever else a report knows."""
+    """Return one object: `format`, `points`, what is concluded of them, and lines about runs that are left out."""
     losses = losses_of(points)
     content = {
         "format": FORMAT,
@@ -45,15 +45,16 @@ def as_json(
         "doubts": conclusions.doubts,
         "claims": [asdict(claim) for claim in conclusions.claims],
         "broken": conclusions.broken,
+        "problems": problems,
     }
-    return dumps({**content, **more}, indent=1)
+    return dumps(content, indent=1)
 
 
 def runs_as_json(runs: Sequence[Run]) -> str:
     """Return what `zeroexp report --json` says of these runs."""
     points = points_of(runs)
     conclusions = conclude(points)
-    return as_json(points, exported_columns(points, conclusions), conclusions, problems=[])
+    return as_json(points, exported_columns(points, conclusions), conclusions)
 
 
 def as_torchtitan(points: Sequence[MeasuredPoint]) -> str:

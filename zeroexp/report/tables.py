@@ -23,10 +23,9 @@ class Table:
 
     @classmethod
     def of(cls, points: Sequence[MeasuredPoint], columns: Sequence[Column]) -> Table:
-        """Return the table with one row for each point."""
         heads = [(column.name or column.key, column.unit) for column in columns]
         rows = [[column.text(point) for column in columns] for point in points]
-        return cls(heads, [column.is_left for column in columns], rows)
+        return cls(heads, [not column.form for column in columns], rows)
 
     @classmethod
     def of_words(cls, heads: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
@@ -36,7 +35,9 @@ class Table:
         """Return names, units, a rule, the rows and a rule, each column as wide as its longest text."""
         cells = [*zip(*self.heads, strict=True), *self.rows]
         widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-        aligned = ["  ".join(map(_padded, row, widths, self.lefts)).rstrip() for row in cells]
+        sides = ["<" if left else ">" for left in self.lefts]
+        form = "  ".join(f"{{:{side}{n}}}" for side, n in zip(sides, widths, strict=True))
+        aligned = [form.format(*row).rstrip() for row in cells]
         rule = "-" * max(map(len, aligned[:2]))
         return [*aligned[:2], rule, *aligned[2:], rule]
 
@@ -65,10 +66,6 @@ class Table:
         rows = (f"<tr>{''.join(map(_html_cell, row, self.lefts))}</tr>" for row in self.rows)
         body = "\n".join(rows)
         return f'<div class="wide"><table><thead><tr>{top}</tr></thead><tbody>\n{body}</tbody></table></div>'
-
-
-def _padded(text: str, width: int, left: bool) -> str:
-    return text.ljust(width) if left else text.rjust(width)
 
 
 def _html_cell(text: str, left: bool) -> str:

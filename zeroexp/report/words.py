@@ -41,11 +41,8 @@ def _unlike_work(points: Sequence[MeasuredPoint]) -> list[str]:
     """Say where a step of one point trains on more than one of another, so that their seconds and losses differ."""
     sizes = {key: dict.fromkeys(point.run.config[key] for point in points) for key in OF_WORK}
     unlike = [f"{key}={', '.join(values)}" for key, values in sizes.items() if len(values) > 1]
-    if not unlike:
-        return []
-    return [
-        f"Steps are not the same work ({'; '.join(unlike)}): compare tokens/s, not steps or losses."
-    ]
+    told = "compare tokens/s, not steps or losses"
+    return [f"Steps are not the same work ({'; '.join(unlike)}): {told}."] if unlike else []
 
 
 def headline_cards(points: Sequence[MeasuredPoint]) -> list[Card]:

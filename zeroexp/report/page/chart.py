@@ -127,7 +127,6 @@ def scatter(name: str, x: Sequence[Any], y: Sequence[Any], mode: str, **more: An
 
 
 def line_style(index: int, **more: Any) -> dict[str, Any]:
-    """Return colour and dash of the line of this number."""
     dash = DASHES[(index // len(SERIES)) % len(DASHES)]
     return {"color": SERIES[index % len(SERIES)], "dash": dash, **more}
 

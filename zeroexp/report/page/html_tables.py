@@ -62,17 +62,13 @@ def differences_table(points: Sequence[MeasuredPoint]) -> str:
 def provenance_table(points: Sequence[MeasuredPoint]) -> str:
     """Return what was run, where and with which versions, then the commands that run it again."""
     runs = [run for point in points for run in point.runs]
-    versions = dict.fromkeys(
-        k for run in runs for k in run.environment if k.startswith("versions.")
-    )
-    names = {**FACTS, **{key: key.removeprefix("versions.") for key in versions}}
+    facts = (key for run in runs for key in run.environment)
+    versions = {k: k.removeprefix("versions.") for k in facts if k.startswith("versions.")}
+    names = {**FACTS, **versions}
     rows = {"measured": " to ".join(_days(runs))}
     rows |= {name: ", ".join(_environment(runs, key)) for key, name in names.items()}
-    rows["data"] = ", ".join(
-        dict.fromkeys(
-            run.summary.data_source for run in runs if run.summary and run.summary.data_source
-        )
-    )
+    sources = (run.summary.data_source for run in runs if run.summary)
+    rows["data"] = ", ".join(dict.fromkeys(filter(None, sources)))
     folders = dict.fromkeys(map(_sweep_of, runs))
     again = (f"zeroexp report {quote(folder)} --html report.html" for folder in folders)
     commands = "\n".join([*_environment(runs, "command"), *again])

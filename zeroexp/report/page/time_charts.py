@@ -91,7 +91,6 @@ def exposed_chart(points: Sequence[MeasuredPoint]) -> Chart:
 
 
 def _longest_wait(done: Mapping[str, Sequence[RankTimes]]) -> str:
-    """Name the longest wait of one rank for another."""
     waits = [
         (seconds, name, rank.rank, peer)
         for name, ranks in done.items()
