@@ -29,8 +29,7 @@ from zeroexp.checkpoint.verify import check_pieces
 from zeroexp.cluster.job import Job
 from zeroexp.cluster.local import LocalCluster
 from zeroexp.cluster.sweep import Sweep
-from zeroexp.tracking.files import RECORDS, read_records, read_summary
-from zeroexp.tracking.follow_file import Tail
+from zeroexp.tracking.files import RECORDS, Tail, read_records, read_summary
 
 MODEL = {"width": 256, "depth": 4}  # a step takes a few milliseconds, writing its state some dozens
 STEPS = 12  # and one of warm-up

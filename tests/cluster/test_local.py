@@ -24,7 +24,7 @@ from zeroexp.cluster.job import Job, JobOutcome
 from zeroexp.cluster.local import LocalCluster
 from zeroexp.config import keys as configs
 from zeroexp.config.keys import Config, ConfigError
-from zeroexp.tracking.follow_file import Tail
+from zeroexp.tracking.files import Tail
 
 RANK_MAIN = "tests.cluster.rank_mains:main"
 

@@ -18,6 +18,7 @@ from zeroexp.tracking.files import (
     RECORDS,
     SUMMARY,
     RecordWriter,
+    Tail,
     drop_records,
     read_json,
     read_records,
@@ -26,7 +27,6 @@ from zeroexp.tracking.files import (
     write_json,
     write_summary,
 )
-from zeroexp.tracking.follow_file import Tail
 from zeroexp.tracking.run import flatten, read_runs
 
 

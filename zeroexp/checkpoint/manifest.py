@@ -114,7 +114,10 @@ def read_manifest(checkpoint: Path) -> Manifest:
     if is_newer:
         raise CheckpointError(f"{path}: {newer}; update zeroexp")
     try:
-        return _manifest(content)
+        del content["format"]
+        content["config"] = without_removed(content["config"])
+        stored = {key: _stored(content[key]) for key in ("state", "rng")}
+        return Manifest(**{**content, **stored})
     except (KeyError, TypeError, ValueError) as error:
         reason = f"no manifest of zeroexp ({type(error).__name__}: {error})"
         raise Damaged(f"{path}: {reason}; {REMEDY}") from error
@@ -122,14 +125,6 @@ def read_manifest(checkpoint: Path) -> Manifest:
 
 def _canonical(content: Mapping[str, Any]) -> bytes:
     return json.dumps(content, sort_keys=True, separators=(",", ":")).encode()
-
-
-def _manifest(content: dict[str, Any]) -> Manifest:
-    del content["format"]
-    content["config"] = without_removed(content["config"])
-    return Manifest(
-        **{**content, "state": _stored(content["state"]), "rng": _stored(content["rng"])}
-    )
 
 
 def _stored(rows: dict[str, Any]) -> Stored:

@@ -18,8 +18,7 @@ from zeroexp.cluster.job import Job
 from zeroexp.cluster.slurm_state import Sighting, SlurmSilent
 from zeroexp.cluster.submit import SUBMITTING, adopt, is_held_back, slurm_id, submit_all
 from zeroexp.report.sweep_progress import SweepProgress
-from zeroexp.tracking.files import RECORDS, read_json, read_rows, step_record, write_json
-from zeroexp.tracking.follow_file import Tail
+from zeroexp.tracking.files import RECORDS, Tail, read_json, read_rows, step_record, write_json
 from zeroexp.tracking.run import SLURM_FILE, UNFINISHED, state_of
 
 FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 0.5, 15.0  # between two queries to Slurm

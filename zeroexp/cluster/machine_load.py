@@ -8,24 +8,10 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from collections.abc import Callable
+from dataclasses import dataclass
 
 import psutil
-
-from zeroexp.tracking.files import write_json
-from zeroexp.tracking.run import LOAD_FILE
-
-
-@contextmanager
-def measured_load(folder: Path, server: int) -> Iterator[None]:
-    """Write the load during the block; nothing where the kernel does not say. server: the parent of the ranks."""
-    load_since = begin_load(server)
-    yield
-    if (load := load_since()) is not None:
-        write_json(folder / LOAD_FILE, asdict(load))
 
 
 @dataclass(frozen=True)

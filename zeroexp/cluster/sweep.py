@@ -14,7 +14,7 @@ import sys
 import time
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 from zeroexp.check.sweep_points import (
@@ -31,7 +31,7 @@ from zeroexp.cluster.fits_memory import plan_slurm_points, refuse_full_disks
 from zeroexp.cluster.follow import ShownRun, cancel_unfinished, follow_waited, refresh, unfinished
 from zeroexp.cluster.job import Job, event_of, reason_of
 from zeroexp.cluster.local import LocalCluster
-from zeroexp.cluster.machine_load import measured_load
+from zeroexp.cluster.machine_load import begin_load
 from zeroexp.cluster.slurm_state import require_slurm
 from zeroexp.cluster.submit import slurm_id, submit_all
 from zeroexp.config import plugins
@@ -56,7 +56,7 @@ from zeroexp.tracking.json_files import reserve
 from zeroexp.tracking.mlflow_labels import LINK
 from zeroexp.tracking.mlflow_store import with_store
 from zeroexp.tracking.mlflow_uploads import Uploads, open_uploads
-from zeroexp.tracking.run import UNFINISHED, Run, read_runs
+from zeroexp.tracking.run import LOAD_FILE, UNFINISHED, Run, read_runs
 
 FINE = ("done", "skipped")
 MAKING = ".making"  # in a sweep's folder while those of its points are made
@@ -335,8 +335,10 @@ class Sweep:
         job.enter("running")
         if self._uploads:
             self._uploads.begin(job.folder)
-        with measured_load(job.folder, cluster.server):
-            outcome = cluster.run(job, shown.show_steps, progress.note)
+        load_since = begin_load(cluster.server)
+        outcome = cluster.run(job, shown.show_steps, progress.note)
+        if load := load_since():
+            write_json(job.folder / LOAD_FILE, asdict(load))
         job.enter(outcome.status, reason_of(outcome.status, job))
         progress.end(number, outcome.status, job.state["reason"])
         if outcome.status == "done" and (summary := read_summary(job.folder)):

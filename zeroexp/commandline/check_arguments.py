@@ -87,16 +87,12 @@ def _refuse_flags(arguments: Sequence[str]) -> None:
         flag, _, value = argument.partition("=")
         if flag not in FLAGS:
             raise ConfigError(f"{flag}: unknown flag; {suggest_nearest(flag, FLAGS)}")
-        _refuse_value(flag, after[0] if after else value)
-
-
-def _refuse_value(flag: str, value: str) -> None:
-    allowed = FLAGS[flag]
-    if not value and flag not in WITHOUT_VALUE and allowed != ():
-        raise ConfigError(f"{flag}: no value; give it one")
-    if value and allowed is not None and value not in allowed:
-        remedy = suggest_nearest(value, allowed) if allowed else "it takes none"
-        raise ConfigError(f"{flag} {value}: unknown value; {remedy}")
+        value, allowed = after[0] if after else value, FLAGS[flag]
+        if not value and flag not in WITHOUT_VALUE and allowed != ():
+            raise ConfigError(f"{flag}: no value; give it one")
+        if value and allowed is not None and value not in allowed:
+            remedy = suggest_nearest(value, allowed) if allowed else "it takes none"
+            raise ConfigError(f"{flag} {value}: unknown value; {remedy}")
 
 
 def _refuse_several_studies(argument: str) -> None:

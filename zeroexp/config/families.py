@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, field, fields
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from zeroexp.config.keys import ModelConfig
+from zeroexp.config.keys import ConfigError, ModelConfig
 from zeroexp.registry import Later, Registry
+from zeroexp.registry.did_you_mean import suggest_nearest
 
 if TYPE_CHECKING:
     from torch import nn
+
+Shape = TypeVar("Shape")
 
 
 @dataclass(frozen=True)
@@ -80,6 +83,20 @@ MODELS = Registry(
 def shape_of(model: ModelConfig) -> dict[str, Any]:
     """Return the keys of the model's shape: the published ones, and over them what the run sets."""
     return {**model.published, **getattr(model, MODELS[model.family].shape)}
+
+
+def whole_numbers(shape: type[Shape], given: dict[str, Any], key: str) -> Shape:
+    """Make the dataclass `shape` of whole numbers from the keys below `key`. Raises ConfigError."""
+    names = [field.name for field in fields(shape)]  # pyright: ignore[reportArgumentType]
+    for word in given:
+        if word not in names:
+            raise ConfigError(f"{key}.{word}: no such key; {suggest_nearest(word, names)}")
+    for word in names:
+        if word not in given:
+            raise ConfigError(f"{key}.{word} is missing: set it, for example {key}.{word}=64")
+        if type(given[word]) is not int or given[word] < 1:
+            raise ConfigError(f"{key}.{word}={given[word]}: no whole number above 0; use one")
+    return shape(**given)
 
 
 def vocabulary(model: ModelConfig) -> int | None:

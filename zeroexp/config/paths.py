@@ -27,11 +27,9 @@ def data_files(config: DataConfig) -> list[Path]:
     path = Path(str(config.path)).expanduser()
     if not path.exists():
         raise ConfigError(f"data.path={config.path}: no such file or folder; use one that exists")
-    candidates = [path] if path.is_file() else sorted(p for p in path.rglob("*") if p.is_file())
-    if path.is_dir():  # what a system or an editor hides is no data
-        candidates = [
-            p for p in candidates if not any(n.startswith(".") for n in p.relative_to(path).parts)
-        ]
+    there = [path] if path.is_file() else sorted(p for p in path.rglob("*") if p.is_file())
+    # What a system or an editor hides is no data.
+    candidates = [p for p in there if not any(n[0] == "." for n in p.relative_to(path).parts)]
     suffixes = DATA[config.kind].suffixes
     files = [file for file in candidates if file.suffix.lower() in suffixes]
     tables = sorted({file.suffix.lower() for file in candidates} & set(TABLES))

@@ -4,9 +4,9 @@
     zeroexp resume=outputs/imported model=hf model.path=DIR data=... optimizer=adamw strategy=zero3 world_size=4
 
 FOLDER is of torch.distributed.checkpoint, as FSDP2 trainers and Megatron-LM's fsdp_dtensor write it, or of DeepSpeed's
-ZeRO or universal form. WORDS
-are those of a run: model, data and optimizer are what the checkpoint was trained with. Names, shapes and moments that
-do not fit are refused. It unpickles what FOLDER holds: take it from nobody whom you would not run code of.
+ZeRO or universal form. WORDS are those of a run: model, data and optimizer are what the checkpoint was trained with.
+Names, shapes and moments that do not fit are refused. It unpickles what FOLDER holds: take it from nobody whom you
+would not run code of.
 
 --to DIR   a folder that does not exist yet; it becomes that of a run with one checkpoint
 --step N   the number of steps done, where FOLDER does not hold it

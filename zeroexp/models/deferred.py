@@ -38,8 +38,6 @@ OVERWRITING = {
     *(aten.normal_.default, aten.uniform_.default, aten.random_.default, aten.exponential_.default),
     *(aten.zero_.default, aten.fill_.Scalar, aten.fill_.Tensor, aten.copy_.default),
 }
-
-
 # On meta these do nothing, without a word.
 BY_ELEMENT = (Tensor.apply_, Tensor.map_, Tensor.map2_)  # pyright: ignore[reportAttributeAccessIssue]
 

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from torch import Tensor, nn
 from torch.nn import functional
 
+from zeroexp.config.families import whole_numbers
 from zeroexp.config.keys import ModelConfig
-from zeroexp.models.shape_from_keys import whole_numbers
 
 
 @dataclass(frozen=True)

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from zeroexp.config.families import whole_numbers
 from zeroexp.config.keys import ConfigError, ModelConfig
-from zeroexp.models.shape_from_keys import whole_numbers
 
 
 @dataclass(frozen=True)
