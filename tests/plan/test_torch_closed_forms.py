@@ -84,9 +84,20 @@ def check_wire(world: World, stage: str, words: tuple[str, ...]) -> None:
     assert sum(sent.values()) <= wire <= 1.02 * sum(sent.values()) + 20_000, (stage, wire, sent)
 
 
-@pytest.mark.parametrize("stage", ["ddp", "zero2", "zero3"])
-def test_the_wire_carries_what_the_forms_say(ranks, stage):
-    ranks(check_wire, stage, ("model.hf_config.hidden_size=136",), world_size=2)
+FROZEN = "model.freeze=[*embed*,*layers.0.*,*layers.1.*,*layers.2.*]"
+FIRST_FROZEN = ("model.hf_config.num_hidden_layers=5", "model.hf_config.vocab_size=40", FROZEN)
+
+
+@pytest.mark.parametrize(
+    ("stage", "words"),
+    [
+        *((stage, ()) for stage in ("ddp", "zero2", "zero3")),
+        *((stage, ("model.lora.r=4",)) for stage in ("zero2", "zero3")),
+        ("zero3", FIRST_FROZEN),
+    ],
+)
+def test_the_wire_carries_what_the_forms_say(ranks, stage, words):
+    ranks(check_wire, stage, ("model.hf_config.hidden_size=136", *words), world_size=2)
 
 
 def test_the_state_of_zero1_is_dealt_out_by_size():

@@ -82,13 +82,9 @@ def _matrices(form: EngineForm, config: Config, model: BuiltModel) -> list[list[
 
 
 def _gathers(form: EngineForm, config: Config, model: BuiltModel) -> list[int]:
-    """Return how often a microbatch gathers each unit: for forward, backward, and inside of blocks that recompute.
-
-    What the model lists before its first trainable parameter has no backward, and is not recomputed.
-    """
+    """Return how often a microbatch gathers each unit: for forward, backward, and inside of blocks that recompute."""
     recomputes = config.train.activation_checkpointing and form.options.unit == "module"
-    listed = model.module.named_parameters()
-    forward_alone = {name for name, _ in takewhile(lambda each: not each[1].requires_grad, listed)}
+    forward_alone = without_backward(model)
     gathers: list[int] = []
     for index, unit in enumerate(form.units):
         names = [member.name for chunk in unit for member in chunk.members]
@@ -97,6 +93,12 @@ def _gathers(form: EngineForm, config: Config, model: BuiltModel) -> list[int]:
         again = 0 if form.is_kept(index) or not has_backward else 1 + (recomputes and in_block)
         gathers.append(1 + again)
     return gathers
+
+
+def without_backward(model: BuiltModel) -> set[str]:
+    """Return the names that the model lists before its first trainable parameter: of modules that have no backward."""
+    listed = model.module.named_parameters()
+    return {name for name, _ in takewhile(lambda each: not each[1].requires_grad, listed)}
 
 
 def arguments_of_every_form(config: Config) -> dict[str, Any]:

@@ -24,7 +24,7 @@ from zeroexp.config.optimizer import parameter_groups
 from zeroexp.measure.record import Traffic
 from zeroexp.models.module import BuiltModel
 from zeroexp.plan.closed_forms import ClosedForm
-from zeroexp.plan.form_of_config import arguments_of_every_form
+from zeroexp.plan.form_of_config import arguments_of_every_form, without_backward
 from zeroexp.plan.form_terms import HeldElements, Owned, owned_of
 from zeroexp.zero.grouping import group_parameters, named_in
 
@@ -120,30 +120,42 @@ class DdpForm(ClosedForm):
 
 @dataclass(frozen=True)
 class FsdpForm(ClosedForm):
-    """FSDP2: `units` are the parameters of the root and of each block; the root stays gathered until its backward."""
+    """FSDP2: `units` are the parameters of the root and of each block; the root stays gathered until its backward.
+
+    It reduces gradients that there are, and gathers in backward what has one, and the block before ahead.
+    """
 
     units: Sequence[Sequence[ParameterShape]]
     reshards: bool = True  # blocks are freed after forward: zero3
+    in_forward_alone: frozenset[int] = frozenset()  # indices of units that backward does not gather
     replicas: int = 1
     at_rest = "master"  # the shards are the master weights
 
     def traffic(self, rank: int) -> Traffic:
         if self.world_size == 1:
             return Traffic()
-        uses = (self.accumulation, 2 * self.accumulation) if self.reshards else (1, 1)
-        used = [(unit, uses[index > 0]) for index, unit in enumerate(self.units) if unit]
+        used = [(unit, self._num_gathers(i)) for i, unit in enumerate(self.units) if unit]
+        reducing = sum(any(p.trainable for p in unit) for unit in self.units)
         peers, reductions = self.group_size - 1, self.accumulation
+        reduced = self._shard(p for p in self._all if p.trainable)
         sent = {
             "gather": peers * self._compute * sum(num * self._shard(unit) for unit, num in used),
-            "reduce": peers * self._reduce * reductions * self._shard(self._all),
+            "reduce": peers * self._reduce * reductions * reduced,
         }
-        calls = {"gather": sum(num for _, num in used), "reduce": reductions * len(used)}
+        calls = {"gather": sum(num for _, num in used), "reduce": reductions * reducing}
         if self.replicas > 1:  # an all-reduce of what each reduction left
             others = self.replicas - 1
-            numel = reductions * self._shard(self._all)
+            numel = reductions * reduced
             sent["replicas"] = 2 * self._reduce * numel * others // self.replicas
             calls["replicas"] = calls["reduce"]
         return Traffic(bytes_by_kind=sent, calls_by_kind=calls)
+
+    def _num_gathers(self, index: int) -> int:
+        """Return how often a step gathers a unit; without reshard only after its weights have changed."""
+        if not self.reshards:
+            return 1
+        has_backward = index > 0 and index not in self.in_forward_alone
+        return self.accumulation * (1 + has_backward)
 
     def held_elements(self, rank: int) -> HeldElements:
         """Return what `rank` holds: shards that are padded alike on all ranks, and moments of its real rows."""
@@ -200,8 +212,13 @@ def _fsdp_form(config: Config, model: BuiltModel) -> FsdpForm:
     of_optimizer = parameter_groups(model.module, config.optimizer, model.blocks)
     unit = config.strategy.unit or "block"
     groups = group_parameters(model.module, model.blocks, unit, of_optimizer)
+    frozen = without_backward(model)
+    first = [
+        index for index, group in enumerate(groups) if index and frozen >= set(group.parameters)
+    ]
     return FsdpForm(
         units=[_shapes(group.parameters.values(), group.kinds) for group in groups],
+        in_forward_alone=frozenset(first[:-1]),  # the last one is gathered ahead
         reshards=config.strategy.name == "zero3",
         replicas=config.grid.num_groups,
         **arguments_of_every_form(config),
