@@ -133,10 +133,14 @@ def _of_our_engine(config: Config) -> Iterator[Idle]:
         yield keys, f"{named} never gathers parameters", ""
         if strategy.offload == "all":
             yield "strategy.offload", f"{named} keeps parameters whole", "use optimizer"
+    if strategy.parameters.placement == "shard" or not shards:
+        yield "strategy.publish", f"{named} publishes nothing after a step", ""
     if strategy.gradients.placement == "replicate":
         yield "strategy.reduce_codec", f"{named} all-reduces gradients", ""
     if strategy.overlap is False and strategy.prefetch:
         yield "strategy.prefetch", "nothing is gathered ahead without overlap", ""
+    if strategy.overlap is False:
+        yield "strategy.publish", "nothing is on its way without overlap", ""
 
 
 def _of_a_run(config: Config) -> Iterator[Idle]:

@@ -34,6 +34,7 @@ WITNESSES: dict[str, tuple[str, str]] = {
     "strategy.prefetch": (OPERATIONS, "how many units ahead a gather starts"),
     "strategy.keep": (SENT, "gathers in backward"),
     "strategy.reduce_each": (SENT, "one reduction for each microbatch, or for each step"),
+    "strategy.publish": (OPERATIONS, "weights arrive in forward, and not before the step ends"),
     "strategy.bucket_mb": (SENT, "how many reductions, of how many bytes each"),
     "strategy.replicas": (HELD, "K times the pieces"),
     "strategy.secondary_partition": (SENT, "gathers after the first of a step, inside of a node"),

@@ -199,6 +199,8 @@ class StrategyConfig:
     keep: str | None = of_engine("last", "none", "last", "all")
     # when accumulated gradients are reduced; None: as the stage says
     reduce_each: str | None = of_engine(None, "microbatch", "step")
+    # until when updated parameters arrive that rest whole: the end of the step, or their use in the next forward
+    publish: str | None = of_engine("step", "step", "forward")
     # the most MiB of one reduction; None: the transport's best
     bucket_mb: float | None = of_engine(least=0.001, most=1 << 20)
     # groups of neighbouring ranks that hold all states each, sharded inside of the group; None: 1

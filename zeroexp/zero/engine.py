@@ -84,7 +84,7 @@ class Engine:
             make_places(module, world.device)
         # torch can not convert modules of fake tensors, and a fake world is given a model that lies on its device.
         self.model = module if world.is_fake else module.to(world.device)
-        self._stage, self._max_grad_norm = stage, max_grad_norm
+        self._stage, self._max_grad_norm, self._publish = stage, max_grad_norm, options.publish
         self.wire = Collectives(world, **options.for_collectives(world.size))
         settings = [str(stage), options, dtypes, max_grad_norm, list(blocks), scales_loss]
         start_alike(self.model, settings, param_groups, values, self.wire)
@@ -180,8 +180,10 @@ class Engine:
             torch.autograd.graph.increment_version(self._trainable)
         if are_equal:
             self._saved_state.buffers.share()
-        # Code in C++ (scripted, traced) is seen by no guard: it would read weights that are on their way.
-        self._schedule.gathers.await_published()
+        if self._publish == "step" or drain:
+            self._schedule.gathers.await_published()
+        for unit in self._schedule.gathers.leave_published():
+            self._observer.released(unit, unit.arrive)
         self._observer.weights_changed(stepped=True, are_equal=are_equal)
         if drain:
             self.drain()

@@ -99,6 +99,7 @@ def written_while_reading() -> RuntimeError:
 def _pin(unit: Unit) -> None:
     """Show whole parameters in memory of their own until `_unpin`, whatever the schedule does meanwhile."""
     if not unit.is_sharded:
+        unit.arrive()
         return  # the parameters rest whole
     copies = [
         torch.empty(held.chunk.padded_numel, dtype=held.dtype, device=held.device)

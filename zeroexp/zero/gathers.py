@@ -19,6 +19,7 @@ import torch
 from torch._C._functorch import TransformType, get_interpreter_stack
 
 from zeroexp.zero.held import GatherState
+from zeroexp.zero.options import Options
 from zeroexp.zero.unit import Unit
 
 NO_TASK = -1  # autograd's task id where no backward runs
@@ -65,17 +66,19 @@ class GatherOrder:
 class Gathers:
     """The gathers of the units of one engine."""
 
-    def __init__(self, units: Sequence[Unit], *, depth: int, overlap: bool):
-        """Gather `depth` units ahead; without `overlap` wait for each move at once."""
+    def __init__(self, units: Sequence[Unit], options: Options):
+        """Gather as many units ahead as options say; without `overlap` wait for each move at once."""
         self.sharded = [unit for unit in units if unit.is_sharded]
         self.in_use: set[Unit] = set()  # sharded units whose parameters are in use
         # [Note: two orders]
         self.order_of_microbatch, self._order_outside = GatherOrder(), GatherOrder()
         self._order = self._order_outside
-        self.depth = depth
+        self.depth = options.prefetch or 0
         self._replicated = [unit for unit in units if not unit.is_sharded]
         self._published: deque[Unit] = deque()  # whose masters may be on their way
-        self._overlap = overlap
+        self._overlap = options.overlap
+        # Each message of these may be a copy of its unit.
+        self._most_published = {"step": 2, "forward": len(units)}[options.publish]
 
     def begin_pass(self, *, in_microbatch: bool) -> None:
         """Expect the gathers of the last microbatch again, or of the last forward outside of one."""
@@ -110,8 +113,8 @@ class Gathers:
     def publish(self, unit: Unit, *, ahead: bool = True) -> None:
         """Start O -> P after the optimizer's step. `ahead`: units of the next step may be gathered already.
 
-        Two units are on their way at most, since each message is a copy of its unit. What a forward outside of
-        microbatches has kept for a backward shows the weights of before: it is freed, and that backward raises.
+        What a forward outside of microbatches has kept for a backward shows the weights of before: it is freed, and
+        that backward raises.
         """
         if not unit.publishes:
             return
@@ -119,10 +122,18 @@ class Gathers:
         unit.publish()
         if not unit.is_sharded:
             self._published.append(unit)
-        while len(self._published) > (2 if self._overlap else 0):
+        while len(self._published) > (self._most_published if self._overlap else 0):
             self._published.popleft().arrive()
         if ahead and self.depth and unit in self.order_of_microbatch.first_units(1 + self.depth):
             self._gather(unit)
+
+    def leave_published(self) -> list[Unit]:
+        """Return the units whose weights are still on their way, for whoever uses them to wait."""
+        left = [unit for unit in self._published if unit.gather_state is GatherState.GATHERING]
+        for unit in left:
+            unit.is_awaited = True
+        self._published.clear()
+        return left
 
     def await_published(self) -> None:
         """Return when all parameters that rest replicated are there."""

@@ -121,7 +121,8 @@ class Held:
         views = self.nan_views
         if there:
             views = self.views if self.pinned is None else self.views_of(self.pinned)
-        self.point_at(views)
+        if views is not self.shown:
+            self.point_at(views)
 
     def point_at(self, views: list[Tensor]) -> None:
         """Point each parameter at its view."""

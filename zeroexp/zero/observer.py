@@ -52,7 +52,10 @@ class Observer:
         """The parameters of a chunk are about to show their values, or, where these are not `there`, nan."""
 
     def released(self, unit: Unit, gather_again: Callable[[], None]) -> None:
-        """The root was freed before its last gradients: whoever uses a parameter of it must `gather_again` first."""
+        """Values of the unit are not there: whoever uses a parameter of it must `gather_again` first.
+
+        It is the root, freed before its last gradients, or a unit that is published beyond the step.
+        """
 
     def returned(self, unit: Unit, tensor: Tensor) -> None:
         """The module of `unit` has run and returns `tensor`, perhaps among others."""

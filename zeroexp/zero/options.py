@@ -88,6 +88,8 @@ class Options:
     prefetch: int | None = None  # units gathered ahead; None: 1, or 0 where that gains nothing
     keep: str = "last"  # units that stay gathered till backward: none | last (the root) | all
     reduce_each: str | None = None  # microbatch | step; None: see default_reduce_each
+    # Updated parameters that rest replicated arrive until the end of the `step`, or until `forward` uses them.
+    publish: str = "step"  # step | forward
     bucket_mb: float | None = None  # most MiB of one reduction; None: the transport's default
     transport: str = "auto"  # a word of comm.collectives.TRANSPORTS
     replicas: int = 1  # groups of ranks that each hold all states, sharded inside of the group

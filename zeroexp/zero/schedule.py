@@ -91,7 +91,7 @@ class Schedule:
         self._scales_loss = scales_loss
         self._observer, self._wire = observer, wire
         self._root = units[0]  # the others follow in order of definition
-        self.gathers = Gathers(units, depth=options.prefetch or 0, overlap=options.overlap)
+        self.gathers = Gathers(units, options)
         # Units whose events matter. A rank that moves nothing (grouping.py, [Note: world of one]) needs none; by them a
         # loss that is not scaled is found.
         moves = bool(self.gathers.sharded) or any(unit.reduces for unit in units)

@@ -61,6 +61,8 @@ class Unit:
         self.gather_state = GatherState.READY
         # Whether parameters lie whole in memory of their own (gathered_parameters.py).
         self.is_pinned = False
+        # Whether parameters that rest replicated are on their way beyond the step, and seen as not there.
+        self.is_awaited = False
         self.is_sharded = stage.gather is Move.ALL_GATHER and bool(held)
         self.full: FullStorage | None = None  # of the full parameters, where they rest sharded
         self.secondary: SecondaryCopy | None = None  # for gathers inside of the node
@@ -165,7 +167,8 @@ class Unit:
             self.wait()
             self._arriving = None
             self._become(GatherState.READY)
-            if self.is_sharded:
+            if self.is_sharded or self.is_awaited:
+                self.is_awaited = False
                 self.show()
 
     def wait(self) -> None:

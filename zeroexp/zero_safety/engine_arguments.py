@@ -40,6 +40,7 @@ WORDS = {
     "reduce_each": ("microbatch", "step", None),
     "transport": TRANSPORTS,
     "matrix_step": MATRIX_STEPS,
+    "publish": ("step", "forward"),
     **dict.fromkeys(("gather_codec", "reduce_codec"), (*CODE_BITS, None)),
     "offload": (OPTIMIZER, ALL, None),
     "optimizer_over": ("group", "all"),

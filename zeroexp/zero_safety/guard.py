@@ -6,6 +6,7 @@ is `GuardedParameter`, whose `__torch_function__` sees every use from Python bef
     values                 what a use does
     freed                  it tells shape, dtype and device; a use that needs the values raises, with the remedy
     released (root)        the same, but a use that needs the values gathers them again, then goes on
+    on their way           a use that needs them waits for them, then goes on (Options.publish)
     there                  it is not seen: the class is the parameter's own again, and a use costs nothing
 
 Reading `.grad` of a parameter whose gradient the engine has taken raises as well: plain code would find None there and,
@@ -14,7 +15,8 @@ for example, clip nothing.
 [Note: uses from C++] Autograd's kernels do not pass through `__torch_function__`. zero/hooks.py handles what they
 saved. A freed parameter has its shape and one element, nan, in all places: a kernel that is given one makes nan of all
 it computes, and one that writes into it raises. A parameter that rests whole has the weights of the step before until
-`publish` has ended, for which `step` waits.
+`publish` has ended, for which `step` waits, unless options.publish="forward": a kernel in C++ alone (a traced copy of
+the model) may read both then, so `strategy.drain()` comes before it.
 """
 
 from __future__ import annotations
@@ -42,10 +44,10 @@ class State:
     is_trainable: bool
     freed: bool = False
     gradient_taken: bool = False
-    arrive: Callable[[], None] | None = None  # gathers the values again
+    arrive: Callable[[], None] | None = None  # gathers the values again, or waits for them
 
     def set_classes(self) -> None:
-        guarded = self.freed or self.gradient_taken
+        guarded = self.freed or self.gradient_taken or self.arrive is not None
         for parameter, plain in zip(self.parameters, self.plain, strict=True):
             parameter.__class__ = GuardedParameter if guarded else plain
 
@@ -127,7 +129,9 @@ class ParameterGuards(Observer):
 
     def released(self, unit: Unit, gather_again: Callable[[], None]) -> None:
         for held in unit.held:
-            self._states[id(held)].arrive = gather_again
+            state = self._states[id(held)]
+            state.arrive = gather_again
+            state.set_classes()
 
     def gradient(self, unit: Unit, parameter: nn.Parameter, *, is_reduced: bool) -> None:
         hooks = parameter._post_accumulate_grad_hooks
@@ -168,7 +172,8 @@ class ParameterGuards(Observer):
     def _forget_released(self) -> None:
         """Nothing is gathered again after the microbatch in which it was released."""
         for state in self._states.values():
-            state.arrive = None
+            if state.freed:
+                state.arrive = None
 
     def _mark_gradients(self, *, taken: bool) -> None:
         if taken is self._are_taken:
