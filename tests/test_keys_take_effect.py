@@ -74,6 +74,8 @@ RECOMPUTED = f"{PUBLISHED} train.activation_checkpointing=true"
 GROUPS = "strategy.replicas=2"
 OUTER = f"{GROUPS} strategy.outer.every=1"
 OFFLOAD = "strategy.offload=optimizer"
+# More blocks than are on their way, each of two groups, so that messages are unpacked when they arrive.
+FOUR_BLOCKS = "strategy=zero1 model.hf_config.num_hidden_layers=4 +optimizer.kinds.vectors.lr=0.5"
 MINE = "strategy.name=mine strategy="
 # An engine that takes no case of a key refuses the last one, for its change or already for what is given.
 CASES: dict[str, list[Case]] = {
@@ -115,6 +117,7 @@ CASES: dict[str, list[Case]] = {
     "strategy.prefetch": [Case("strategy.prefetch=2", OURS)],
     "strategy.keep": [Case("strategy.keep=none", OURS)],
     "strategy.reduce_each": [Case("strategy.reduce_each=step", OURS)],
+    "strategy.publish": [Case("strategy.publish=forward", OURS, FOUR_BLOCKS)],
     "strategy.bucket_mb": [Case("strategy.bucket_mb=0.01", OURS)],
     "strategy.replicas": [Case("strategy.replicas=2", [*OURS, *FSDP2], world_size=4)],
     "strategy.optimizer.over": [Case("strategy.optimizer.over=all", OURS, GROUPS, world_size=4)],
