@@ -17,11 +17,16 @@ from tests.oracle import (
     train_on_ranks,
     train_oracle,
 )
+from tests.plan.real_steps import config_of
 from tests.strategies.engine import Ours
 from zeroexp.comm import direct
 from zeroexp.cut.stage import STAGES
+from zeroexp.engines.build import build_strategy
 from zeroexp.engines.sharded import Sharded
 from zeroexp.interface.strategy import CanonicalState
+from zeroexp.models.module import build_model
+from zeroexp.plan.form_of_config import build_on_meta, form_of
+from zeroexp.plan.machines import machines_of
 from zeroexp.process.world import World
 from zeroexp.zero.options import Options
 
@@ -48,6 +53,34 @@ def train_on_two_hosts(
         direct.neighbour_identity = same_host  # these processes run other tests too
     roads = [(e.wire.held_shared_bytes > 0, e.wire.traits.reductions_in_flight) for e in engines]
     return trained, roads, [e.wire._moves.checksum for e in engines]
+
+
+def bytes_of_slots(world: World, words: list[str], ranks_per_node: int) -> int:
+    config = config_of(*words)
+    model = build_model(config.model, seed=0, device=world.device)
+    host = world.rank // ranks_per_node
+    same_host, direct.neighbour_identity = direct.neighbour_identity, lambda: (host,)
+    try:
+        engine = build_strategy(config, model, world)
+    finally:
+        direct.neighbour_identity = same_host
+    return engine.model_states().hidden_bytes
+
+
+@pytest.mark.parametrize(
+    ("num_nodes", "replicas"), [(2, 3), pytest.param(3, 2, marks=pytest.mark.slow)]
+)
+def test_a_plan_knows_which_ranks_of_groups_across_hosts_share_memory(ranks, num_nodes, replicas):
+    """Of groups of two on hosts of three one lies on both hosts: its ranks have no slots for what they sum there."""
+    link = (f"cluster.nodes={num_nodes}", "cluster.link=1gbit", "cluster.device=cpu")
+    words = ["model=mlp_tiny", "data=vectors", "strategy=zero1", "world_size=6", *link]
+    words += [f"strategy.replicas={replicas}", "data.global_batch_size=6"]
+    config = config_of(*words)
+    transports = machines_of(config, "cpu").transports(config.grid)
+    form = form_of(config, build_on_meta(config), *transports)
+    planned = [form.held_bytes("at_rest", rank)["buffers"] for rank in range(6)]
+    assert ranks(bytes_of_slots, words, 6 // num_nodes, world_size=6) == planned
+    assert len(set(planned)) > 1
 
 
 LAYOUT_NAMES = ("buffer", "tensor", "parameter")

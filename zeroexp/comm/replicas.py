@@ -26,7 +26,7 @@ from torch import Tensor
 
 from zeroexp.comm.base import GatherPart, Pending, ReducePart, Sent, Transport
 from zeroexp.comm.sizes import chunk_of_sums
-from zeroexp.comm.traits import TransportTraits
+from zeroexp.comm.traits import TRAITS, TransportTraits
 from zeroexp.cut.chunk import Chunk
 
 
@@ -73,8 +73,7 @@ def common_traits(traits: Sequence[TransportTraits]) -> TransportTraits:
     """Return the traits that hold for every rank, since one group may share a host and another not."""
     names = {each.name for each in traits}
     return replace(
-        traits[0],
-        name=names.pop() if len(names) == 1 else "mixed",
+        traits[0] if len(names) == 1 else TRAITS["mixed"],
         reductions_in_flight=min(each.reductions_in_flight for each in traits),
         moves_on_wait=all(each.moves_on_wait for each in traits),
         shares_memory=any(each.shares_memory for each in traits),

@@ -160,6 +160,8 @@ class EngineForm(ClosedForm):
     options: Options = field(default_factory=Options)
     transport: str = "gloo"  # direct (ranks of one host) | mixed (of several) | gloo | native
     transport_between: str = "gloo"  # that of sums between replicas
+    # By it "mixed", which may stand for ranks of several transports, is each rank's own; None: it is that of all.
+    ranks_per_node: int | None = None
     gathers: Sequence[int] | None = None
     matrices: Sequence[Sequence[CutMatrix]] = ()
     outer_share: tuple[int, int] = (1, 1)  # outer steps, of so many measured steps
@@ -175,6 +177,15 @@ class EngineForm(ClosedForm):
     @property
     def shares_updates(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
         return self.options.shares_updates
+
+    def _own_transport(self, common: str, ranks: Sequence[int], rank: int) -> str:
+        """Return the transport of a rank among these, of which "mixed" may stand for several."""
+        if common != "mixed" or self.ranks_per_node is None:
+            return common
+        num_here = [each // self.ranks_per_node for each in ranks].count(
+            rank // self.ranks_per_node
+        )
+        return "direct" if num_here == len(ranks) else "mixed" if num_here > 1 else "gloo"
 
     @property
     def traits(self) -> TransportTraits:
@@ -544,7 +555,8 @@ class EngineForm(ClosedForm):
             units = [trainable(alike.chunks) for alike in self.units_by_shape]
             itemsize, most = self._reduce, self.resolved.bucket_bytes
             replica, place = self.grid.group_number(rank), self.grid.place(rank)
-            inside, between = self.transport, self.transport_between
+            inside = self._own_transport(self.transport, self.grid.group(rank), rank)
+            between = self._own_transport(self.transport_between, self.grid.holders(rank), rank)
             slots = 0
             if TRAITS[inside].shares_memory and self.group_size > 1:
                 slots = num_slots(inside) * slot_bytes(units, self.stage, place, itemsize, most)

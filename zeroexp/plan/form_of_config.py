@@ -8,6 +8,7 @@ from typing import Any
 
 from zeroexp.comm.traits import ALL, TRAITS
 from zeroexp.config.engines import ENGINES
+from zeroexp.config.job_shape import job_shape_of
 from zeroexp.config.keys import Config, UndefinedCombination, resolve
 from zeroexp.config.optimizer import OPTIMIZERS, master_of_kind, optimizers_of, parameter_groups
 from zeroexp.config.vocabulary import vocabulary_of_data
@@ -63,6 +64,7 @@ def _sharded_form(config: Config, model: BuiltModel, transport: str, between: st
     layout = options.lay_out([specs_of(group) for group in groups], world_size)
     form = EngineForm(
         *(layout, stage, options, transport, between),
+        ranks_per_node=job_shape_of(config, "cpu").ranks_per_node,
         outer_share=_outer_share(config),
         **arguments_of_every_form(config),
     )
