@@ -99,6 +99,10 @@ WRONG = {
         "cluster.reserved_gib=2.0: leaves nothing of cluster.device_memory_gib=2",
         "use less",
     ),
+    "cluster.gpu=L4 cluster.reserved_gib=30": (
+        "cluster.reserved_gib=30.0: leaves nothing of the 24 GiB of cluster.gpu=L4",
+        "use less",
+    ),
     "model=llama_8b": ("model=llama_8b:", "did you mean llama3_8b?"),
     "model.hf_config.vocab_size=many": ("model.hf_config.vocab_size=many:", "expected int"),
     "model.hf_config.hidden_size=0": ("model.hf_config.hidden_size=0:", "use one"),

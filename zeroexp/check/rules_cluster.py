@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterator
 
 from zeroexp.check.refusal import Refusal
+from zeroexp.config.gpus import GPUS
 from zeroexp.config.keys import Config, resolve
 
 
@@ -31,10 +32,16 @@ def check_retries(config: Config) -> Iterator[Refusal]:
 
 
 def check_memory_left_free(config: Config) -> Iterator[Refusal]:
-    limit, reserved = config.cluster.device_memory_gib, config.cluster.reserved_gib
+    cluster, reserved = config.cluster, config.cluster.reserved_gib
+    limit, named = (
+        cluster.device_memory_gib,
+        f"cluster.device_memory_gib={cluster.device_memory_gib}",
+    )
+    if limit is None and cluster.gpu in GPUS:
+        limit = GPUS[cluster.gpu].memory_gib
+        named = f"the {limit} GiB of cluster.gpu={cluster.gpu}"
     if limit is not None and reserved is not None and reserved >= limit:
-        problem = f"leaves nothing of cluster.device_memory_gib={limit:g}"
-        yield "cluster.reserved_gib", problem, "use less than that"
+        yield "cluster.reserved_gib", f"leaves nothing of {named}", "use less than that"
 
 
 def check_link(config: Config) -> Iterator[Refusal]:
