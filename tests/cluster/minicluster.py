@@ -92,8 +92,8 @@ class Minicluster:
         self.command("down")
 
     def command(self, *words: str) -> str:
-        """One command of slurm/minicluster for this cluster."""
-        return self.run(MINICLUSTER, f"--folder={self.folder}", *words)
+        """One command of slurm/minicluster for this cluster, whose database may be slow to begin."""
+        return self.run(MINICLUSTER, f"--folder={self.folder}", *words, timeout_s=300)
 
     def run(self, *words: str, timeout_s: float = 60) -> str:
         """Standard output of a command that sees this cluster; raises if it fails."""

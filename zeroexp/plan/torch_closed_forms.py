@@ -122,7 +122,7 @@ class DdpForm(ClosedForm):
 class FsdpForm(ClosedForm):
     """FSDP2: `units` are the parameters of the root and of each block; the root stays gathered until its backward.
 
-    It reduces gradients that there are, and gathers in backward what has one, and the block before ahead.
+    Only trainable parameters are reduced. Backward gathers the units that have one, and ahead the block before them.
     """
 
     units: Sequence[Sequence[ParameterShape]]

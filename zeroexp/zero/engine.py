@@ -180,6 +180,7 @@ class Engine:
             torch.autograd.graph.increment_version(self._trainable)
         if are_equal:
             self._saved_state.buffers.share()
+        # Code in C++ (scripted, traced) is seen by no guard: with "forward" it may read weights that are on their way.
         if self._publish == "step" or drain:
             self._schedule.gathers.await_published()
         for unit in self._schedule.gathers.leave_published():

@@ -224,7 +224,7 @@ class Schedule:
     def _first_used_after(self, ended: int) -> list[Unit]:
         """Return the open units whose first forward began after this tick, in the order of these.
 
-        Not all are looked at, which would be as many for each of as many units.
+        It looks at no other: at all units, once for each, a step of many would grow with the square of their number.
         """
         found: list[Unit] = []
         for unit in reversed(self._open):

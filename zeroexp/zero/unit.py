@@ -61,7 +61,7 @@ class Unit:
         self.gather_state = GatherState.READY
         # Whether parameters lie whole in memory of their own (gathered_parameters.py).
         self.is_pinned = False
-        # Whether parameters that rest replicated are on their way beyond the step, and seen as not there.
+        # Whether parameters that rest replicated are on their way though the step has ended (Options.publish).
         self.is_awaited = False
         self.is_sharded = stage.gather is Move.ALL_GATHER and bool(held)
         self.full: FullStorage | None = None  # of the full parameters, where they rest sharded
