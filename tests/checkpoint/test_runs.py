@@ -234,9 +234,14 @@ def kill_again_and_again(local: LocalCluster, reference: Job, job: Job, num_kill
     num_steps = len(numbers(reference))
     assert (job.folder / "records.jsonl").read_text().count("\n") == num_steps, "none twice"
     assert steps_of(job) == [num_steps - 1, num_steps] and unfinished(job) == []
+    cold = {0}  # a process begins with one step of warm-up, and writes anew what follows
+    for start in (int(line.split()[0]) for line in started_at(job)):
+        cold = {step for step in cold if step < start} | {start}
+    assert {r.step for r in read_records(job.folder) if r.warmup} == cold - {num_steps - 1}
     summary = read_summary(job.folder)
     assert summary is not None
-    assert summary.num_steps + summary.num_warmup_steps == num_steps
+    assert summary.num_steps == num_steps - summary.num_warmup_steps
+    assert summary.num_warmup_steps == len(cold - {num_steps - 1}) > 1
 
 
 @pytest.mark.slow

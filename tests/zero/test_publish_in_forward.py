@@ -32,9 +32,8 @@ from zeroexp.zero.options import Options
 
 PUBLISHED = ("zero1_allreduce", "zero1", "zero2")
 TRANSPORTS = ("direct", "gloo", "native")
-RECIPE = Recipe(
-    steps=5
-)  # behind the first two the bits of all weights are compared, for which they arrive
+# Behind the first two steps the bits of all weights are compared, for which they arrive.
+RECIPE = Recipe(steps=5)
 
 
 def in_forward(
@@ -93,8 +92,10 @@ def whole_weights(strategy: Strategy) -> dict[str, Tensor]:
         return {name: p.detach().clone() for name, p in strategy.model.named_parameters()}
 
 
-WAYS = ("parameters", "foreach", "model.state_dict", "gathered", "gathered, unobserved")
-WAYS = (*WAYS, "one rank alone")
+WAYS = (
+    *("parameters", "foreach", "model.state_dict"),
+    *("gathered", "gathered, unobserved", "one rank alone"),
+)
 
 
 def read_by(world: World, stage: str, transport: str, way: str) -> bool:

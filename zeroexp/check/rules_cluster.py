@@ -33,10 +33,8 @@ def check_retries(config: Config) -> Iterator[Refusal]:
 
 def check_memory_left_free(config: Config) -> Iterator[Refusal]:
     cluster, reserved = config.cluster, config.cluster.reserved_gib
-    limit, named = (
-        cluster.device_memory_gib,
-        f"cluster.device_memory_gib={cluster.device_memory_gib}",
-    )
+    limit = cluster.device_memory_gib
+    named = f"cluster.device_memory_gib={limit}"
     if limit is None and cluster.gpu in GPUS:
         limit = GPUS[cluster.gpu].memory_gib
         named = f"the {limit} GiB of cluster.gpu={cluster.gpu}"
