@@ -84,12 +84,13 @@ class Engine:
             make_places(module, world.device)
         # torch can not convert modules of fake tensors, and a fake world is given a model that lies on its device.
         self.model = module if world.is_fake else module.to(world.device)
-        self._stage, self._max_grad_norm, self._publish = stage, max_grad_norm, options.publish
+        self._stage, self._max_grad_norm = stage, max_grad_norm
         self.wire = Collectives(world, **options.for_collectives(world.size))
         settings = [str(stage), options, dtypes, max_grad_norm, list(blocks), scales_loss]
         start_alike(self.model, settings, param_groups, values, self.wire)
         self.wire.connect()
         options = options.resolved(stage, self.wire.traits, world.size)
+        self._publish = options.publish
         self.settings = options.as_record(stage, self.wire.traits, self.wire.traits_between)
         groups = group_parameters(module, blocks, options.unit, param_groups, dtypes.of_modules)
         cast_at_borders(module, dtypes)

@@ -175,6 +175,7 @@ class Options:
             self,
             bucket_mb=bucket_mb,
             prefetch=prefetch if self.overlap else 0,
+            publish="step" if traits.moves_on_wait else self.publish,  # likewise
             reduce_each=self.reduce_each or default_reduce_each(stage.gradients.value),
         )
 
