@@ -249,6 +249,13 @@ def test_moments_of_another_optimizer_are_refused(ranks, saved) -> None:
         assert same is None
 
 
+def test_moments_without_their_step_are_refused(ranks, saved) -> None:
+    state = saved("adamw", 2)
+    cut = {name: {k: v for k, v in entry.items() if k != "step"} for name, entry in state.items()}
+    for (said,) in ranks(load_into_new_ones, cut, ["adamw"]):
+        assert said and "and the optimizer keeps step: give the optimizer" in said
+
+
 def test_weights_alone_are_taken_where_no_moment_would_be_lost(ranks, saved) -> None:
     """Before the first step also by an optimizer that makes its moments with itself; after it by one without any."""
     weights = {name: {"weight": entry["weight"]} for name, entry in saved("adamw", 2).items()}

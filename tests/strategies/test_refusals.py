@@ -216,6 +216,10 @@ OPTIONS: list[tuple[str, int, dict[str, Any], str]] = [
     ("zero3", 8, {"secondary_partition": 4, "replicas": 2}, "the 4 ranks that shard; leave it"),
     ("zero3", 8, {"secondary_partition": 2, "transport": "direct"}, "copy saves nothing; use"),
     ("zero3", 8, {"secondary_partition": 2, "offload": "all"}, "on the host; use one of them"),
+    # what arrives in forward
+    ("zero3", 2, {"publish": "forward"}, "use zero1 or zero2 with overlap=True"),
+    ("ddp", 2, {"publish": "forward"}, "use zero1 or zero2 with overlap=True"),
+    ("zero1", 2, {"publish": "forward", "overlap": False}, "with overlap=True"),
     # offload
     ("zero2", 2, {"offload": "cpu"}, "use optimizer, all, None"),
     ("zero2", 2, {"offload": "all"}, "use optimizer, or zero3"),

@@ -79,9 +79,11 @@ def require_moments_kept(
         names, kept if len(kept) == len(names) else [], strict=False
     ):
         for name in group:
-            saved = [key for key in state.get(name, {}) if is_moment(key)]
+            entry = state.get(name, {})
+            saved = [key for key in entry if is_moment(key)]
             moments = {*saved} - {"step"}
-            missing = sorted(of_each - moments - {"step"}) if saved else []
+            counted = {"step"} if PYTHON in entry else set[str]()  # by a number of Python
+            missing = sorted(of_each - {*saved} - counted) if saved else []
             if missing or (moments and not of_any & moments):
                 problem = f"the state of {name} holds {', '.join(saved)}, and the optimizer keeps "
                 remedy = "give the optimizer that it was saved with, or a state of weights alone"

@@ -18,6 +18,7 @@ from zeroexp.cut.layout import LAYOUTS
 from zeroexp.cut.matrix_step import MATRIX_STEPS
 from zeroexp.cut.owners import OWNERS
 from zeroexp.cut.stage import (
+    Move,
     Placement,
     Stage,
     why_no_replicas,
@@ -273,6 +274,8 @@ def _of_moves(options: Options, stage: Stage, world_size: int) -> Problems:
         stage.parameters is not Placement.SHARD or world_size == options.replicas
     ):
         yield "masters_rest", "nothing is gathered, use zero3, on two ranks or more that shard"
+    if options.publish == "forward" and not (options.overlap and stage.publish is Move.ALL_GATHER):
+        yield "publish", "nothing is on its way after a step, use zero1 or zero2 with overlap=True"
     if options.reduce_codec and stage.gradients is Placement.REPLICATE:
         yield "reduce_codec", "gradients are all-reduced, use zero1, zero2 or zero3"
     if options.error_feedback and options.reduce_codec is None:
