@@ -171,4 +171,4 @@ def test_seldom_synchronised_replicas_are_in_no_verdict_of_equality(sweep: Path)
     both = losses_of(given)
     assert both and both.agree and both.reference == "ours"
     apart = "  far: in no verdict, by design not equal to one process; off by 2.5e-01"
-    assert both.lines()[1].startswith(apart)
+    assert both.lines_of_curves()[0].startswith(apart)

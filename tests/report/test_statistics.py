@@ -149,24 +149,28 @@ def test_the_largest_relative_difference_and_its_step_are_found() -> None:
     assert curve.difference == pytest.approx(0.01) and not verdict.agree
     kept = judge_losses({"ddp": [2.0, 1.0], "zero3": [2.0, 1.25]}, bound=0.25)
     assert kept.agree
-    assert kept.lines() == [
+    assert kept.lines_of_curves() == [] and kept.agreement == (
         "2 loss curves agree: largest relative difference to ddp 2.5e-01 (zero3, step 1), "
         "allowed 2.5e-01"
-    ]
+    )
 
 
 def test_the_lines_name_every_curve_that_breaks_a_claim() -> None:
     curves = {"a": [1.0, 1.0], "b": [1.0, 1.5], "c": [1.0, 1.0], "d": [3.0, 1.0]}
-    _, *lines = judge_losses(curves, bound=0.1).lines()
+    lines = judge_losses(curves, bound=0.1).lines_of_curves()
     assert lines == ["  b: off by 5.0e-01 at step 1", "  d: off by 2.0e+00 at step 0"]
     noisy, rising = [4.0, 4.4, 3.0, 3.5, 2.5, 2.9, 2.0, 2.2], [1.0, 1.0, 1.1, 1.2]
     assert (loss_falls(noisy), loss_falls(rising), loss_falls([1.0])) == (True, False, False)
     alone = judge_losses({"a": rising}, bound=1e-6)  # whether it falls is not asked
-    assert alone.lines() == ["1 loss curve, and no other one to compare it with"]
+    assert (alone.agreement, alone.lines_of_curves()) == (
+        "1 loss curve, and no other one to compare it with",
+        [],
+    )
     beside = judge_losses({"a": rising, "far": noisy[:4]}, ["far"], bound=1e-6)
     assert beside.agreement == alone.agreement
     verdict = judge_losses({"a": noisy, "b": rising}, bound=None, must_fall=True)
-    assert verdict.lines() == ["1 of 2 losses fall", "  b: its loss does not fall"]
+    assert verdict.fall == "1 of 2 losses fall"
+    assert verdict.lines_of_curves() == ["  b: its loss does not fall"]
 
 
 @pytest.mark.parametrize("bad", [[4.0, 3.0, 2.0], [4.0, math.nan, 2.0, 1.0], [math.inf, 3, 2, 1]])

@@ -177,7 +177,6 @@ class Sweep:
         print_table(points)
         holds = True
         if any(run.summary for run in runs):
-            self._print_losses(points)
             holds = self._print_conclusions(points)
         if self._uploads:
             self._uploads.conclude(self._jobs[0].folder.parent)
@@ -406,28 +405,20 @@ class Sweep:
             print(f"  zeroexp watch {shlex.quote(os.path.relpath(self._folder))}")
 
     def _print_conclusions(self, points: Sequence[MeasuredPoint]) -> bool:
-        """Print verdicts and broken claims and write the page; return False if a claim is broken."""
+        """Print verdicts and claims, each once, and write the page; return False if one is broken."""
         from zeroexp.report import page  # plotly and scipy take a second to import
         from zeroexp.report.conclusions import conclude
 
         conclusions = conclude(points)
-        parts = (conclusions.verdicts, conclusions.doubts, conclusions.broken)
-        for lines in filter(None, (*parts, conclusions.claim_lines)):
+        claims = [claim.line for claim in conclusions.claims]
+        broken = [line for line in conclusions.broken if line not in claims]
+        claims = [*(conclusions.claim_lines or claims), *_lines_of_losses(points)]
+        for lines in filter(None, (conclusions.verdicts, conclusions.doubts, broken, claims)):
             print()
             print_lines(lines)
         if self._folder:
             page.write_into(self._folder, points)
         return not conclusions.broken
-
-    def _print_losses(self, points: Sequence[MeasuredPoint]) -> None:
-        """Print, curve by curve, what the study asks of the losses of points that came to their end."""
-        done = [(point, point.summary.verdict) for point in points if point.summary]
-        verdict = losses_of([point for point, _ in done])
-        if verdict is None or (verdict.bound is None and not verdict.must_fall):
-            return
-        done = [(p, what or ("" if p.losses else "its losses can not be read")) for p, what in done]
-        diverged = [f"  {point.name}: {what}" for point, what in done if what]
-        print("\n" + "\n".join([*verdict.lines(), *diverged]))
 
 
 def set_aside(job: Job) -> None:
@@ -439,6 +430,16 @@ def set_aside(job: Job) -> None:
     job.enter("pending", since=since)
     if job.config.resume:
         pin(Path(job.config.resume), job.folder)
+
+
+def _lines_of_losses(points: Sequence[MeasuredPoint]) -> list[str]:
+    """Return, curve by curve, what breaks what the study asks of the losses of points that came to their end."""
+    done = [(point, point.summary.verdict) for point in points if point.summary]
+    verdict = losses_of([point for point, _ in done])
+    if verdict is None or (verdict.bound is None and not verdict.must_fall):
+        return []
+    done = [(p, what or ("" if p.losses else "its losses can not be read")) for p, what in done]
+    return [*verdict.lines_of_curves(), *(f"  {p.name}: {what}" for p, what in done if what)]
 
 
 def _tell(job: Job) -> None:

@@ -325,9 +325,9 @@ class LossVerdict:
         falling = sum(curve.falls for curve in self.curves)
         return f"{falling} of {len(self.curves)} losses fall" if self.must_fall else None
 
-    def lines(self) -> list[str]:
-        """Return the verdict in words, then one line for each curve that breaks it."""
-        lines = [sentence for sentence in (self.agreement, self.fall) if sentence]
+    def lines_of_curves(self) -> list[str]:
+        """Return one line for each curve that breaks the verdict, or is in none."""
+        lines: list[str] = []
         for curve in self.curves:
             off = f"off by {curve.difference:.1e} at step {curve.step}"
             if curve.is_apart:

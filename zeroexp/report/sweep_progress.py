@@ -91,9 +91,12 @@ class SweepProgress:
             self._write(self._step_line(point, now) + "\n")
 
     def end(self, number: int, status: str, reason: str | None = None, name: str = "") -> None:
-        """Point `number` has ended. A skipped point, which never started, needs its `name`."""
+        """Point `number` has ended. A skipped point, which never started, needs its `name`.
+
+        Of a reason of several lines the first is shown; the table at the end has them all.
+        """
         point = self._running.pop(number, None)
-        took, why = "", f": {reason}" if reason else ""
+        took, why = "", f": {reason.splitlines()[0]}" if reason else ""
         if point is not None:
             name, seconds = point.name, self._clock() - point.started
             took = f" in {duration(seconds)}"
