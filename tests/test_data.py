@@ -341,6 +341,7 @@ WRONG: list[tuple[Any, str, dict[str, Any], str]] = [
     ({}, CAUSAL, {"vocab_size": 100}, r"data.vocab_size=100: the shipped tokenizer has 2048"),
     ({}, CAUSAL, {"kind": "images"}, r"data.kind=images: use text, hf, synthetic"),
     ({"a.txt": ""}, CAUSAL, {}, r"data.path=.*a.txt: is empty; name a file with rows"),
+    ({"a.csv": "text,text\na,b\n"}, CAUSAL, {}, r"column=text: several columns .*; rename al"),
     ({"a.csv": "text,n\n"}, CAUSAL, {}, r"data.path=.*a.csv: has no rows; name a file with"),
     ({"a.csv": "text;n\na;1\n"}, CAUSAL, {}, r"columns are separated by ';', no comma; con"),
     ({"a.csv": "n,text\n1,a, b\n"}, CAUSAL, {}, r"a row has more fields than the first row has"),

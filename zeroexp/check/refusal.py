@@ -29,8 +29,11 @@ def require(config: Config, rules: Iterable[Rule], error: type[ConfigError]) -> 
             raise error(f"{named}: {problem}; {remedy}")
 
 
-def value_of(config: Config, key: str) -> Any:
-    """Return the value of a dotted key; a group's value is its name. Raises ConfigError for an unknown key."""
+def value_of(config: Config, key: str, named_by: str = "") -> Any:
+    """Return the value of a dotted key; a group's value is its name. Raises ConfigError for an unknown key.
+
+    named_by: the key in whose value it stands.
+    """
     value: Any = config
     for part in key.split("."):
         if isinstance(value, dict) and part in value:
@@ -38,7 +41,8 @@ def value_of(config: Config, key: str) -> Any:
         elif hasattr(value, part):
             value = getattr(value, part)
         else:
-            raise ConfigError(f"{key}: no such key; {suggest_key(key, KEYS)}")
+            shown = f"{named_by}: {key}" if named_by else key
+            raise ConfigError(f"{shown}: no such key; {suggest_key(key, KEYS)}")
     return getattr(value, "name", value)
 
 

@@ -23,6 +23,9 @@ def check_task(config: Config) -> Iterator[Refusal]:
         yield "model", problem, "use data=vectors, or a language model"
     if data.task not in given:
         yield "data.task", f"data.kind={data.kind} has no such task", f"use {' or '.join(given)}"
+    if data.task == "regression" and model.task != data.task:
+        problem = f"data={data.name} gives vectors, model={model.name} takes tokens"
+        yield "data.task", problem, "use data=offline, or model=mlp_tiny"
     if model.task != data.task:
         problem = f"model={model.name} is made for {model.task}"
         kinds = [kind for kind in DATA if model.task in DATA[kind].tasks]

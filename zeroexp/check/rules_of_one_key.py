@@ -21,6 +21,7 @@ from zeroexp.cut.stage import why_not_over_all
 from zeroexp.process.ports import parse_port_range
 from zeroexp.registry.did_you_mean import suggest_nearest, suggest_word
 
+INCLUDE = "study.include"
 # What study.must_equal may name beside keys and groups of the config.
 RUN_FACTS = ("machine", "versions", "git", "engine", "transport", "load")
 
@@ -254,7 +255,7 @@ def check_sbatch_options(config: Config) -> Iterator[Refusal]:
 def check_study(config: Config) -> Iterator[Refusal]:
     """Require that every key of an include row exists, and that must_equal names keys, groups or facts of a run."""
     for key in (key for row in config.study.include for key in row):
-        value_of(config, key)
+        value_of(config, key, INCLUDE)
     if config.study.plan_must_hold and config.train.warmup_steps + config.train.steps < 2:
         problem = "the only step of a run is its first, which makes moments and is not as planned"
         yield "study.plan_must_hold=true", problem, "use train.warmup_steps=2"
@@ -266,4 +267,4 @@ def check_study(config: Config) -> Iterator[Refusal]:
             names = [*RUN_FACTS, *(field.name for field in fields(config))]
             problem = "no key and no fact of a run"
             yield f"study.must_equal={word}", problem, suggest_nearest(word, names)
-        value_of(config, word)
+        value_of(config, word, "study.must_equal")

@@ -14,6 +14,7 @@ from typing import Any
 from zeroexp.check import check as check_run
 from zeroexp.check import require_values
 from zeroexp.check.refusal import value_of
+from zeroexp.check.rules_of_one_key import INCLUDE
 from zeroexp.checkpoint.resume import resolve_resume
 from zeroexp.config import plugins
 from zeroexp.config.keys import (
@@ -102,9 +103,9 @@ def require_points(points: Sequence[SweepPoint], study: str | None) -> None:
     """Raise ConfigError if the study has left out every point."""
     if not points:
         if study is None:
-            problem = "study.include: none of its rows fits a point of this sweep"
+            problem = f"{INCLUDE}: none of its rows fits a point of this sweep"
             raise ConfigError(f"{problem}; change a row, or leave it out")
-        remedy = "leave what it compares to the study, or extend study.include"
+        remedy = f"leave what it compares to the study, or extend {INCLUDE}"
         raise ConfigError(f"study={study}: none of its points is in this sweep; {remedy}")
 
 
@@ -118,7 +119,7 @@ def _in_study(config: Config) -> bool:
     """Tell whether the config matches one of its study's rows. Without a study every point counts."""
     rows = config.study.include
     return not rows or any(
-        all(value_of(config, key) in values for key, values in row.items()) for row in rows
+        all(value_of(config, key, INCLUDE) in values for key, values in row.items()) for row in rows
     )
 
 

@@ -2,7 +2,7 @@
 
 data.labels=[bad,fine,good]     the values in the order of the classes
 null, numbers                   0 .. n-1 as they are; 1 .. n, with an n and without a 0, from 1
-null, words                     in alphabetical order, if there are as many as classes
+null, words                     in order (`_sorted`), if there are as many as classes
 null, names from the hub        in the order of the data set
 """
 

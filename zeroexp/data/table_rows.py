@@ -178,7 +178,12 @@ def _loader(config: DataConfig, files: list[Path]) -> tuple[str, dict[str, Any]]
         if len(first) == 2 and first[0].isdigit():  # Yelp's own archive has no header
             options["names"] = [LABEL, TEXT]
     if LOADERS[suffix] == "csv":
-        columns = columns_of(config, _names_in(files[0], options))
+        names = _names_in(files[0], options)
+        columns = columns_of(config, names)
+        for key, name in columns.values():
+            if names.count(name) > 1:  # pandas would name the second one anew
+                problem = f"several columns of {config.path} have this name"
+                raise ConfigError(f"{key}={name}: {problem}; rename all but one")
         texts = [name for kind, (_, name) in columns.items() if kind != LABEL]
         # pandas types each block of rows by itself, so that 007 would become 7 in a block of numbers alone.
         options["converters"] = dict.fromkeys(texts, _as_it_stands)

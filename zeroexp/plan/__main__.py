@@ -34,14 +34,14 @@ from zeroexp.process import locks, safe_output, signals
 from zeroexp.process.cheap_imports import importing_cheaply
 from zeroexp.registry import Later
 
-ADVISE, REHEARSE = "--advise", "--rehearse"
+ADVISE, FIT, REHEARSE = "--advise", "--fit", "--rehearse"
 # Flags -> the function that answers; torch takes a second to import, and a refusal needs none.
 FORMS = {
     "": Later("zeroexp.plan.plan_table:render"),
     "--json": Later("zeroexp.plan.plan_table:as_json"),
     "--csv": Later("zeroexp.plan.plan_table:as_csv"),
-    "--fit": Later("zeroexp.plan.fit:fit_lines"),
-    "--fit --json": Later("zeroexp.plan.fit:fit_json"),
+    FIT: Later("zeroexp.plan.fit:fit_lines"),
+    f"{FIT} --json": Later("zeroexp.plan.fit:fit_json"),
     "--explain": Later("zeroexp.plan.explain_plan:explain"),
     ADVISE: Later("zeroexp.plan.advice_text:advice_text"),
     f"{ADVISE} --json": Later("zeroexp.plan.advice_text:advice_json"),
@@ -78,7 +78,8 @@ def _answer(arguments: Sequence[str]) -> str:
     with importing_cheaply():
         from zeroexp.plan.plan_points import Plans
     told = FORMS[" ".join(sorted(flags))](Plans(points, rehearses=REHEARSE in arguments))
-    for note in points.notes if flags and ADVISE not in flags else []:  # no part of CSV or JSON
+    # They are no part of CSV or JSON; what is advised or fits has a batch of its own.
+    for note in points.notes if flags and not {ADVISE, FIT} & {*flags} else []:
         print(note, file=sys.stderr)
     return told
 

@@ -218,7 +218,8 @@ def _rehearsed(plans: Plans, point: dict[str, str], rows: Sequence[Row]) -> list
     if allocators := {each.allocator: None for each in rehearsals if each.allocator}:
         notes += (
             " reserved: what torch's caching allocator takes of the GPU to hold the peak, a prediction with "
-            f"{' and '.join(allocators)} (PYTORCH_CUDA_ALLOC_CONF); it decides whether a step fits."
+            f"{' and '.join(allocators)}, all that is modelled of PYTORCH_CUDA_ALLOC_CONF; it decides whether a "
+            "step fits."
         )
     if any(each.config.train.compile for each in plans.planned):
         notes += (
