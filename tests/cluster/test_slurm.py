@@ -291,7 +291,7 @@ ENDS = {
         r"TaskLost: rank 1 on node25 is gone: it did not reach port \d+ of node24 "
         r"within 60 s \+ cluster\.heartbeat_s=5$",
     ),
-    "rank_is_stopped": ("failed", r"rank 1 on node\d+: Hang: no progress for .* kill -CONT"),
+    "rank_is_stopped": ("failed", r"rank 1 on node\d+: Hang: no progress for .* \(SIGSTOP\)"),
     "too_large": ("out_of_memory", r"rank 0 on node\d+: "),
     "preempted": ("failed", "preempted"),
     "disk_full": ("failed", r"rank 0 on node\d+: .*No space left on device"),

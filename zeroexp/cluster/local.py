@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -121,8 +122,11 @@ class LocalCluster:
             return self._server.recv() if self._server.poll(timeout_seconds) else None
         except (EOFError, ConnectionError):
             code = self._process.wait()
-            lost = f"the process that starts ranks ended with code {code}"
-            return {"ended": "failed", "ServerLost": lost}
+            how = f"ended with code {code}"
+            if code < 0:  # C++ aborts where its libraries find no room
+                name = signal.Signals(-code).name
+                how = f"was ended by {name}, as where memory is short; look at `ulimit -v` and `free -h`"
+            return {"ended": "failed", "ServerLost": f"the process that starts ranks {how}"}
 
     def _close(self) -> None:
         """Close the connection, upon which the server kills its ranks and ends; one without ranks is killed."""

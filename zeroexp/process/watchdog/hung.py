@@ -96,7 +96,7 @@ class Sight:
         starts = self.phase in progress.STARTS
         where = self.phase if starts else f"{self.phase} of step {self.done[0]}"
         how = {
-            "T": f"its process {self.pid} is stopped: kill -CONT {self.pid} there lets it go on",
+            "T": f"its process {self.pid} was stopped from outside (SIGSTOP): find what stops processes there",
             "D": f"its process {self.pid} waits inside the kernel ({self.kernel}), as for a disk that does not answer",
             "R": f"its process {self.pid} computes",
         }.get(self.state, f"its process {self.pid} waits ({self.kernel})")
