@@ -311,12 +311,13 @@ def test_after_a_power_cut_a_damaged_run_is_named_and_the_others_run_again(
     tmp_path, monkeypatch, capsys
 ):
     """Which runs a rerun would start, and what it says of those whose files do not let them go on."""
-    names = ("done", "failed", "state", "results", "config", "hole", "curve")
+    names = ("done", "failed", "state", "results", "lost", "config", "hole", "curve")
     folders = {name: write_run(tmp_path / name, status="done") for name in names}
     write_json(folders["failed"] / "state.json", {"status": "failed", "reason": "of its own"})
     (folders["state"] / "state.json").write_bytes(b"")
     summary = folders["results"] / "summary.json"
     summary.write_bytes(bytes(summary.stat().st_size))
+    (folders["lost"] / "summary.json").unlink()
     (folders["config"] / "config.yaml").write_bytes(b"")
     write_json(folders["hole"] / "state.json", {"status": "failed", "reason": "power"})
     for name in ("hole", "curve"):
@@ -334,7 +335,7 @@ def test_after_a_power_cut_a_damaged_run_is_named_and_the_others_run_again(
     monkeypatch.setattr(Sweep, "_execute", lambda _, again: begun.extend(again))
     with Sweep([]) as sweep:
         sweep.rerun(tmp_path)
-        assert {job.name for job in begun} == {"failed", "state", "results", "hole", "curve"}
+        assert {job.name for job in begun} == {*names} - {"done", "config"}
         assert sweep.conclude() == 1
     told = capsys.readouterr().err.splitlines()
     hole = folders["hole"]

@@ -85,6 +85,14 @@ def test_whole_json_of_wrong_types_costs_its_run_and_one_line_that_names_the_fil
     assert [row.partition(",")[0] for row in csv.read_text().splitlines()[1:]] == [other.name]
 
 
+@pytest.mark.parametrize("name", ["load.json", "engine.json"])
+def test_a_torn_file_beside_the_results_costs_itself_alone(folder: Path, name: str) -> None:
+    (folder / name).write_text("{")
+    (run,), (line,) = read_runs(folder)
+    assert line == f"{folder / name}: damaged, as by a power cut (no JSON), and left out"
+    assert run.summary and (run.other_cores, run.engine) == (None, {})
+
+
 def test_a_step_of_wrong_types_costs_the_curve_alone(folder: Path) -> None:
     edit(folder / "records.jsonl", '"grad_norm": ', '"grad_norm": [], "was": ')
     (run,), problems = read_runs(folder)

@@ -205,10 +205,19 @@ def test_a_run_can_be_followed_and_a_resumed_one_goes_on(
     assert status(outputs, run_id) == "RUNNING"
     with RecordWriter(folder) as writer:
         writer.write(record(3))
-    write_json(folder / "state.json", {"status": "done"})
+    tracker.log_run(folder)
+    assert num_metrics(outputs, run_id) == 4 * METRICS_PER_STEP
+    finish(folder)
     tracker.log_run(folder)
     assert status(outputs, run_id) == "FINISHED"
-    assert num_metrics(outputs, run_id) == 4 * METRICS_PER_STEP
+
+
+def finish(folder: Path) -> None:
+    """With the steps and results of another run."""
+    other = write_run(folder.with_name("other"), num_steps=4)
+    for name in ("records.jsonl", "summary.json"):
+        shutil.copy(other / name, folder)
+    write_json(folder / "state.json", {"status": "done"})
 
 
 def test_steps_that_a_killed_attempt_had_sent_stand_once_after_the_next_repeats_them(
@@ -243,15 +252,16 @@ def test_a_run_that_is_run_again_is_another_run(
         (folder / name).rename(earlier / name)
     with RecordWriter(folder) as writer:
         writer.write(record(0))
-    write_json(folder / "state.json", {"status": "done"})
+    write_json(folder / "state.json", {"status": "running"})
     second = tracker.log_run(folder)
     assert second is not None
     assert second != first
+    assert num_metrics(outputs, second) == METRICS_PER_STEP
+    finish(folder)
     assert tracker.log_run(folder) == second
     assert [status(outputs, run_id) for run_id in (first, second)] == ["FAILED", "FINISHED"]
     assert tag(outputs, first, "sweep") == f"{sweep.name}/earlier"
     assert tag(outputs, second, "sweep") == sweep.name
-    assert num_metrics(outputs, second) == METRICS_PER_STEP
 
 
 def test_a_skipped_point_never_was_a_run(tracker: MlflowTracker, sweep: Path) -> None:

@@ -32,7 +32,7 @@ def read_runs(folder: Path) -> tuple[list[Run], list[str]]:
     for config in configs:
         try:
             runs.append(_checked(read_run(config.parent)))
-            problems += _files_left_out(runs[-1])
+            problems += [*runs[-1].left_out, *_files_left_out(runs[-1])]
         except NewerFormat as error:
             problems.append(f"{config.parent}: left out, {error}")
         except UNREADABLE as error:

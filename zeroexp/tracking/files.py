@@ -145,7 +145,9 @@ def _require_no_hole(path: Path, rows: Sequence[dict[str, Any]], until: int | No
 
 
 def require_results(folder: Path) -> None:
-    """Raise DamagedFile for a damaged summary, or where steps of those that it sums up are lost from the curve."""
+    """Raise DamagedFile for a damaged or lost summary, or where steps that it sums up are lost from the curve."""
+    if SUMMARY not in os.listdir(folder):  # NFS caches that a file is missing
+        raise DamagedFile(folder / SUMMARY, "lost")
     summary, path = read_json(folder / SUMMARY), folder / RECORDS
     if summary is None or not path.exists():
         return

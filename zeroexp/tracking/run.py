@@ -6,7 +6,7 @@ import json
 import os
 import sys
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -36,6 +36,8 @@ class Run:
     summary: RunSummary | None  # None if the run did not finish
     num_attempts: int = 1  # at least 1
     other_cores: float | None = None  # mean number of cores that other programs used meanwhile
+    # A line for each file beside the results that is damaged.
+    left_out: list[str] = field(default_factory=list[str])
 
     @property
     def name(self) -> str:
@@ -63,8 +65,17 @@ class Run:
 
 
 def read_run(folder: Path) -> Run:
-    """Read a run. Raises FileNotFoundError if the folder holds no config.yaml, and DamagedFile."""
-    state = state_of(folder)
+    """Read a run. Raises FileNotFoundError if the folder holds no config.yaml, and DamagedFile.
+
+    Settings of the engine and the load of others, which no result rests on, cost no more than themselves.
+    """
+    state, beside, left_out = state_of(folder), dict[str, dict[str, Any]](), list[str]()
+    for name in (ENGINE, LOAD_FILE):
+        try:
+            beside[name] = read_json(folder / name) or {}
+        except DamagedFile as error:
+            beside[name] = {}
+            left_out.append(f"{error.line}, and left out")
     return Run(
         folder=folder,
         config=_read_config(folder / "config.yaml"),
@@ -72,10 +83,11 @@ def read_run(folder: Path) -> Run:
         reason=state.get("reason"),
         times={key: value for key, value in state.items() if key.endswith("_at")},
         environment=flatten(read_json(folder / "environment.json") or {}),
-        engine=flatten(read_json(folder / ENGINE) or {}),
+        engine=flatten(beside[ENGINE]),
         summary=read_summary(folder),
         num_attempts=max(1, attempt.newest(folder)),
-        other_cores=(read_json(folder / LOAD_FILE) or {}).get("other_cores"),
+        other_cores=beside[LOAD_FILE].get("other_cores"),
+        left_out=left_out,
     )
 
 
@@ -97,6 +109,8 @@ def read_runs(folders: Iterable[Path]) -> list[Run]:
     for folder in folders:
         try:
             runs.append(read_run(folder))
+            for line in runs[-1].left_out:
+                print(f"zeroexp: {line}", file=sys.stderr)
         except (DamagedFile, NewerFormat) as error:
             print(f"zeroexp: {folder.name} is left out: {error}", file=sys.stderr)
     return sorted(runs, key=order_of)
