@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import json
+import signal
 from dataclasses import asdict, replace
 
 import pytest
 
 from tests.composing import composed
+from zeroexp.__main__ import INTERRUPTED
+from zeroexp.plan import advise as advise_module
 from zeroexp.plan.advice_text import advice_json, as_text
 from zeroexp.plan.advise import Advice, advise
 from zeroexp.plan.changes import MICRO, with_settings
 from zeroexp.plan.composed_points import BATCH, ComposedPoints
 from zeroexp.plan.outcome import PlannedPoint, RankPeak, RehearsedPeaks, plan_point
 from zeroexp.plan.plan_points import Plans
+from zeroexp.process import signals
 
 GIB = 2**30
 WORDS = ("model=mlp_tiny", "data=vectors", "data.seq_len=16", "world_size=2")
@@ -120,6 +124,26 @@ def test_when_time_is_over_it_stops_where_something_fits(monkeypatch, tmp_path):
     # What is likely to be the fastest is rehearsed first: the largest micro-batch, without recomputation.
     best = found.best
     assert (best.outcome.strategy, best.micro, best.recomputes) == ("ddp", 2, False)
+
+
+def test_an_interrupted_search_tells_what_it_has(planned, monkeypatch):
+    rehearse, rehearsed = advise_module.with_rehearsal, list[PlannedPoint]()
+
+    def rehearse_two(point: PlannedPoint, *, quick: bool) -> PlannedPoint:
+        if len(rehearsed) == 2:
+            signals._ask(signal.SIGINT, None)
+        rehearsed.append(point)
+        return rehearse(point, quick=quick)
+
+    monkeypatch.setattr(advise_module, "with_rehearsal", rehearse_two)
+    monkeypatch.setattr(signals, "_num_asked", 0)
+    code, out, err = planned(f"--advise --json --rehearse {LINE} cluster.device_memory_gib=1")
+    (entry,) = json.loads(out)
+    found = [each for each in entry["candidates"] if each["rehearsed"]]
+    assert code == INTERRUPTED and len(found) == 2 and entry["use"] in {e["name"] for e in found}
+    assert err.endswith(
+        "zeroexp: interrupted; what follows is of the candidates that were rehearsed before\n"
+    )
 
 
 @pytest.mark.slow

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from zeroexp.config.keys import ConfigError
 from zeroexp.plan import __main__ as plan
 from zeroexp.plan.explain_plan import explain
 from zeroexp.plan.fit import fit_json, fit_lines
@@ -46,6 +47,15 @@ def test_7b_at_1024_ranks(plans_of):
     # 3P (N-1)/N, padding and the norm included; one message in eight leaves its node.
     assert flat["sent"]["mean"] == pytest.approx(3 * P7 * 1023 / 1024, rel=3e-4)
     assert flat["sent_between"] == pytest.approx(flat["sent"]["mean"] / 8)
+
+
+def test_copies_inside_of_a_node_are_planned_for_the_nodes_that_the_plan_has(plans_of):
+    line = "model=tiny world_size=16 strategy=zero3 strategy.secondary_partition=8"
+    line += " data.global_batch_size=16 data.micro_batch_size=1 cluster.device"
+    (entry,) = json.loads(as_json(plans_of(f"{line}=cuda")))
+    assert entry["place"] == "cuda, 2 nodes of 8" and entry["by_kind"]["secondary"]["fullest"]
+    with pytest.raises(ConfigError, match="16 ranks that shard are on one node"):
+        plans_of(f"{line}=cpu")
 
 
 def test_every_engine_and_what_is_skipped(plans_of):

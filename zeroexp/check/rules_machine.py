@@ -1,4 +1,4 @@
-"""Rules about this machine, which a run needs and a plan does not: GPUs, memory for ranks, folders."""
+"""Rules about this machine, which a run needs and a plan does not: GPUs, memory for ranks, nodes, folders."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import os
 from collections.abc import Iterator
 
 from zeroexp.check.refusal import Refusal
+from zeroexp.config.engines import ENGINES
+from zeroexp.config.job_shape import job_shape_of
 from zeroexp.config.keys import Config
 
 MOST_RANKS_HERE = 1024
@@ -49,6 +51,23 @@ def check_named_gpu(config: Config) -> Iterator[Refusal]:
         if getattr(config.cluster, key) is not None and config.cluster.kind != "slurm":
             problem = "a plan takes it, and a run on this machine has the GPUs that are here"
             yield f"cluster.{key}", problem, "leave it out"
+
+
+def check_nodes(config: Config, device: str = "cpu") -> Iterator[Refusal]:
+    """Require nodes that hold whole groups of strategy.secondary_partition, and not all that shard.
+
+    device: that of a plan. On one machine ranks are on one node, or behind cluster.link, whatever they run on.
+    """
+    key, size, shards = "strategy.secondary_partition", None, config.grid.group_size
+    if config.strategy.implementation not in ENGINES:
+        size = config.strategy.secondary_partition
+    on_node = job_shape_of(config, device).ranks_per_node
+    if size and shards <= on_node:
+        problem = f"the {shards} ranks that shard are on one node, which no gather leaves"
+        yield key, problem, "use cluster=slurm or cluster.link, or leave it out"
+    if size and on_node % size:
+        sizes = ", ".join(str(n) for n in range(2, on_node + 1) if on_node % n == 0)
+        yield key, f"nodes of {on_node} ranks cut such groups", f"use {sizes or 'null'}"
 
 
 def check_offload_folder(config: Config) -> Iterator[Refusal]:

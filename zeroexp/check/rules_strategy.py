@@ -8,7 +8,6 @@ from zeroexp.check.refusal import Refusal
 from zeroexp.check.rules_of_one_key import why_no_optimizer_over_all
 from zeroexp.config.engines import ENGINES
 from zeroexp.config.families import MODELS
-from zeroexp.config.job_shape import job_shape_of
 from zeroexp.config.keys import MASTER, TORCH_DDP, Config, StrategyConfig
 from zeroexp.config.optimizer import OPTIMIZERS, master_of_kind, rows_of
 from zeroexp.cut.moment_blocks import INT8, MOST_DECAY
@@ -191,7 +190,7 @@ def check_optimizer_over(config: Config) -> Iterator[Refusal]:
 
 
 def check_secondary_partition(config: Config) -> Iterator[Refusal]:
-    """Require nodes inside of which groups of so many ranks lie, and gathers that would leave them otherwise."""
+    """Require gathers that such groups would save; what nodes they need is in rules_machine.py."""
     strategy, key = config.strategy, "strategy.secondary_partition"
     size, data = strategy.secondary_partition, config.data
     if size is None:
@@ -202,17 +201,8 @@ def check_secondary_partition(config: Config) -> Iterator[Refusal]:
     if strategy.implementation in ENGINES:
         return
     stage = Stage.of(*(row.placement for row in strategy.rows))
-    shards = config.grid.group_size
-    if problem := why_no_secondary_copy(size, stage, shards):
+    if problem := why_no_secondary_copy(size, stage, config.grid.group_size):
         yield key, *problem
-    is_planned_for_gpus = config.cluster.gpu or config.cluster.network
-    on_node = job_shape_of(config, "cuda" if is_planned_for_gpus else "cpu").ranks_per_node
-    if shards <= on_node:
-        problem = f"the {shards} ranks that shard are on one node, which no gather leaves"
-        yield key, problem, "use cluster=slurm or cluster.link, or leave it out"
-    if on_node % size:
-        sizes = ", ".join(str(n) for n in range(2, on_node + 1) if on_node % n == 0)
-        yield key, f"nodes of {on_node} ranks cut such groups", f"use {sizes or 'null'}"
     microbatch = data.micro_batch_size * config.world_size
     if strategy.keep == "all" and data.global_batch_size == microbatch:
         yield key, "strategy.keep=all gathers each unit once a step", "use keep=last"

@@ -55,7 +55,7 @@ def main() -> int:
     signals.handle_ctrl_c()
     try:
         print(_answer(arguments))
-        return 0
+        return INTERRUPTED if signals.was_asked() else 0
     except mistakes.MISTAKES as error:
         print(f"zeroexp: {mistakes.explain(error)}", file=sys.stderr)
         return REFUSED

@@ -15,6 +15,7 @@ each rank.
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
@@ -122,8 +123,16 @@ def advise(plans: Plans, *, now: Callable[[], float] = time.monotonic) -> list[A
             problem = "no strategy of the line is defined there; name others"
             raise ConfigError(f"world_size={size}: {problem}")
         advice = Advice(bases[0].config, candidates)
-        _rehearse_likely_first(advice, until, now)
-        confirm_best(advice)
+        try:
+            _rehearse_likely_first(advice, until, now)
+            confirm_best(advice)
+        except KeyboardInterrupt:
+            found += [advice] if advice.rehearsed else []
+            if not found:
+                raise
+            told = "what follows is of the candidates that were rehearsed before"
+            print(f"zeroexp: interrupted; {told}", file=sys.stderr)
+            return found
         found.append(advice)
     return found
 

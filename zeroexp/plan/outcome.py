@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from math import inf
 from statistics import fmean
 from typing import Any, NamedTuple
 
+from zeroexp.check.refusal import require
+from zeroexp.check.rules_machine import check_nodes
 from zeroexp.config.engines import label_of
 from zeroexp.config.gpus import GPUS
-from zeroexp.config.keys import Config
+from zeroexp.config.keys import Config, UndefinedCombination
 from zeroexp.measure.record import FILES, HOST, MOMENTS, Spread, kinds_in, on_device
 from zeroexp.measure.summary import spread
 from zeroexp.models.module import BuiltModel
@@ -157,8 +160,9 @@ def plan_point(
 ) -> PlannedPoint:
     """Plan one point; `model` may be on the device `meta`, and is built there where it is None.
 
-    Raises UndefinedCombination for an engine that brings no form.
+    Raises UndefinedCombination for an engine that brings no form, and for nodes that mean nothing.
     """
+    require(config, [partial(check_nodes, device=device)], UndefinedCombination)
     machines, model = machines_of(config, device), model or build_on_meta(config)
     transports = machines.transports(config.grid)
     form = form_of(config, model, *transports)

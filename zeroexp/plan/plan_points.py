@@ -41,7 +41,11 @@ class Plans:
             return []
         require_defined(points)
         auto = device_of(defined, num_gpus(), os.cpu_count() or 1)
-        return [self._plan(point, auto) for point in points]
+        entries = [self._plan(point, auto) for point in points]
+        skipped = [each for each in entries if isinstance(each, SweepPoint)]
+        if len(skipped) == len(entries):
+            require_defined(skipped)
+        return entries
 
     @property
     def planned(self) -> list[PlannedPoint]:

@@ -25,6 +25,11 @@ def handle_ctrl_c() -> None:
     sys.unraisablehook = _ask_again_if_dropped
 
 
+def was_asked() -> bool:
+    """Return whether one of the signals came."""
+    return _num_asked > 0
+
+
 def was_asked_twice() -> bool:
     """Return whether more than one of the signals came."""
     return _num_asked > 1
