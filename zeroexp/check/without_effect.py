@@ -82,7 +82,8 @@ def _of_model_and_data(config: Config) -> Iterator[Idle]:
         yield "model.weights", f"model.family={model.family} starts from train.seed", ""
     if model.family != "hf":
         why = f"model={model.name} reads no published config"
-        yield "model.path model.init model.blocks", why, "use model=hf"
+        remedy = "use model=hf, in a sweep of models a YAML of your own (docs/models.md)"
+        yield "model.path model.init model.blocks", why, remedy
     if model.task != "classification":
         yield "model.num_labels", f"model.task={model.task} has no labels", ""
     if data.task != "classification":
