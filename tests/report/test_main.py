@@ -86,6 +86,9 @@ def test_it_writes_figures_pages_and_texts(outputs, report):
     assert ">a<" in Path("memory.svg").read_text(encoding="utf-8")
     assert "\n| zero2 | 240.0 |\n" in page.read_text(encoding="utf-8"), "no name stands twice"
     assert "\nzero2 & 240.0 " in Path("t.tex").read_text(encoding="utf-8")
+    means = "total_bytes_mean,peak_bytes_mean"
+    _, text, _ = report("outputs/newer", "--markdown", "-", "--columns", means)
+    assert "| total mean | peak mean |" in text
     _, text, _ = report("outputs/newer", "--markdown", "-", "--columns", "total_bytes")
     assert "\n| zero2 | tensor | 240.0 |\n" in text, "only numbers are chosen"
     assert Path("c.csv").read_text(encoding="utf-8").splitlines()[0] == "strategy,total_bytes"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
 from typing import Any
@@ -89,12 +89,19 @@ def of_parts(columns: Sequence[Column], *parts: str) -> list[Column]:
 
 
 def chosen_columns(columns: Sequence[Column], keys: Sequence[str]) -> list[Column]:
-    """Return the columns of these keys. Raises ConfigError for a key that none has."""
+    """Return the columns of these keys. Raises ConfigError for a key that none has.
+
+    A mean, which may stand apart from the column of the fullest rank, is named after it.
+    """
     by_key = {column.key: column for column in columns}
     for key in keys:
         if key not in by_key:
             raise ConfigError(f"--columns {key}: no such column; use some of {', '.join(by_key)}")
-    return [by_key[key] for key in keys]
+    fullest = [by_key.get(key.removesuffix("_mean"), by_key[key]) for key in keys]
+    return [
+        replace(by_key[key], name=f"{of.name} mean") if key == f"{of.key}_mean" else of
+        for key, of in zip(keys, fullest, strict=True)
+    ]
 
 
 def beside_names(names: Sequence[Column], columns: Sequence[Column]) -> list[Column]:
