@@ -85,6 +85,19 @@ def test_a_study_is_planned_point_by_point(planned):
     assert code == 0 and len(names) == 10 and "zero3-tensor-n2" in names
 
 
+def test_a_folder_of_ones_own_configs_is_planned_as_it_is_run(planned, tmp_path_factory):
+    own = tmp_path_factory.mktemp("own")
+    (own / "cluster").mkdir()
+    (own / "cluster/mine.yaml").write_text("# @package cluster\ndevice: cuda\n")
+    line = "model=tiny world_size=2 cluster=mine --json"
+    for folder in (f"--config-dir {own}", f"-cd={own}"):
+        code, out, err = planned(f"{folder} {line}")
+        assert code == 0, err
+        assert json.loads(out)[0]["place"].startswith("cuda")
+    code, _, err = planned(line)
+    assert code == 2 and err.startswith("zeroexp: cluster=mine:")
+
+
 def test_what_does_not_fit_is_told_what_to_change(plans_of):
     """DDP holds 4 P = 100 GiB; ZeRO-2 P and 3 P / 8; ZeRO-3 4 P / 8, and on 16 ranks half of that."""
     line = "model=llama_7b world_size=8 strategy=ddp,zero3 cluster.device=cuda"
@@ -134,6 +147,7 @@ WRONG = {
     "--cfg job": ("--cfg:", "use one of"),
     "hydra/sweeper=optuna": ("hydra/sweeper=optuna:", "leave it out"),
     "model=tiny,mlp_1b --explain": ("--explain: one point, not 2;", "one value"),
+    "model=tiny --config-dir /nowhere": ("--config-dir /nowhere: no such folder;", "use one that"),
     "model=tiny --fit": ("cluster.device_memory_gib=null:", "memory of one device"),
 }
 

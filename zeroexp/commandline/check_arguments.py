@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Sequence
 
@@ -9,6 +10,7 @@ from zeroexp.check.refusal import refuse_password
 from zeroexp.config.keys import KEYS, ConfigError
 from zeroexp.registry.did_you_mean import suggest_nearest
 
+CONFIG_DIR = ("--config-dir", "-cd")  # a folder of more YAML files
 # These flags of Hydra print something and run nothing.
 ONLY_SHOW = ("--cfg", "-c", "--info", "-i", "--hydra-help", "--shell-completion", "-sc")
 # Keys whose value is text.
@@ -19,7 +21,7 @@ FLAGS: dict[str, Sequence[str] | None] = {
     **dict.fromkeys(("--cfg", "-c"), ("job", "hydra", "all")),
     **dict.fromkeys(("--info", "-i"), _SHOWN),
     **dict.fromkeys(("--package", "-p", "--config-name", "-cn", "--config-path", "-cp")),
-    **dict.fromkeys(("--config-dir", "-cd", "--rerun", "--shell-completion", "-sc")),
+    **dict.fromkeys((*CONFIG_DIR, "--rerun", "--shell-completion", "-sc")),
     **dict.fromkeys(("--hydra-help", "--resolve"), ()),
 }
 WITHOUT_VALUE = ("--info", "-i")  # they may have one
@@ -90,6 +92,8 @@ def _refuse_flags(arguments: Sequence[str]) -> None:
         value, allowed = after[0] if after else value, FLAGS[flag]
         if not value and flag not in WITHOUT_VALUE and allowed != ():
             raise ConfigError(f"{flag}: no value; give it one")
+        if flag in CONFIG_DIR and not os.path.isdir(value):
+            raise ConfigError(f"{flag} {value}: no such folder; use one that exists")
         if value and allowed is not None and value not in allowed:
             remedy = suggest_nearest(value, allowed) if allowed else "it takes none"
             raise ConfigError(f"{flag} {value}: unknown value; {remedy}")

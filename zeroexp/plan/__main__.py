@@ -4,6 +4,7 @@ The words are those of a run, lists and studies too:
 
     zeroexp plan model=llama_7b world_size=8,64,1024 strategy=ddp,zero1,zero2,zero3
     zeroexp plan study=compare cluster.device_memory_gib=16
+    zeroexp plan --config-dir ~/site cluster=mysite
 
 --rehearse  with any of these: the peak with activations and the seconds of a step, by the real engine on tensors
             without memory; seconds are those of zeroexp calibrate, or of tables
@@ -27,6 +28,7 @@ from contextlib import ExitStack
 
 from zeroexp.__main__ import INTERRUPTED, REFUSED, compose
 from zeroexp.commandline import mistakes
+from zeroexp.commandline.check_arguments import CONFIG_DIR
 from zeroexp.config import plugins
 from zeroexp.config.keys import ConfigError
 from zeroexp.plan.composed_points import ComposedPoints
@@ -71,8 +73,7 @@ def main() -> int:
 def _answer(arguments: Sequence[str]) -> str:
     if "-h" in arguments or "--help" in arguments:
         return str(__doc__).rstrip()
-    flags = [word for word in arguments if word.startswith("-") and word not in ALLOWED]
-    words = [word for word in arguments if not word.startswith("-")]
+    flags, words = _flags_and_words(arguments)
     _refuse(flags, words)
     points = composed_points(words)
     with importing_cheaply():
@@ -82,6 +83,15 @@ def _answer(arguments: Sequence[str]) -> str:
     for note in points.notes if flags and not {ADVISE, FIT} & {*flags} else []:
         print(note, file=sys.stderr)
     return told
+
+
+def _flags_and_words(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Return the flags of a plan, and what Hydra composes: the settings, and --config-dir with its folder."""
+    left = iter(arguments)
+    each = [f"{word}={next(left, '')}" if word in CONFIG_DIR else word for word in left]
+    words = [w for w in each if not w.startswith("-") or w.partition("=")[0] in CONFIG_DIR]
+    flags = [word for word in each if word not in (*words, *ALLOWED)]
+    return flags, words
 
 
 def composed_points(words: Sequence[str]) -> ComposedPoints:
@@ -101,9 +111,8 @@ def composed_points(words: Sequence[str]) -> ComposedPoints:
 def _refuse(flags: Sequence[str], words: Sequence[str]) -> None:
     for flag in flags:
         if flag not in FORMS:
-            raise ConfigError(
-                f"{flag}: a plan has no such flag; use one of {', '.join([*filter(None, FORMS), REHEARSE])}"
-            )
+            known = ", ".join([*filter(None, FORMS), REHEARSE, *CONFIG_DIR[:1]])
+            raise ConfigError(f"{flag}: a plan has no such flag; use one of {known}")
     if " ".join(sorted(flags)) not in FORMS:
         raise ConfigError(f"{' '.join(flags)}: one form at a time; leave out all but one")
     for word in words:
