@@ -14,6 +14,7 @@ import transformers
 from torch import Tensor, nn
 
 from tests.composing import composed
+from tests.crossed import every_nth
 from tests.model_folders import assert_same as assert_tensors_same
 from tests.oracle import Recipe, assembled, configured, pieces_of
 from tests.shrunk import shrunk
@@ -376,7 +377,7 @@ def held_now() -> int:
 BUILT = [("parameter", "files"), ("tensor", "seed"), ("buffer", "seed"), ("torch", "files")]
 
 
-@pytest.mark.parametrize(("family", "source"), BUILT)
+@every_nth(2, "family, source", BUILT)
 def test_building_peaks_at_the_states_and_two_units(family, source, weights_of_small):
     """On one of 16 ranks, whose peers do not exist; the whole model is ten times as large."""
     assert count_cpu_allocations() is None

@@ -59,15 +59,8 @@ def test_the_page_adds_one_of_each():
             assert len(re.findall(r"^[A-Z]+\.add\(", text, re.MULTILINE)) == 1
 
 
-# The engine's always runs: it is made of most of what is public here.
-ENGINE, *OTHERS = sorted(RUNS, key=lambda command: "plugins=plain" not in command)
-
-
-@pytest.mark.parametrize(
-    "command",
-    [ENGINE, *(pytest.param(each, marks=pytest.mark.slow) for each in OTHERS)],
-    ids=lambda command: shlex.split(command)[1],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("command", RUNS, ids=lambda command: shlex.split(command)[1])
 def test_what_the_page_adds_trains_like_one_process(command, tmp_path):
     words = SMALL if "data=" in command else [*SMALL, "data=synthetic"]
     words = words if "model=" in command else [*words, "model=tiny"]

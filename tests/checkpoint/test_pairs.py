@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from tests.checkpoint.saving import checkpoint, resume_each, train_and_save
+from tests.crossed import every_nth
 from tests.engines import (
     DEEPSPEED,
     ENGINES,
@@ -187,7 +188,7 @@ def require_rest(rest: Outcome, whole: Outcome, step: int, target: Side) -> None
 TABLE = table()
 
 
-@pytest.mark.parametrize("target", TABLE, ids=str)
+@every_nth(2, "target", TABLE, ids=str)
 def test_a_pair(ranks, saved, target):
     check(ranks, saved, target, TABLE[target])
 

@@ -352,7 +352,7 @@ def test_after_a_power_cut_a_damaged_run_is_named_and_the_others_run_again(
     assert (folders["results"] / "earlier/1/summary.json").exists()
 
 
-@pytest.mark.parametrize("ends", [KeyboardInterrupt, OSError])
+@pytest.mark.parametrize("ends", [KeyboardInterrupt, pytest.param(OSError, marks=pytest.mark.slow)])
 def test_a_batch_gets_all_of_its_folders_or_none(tmp_path, monkeypatch, ends):
     """What ends their making leaves no sweep, of which `--rerun` would know some points alone."""
     made: list[Path] = []

@@ -160,7 +160,7 @@ MET = [
     (codec, transport, 2 + (row + column) % 2)
     for row, codec in enumerate(CODE_BITS)
     for column, transport in enumerate(("auto", "gloo", "native", "nccl"))
-    if (row, transport) != (1, "nccl")
+    if (row, transport) != (1, "nccl") and (row - column) % 3 == 0
 ]
 
 

@@ -96,7 +96,9 @@ TWO_HOSTS, ONE_HOST = [(True, 2), (True, 2), (False, 2)], [(True, 1)] * 3
             2, TWO_HOSTS, False, LAYOUT_NAMES, id="two_hosts-False", marks=pytest.mark.slow
         ),
         # What a layout moves is of no matter for how many reductions are under way.
-        pytest.param(3, ONE_HOST, False, LAYOUT_NAMES[:1], id="one_host-False"),
+        pytest.param(
+            3, ONE_HOST, False, LAYOUT_NAMES[:1], id="one_host-False", marks=pytest.mark.slow
+        ),
     ],
 )
 def test_some_peers_next_door_and_some_far_away_train_the_same_model(

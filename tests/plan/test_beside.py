@@ -43,7 +43,10 @@ def measured(local, folder, *words: str):
     "words",
     [
         pytest.param(("strategy=ddp", "strategy.implementation=torch"), marks=pytest.mark.slow),
-        ("strategy=zero1", "strategy.implementation=parameter", "precision=bf16_master"),
+        pytest.param(
+            ("strategy=zero1", "strategy.implementation=parameter", "precision=bf16_master"),
+            marks=pytest.mark.slow,
+        ),
         ("strategy=zero3", "strategy.implementation=tensor", "strategy.bucket_mb=0.01"),
     ],
     ids=lambda words: "-".join(word.partition("=")[2] for word in words),
@@ -58,6 +61,7 @@ def test_a_run_holds_and_sends_what_its_plan_says(local, tmp_path, words):
     assert summary.plan_errors == dict.fromkeys(kinds, 0)
 
 
+@pytest.mark.slow
 def test_a_run_of_seldom_synchronised_replicas_holds_and_sends_what_its_plan_says(local, tmp_path):
     """Of three measured steps one ends with an outer step; before and momentum are a kind of their own."""
     words = ("strategy=zero1", "strategy.replicas=2", "strategy.outer.every=5")
@@ -74,6 +78,7 @@ def test_a_run_of_seldom_synchronised_replicas_holds_and_sends_what_its_plan_say
     assert summary.sent_bytes_by_kind["replicas"] == num_bytes / 3
 
 
+@pytest.mark.slow
 def test_the_plan_of_a_resumed_run_is_of_the_steps_that_it_takes(local, tmp_path):
     """It begins behind an outer step, at 5, and warms up for 2: one of its 3 steps is one, of 8 planned ones two."""
     words = ("strategy=zero1", "strategy.replicas=2", "strategy.outer.every=5")

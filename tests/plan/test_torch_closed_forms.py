@@ -59,7 +59,7 @@ def check_on_ranks(world: World, accumulation: int) -> None:
         pytest.param(1, 2, marks=pytest.mark.slow),
         (2, 1),
         pytest.param(3, 2, marks=pytest.mark.slow),
-        (4, 2),
+        pytest.param(4, 2, marks=pytest.mark.slow),
     ],
 )
 def test_real_ranks_hold_what_the_forms_say(ranks, world_size, accumulation):

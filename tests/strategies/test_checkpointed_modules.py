@@ -41,7 +41,7 @@ SHIPPED = [
     "smollm2_360m_yelp",
 ]
 FAMILIES = ("tiny", "gpt2_tiny", "mixtral_tiny", "moe_tiny")
-BEFORE_A_CHANGE = [("tiny", "zero1"), *((name, "zero3") for name in FAMILIES)]
+BEFORE_A_CHANGE = [("tiny", "zero1"), *((name, "zero3") for name in FAMILIES[::2])]
 # A product with a matrix of one row (one token alone with its expert) is rounded by where in memory the weights lie.
 TOLERANCE = {"moe_tiny": 2e-5, "mixtral_tiny": 2e-5}
 

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.comm.test_collectives import chunks_of, gradients_of
+from tests.crossed import every_nth
 from tests.oracle import (
     Outcome,
     Recipe,
@@ -128,7 +129,7 @@ def train_three_ways(world: World, stage, layout, gather, reduce, feedback, prec
         del TRANSPORTS["by_hand"]
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join(map(str, case)))
+@every_nth(2, "case", CASES, ids=lambda case: "-".join(map(str, case)))
 def test_codecs_round_what_travels_and_nothing_else(ranks, case):
     *words, world_size = case
     answers = ranks(train_three_ways, *words, world_size=world_size)

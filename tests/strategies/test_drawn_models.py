@@ -29,6 +29,7 @@ def check(ranks: Any, one: Drawn) -> None:
     assert_same(outcome_of(answers), oracle(one))
 
 
+@pytest.mark.slow
 @settings(without_shrinking, max_examples=FEW)
 @given(one=drawn())
 def test_a_drawn_model_trains_like_the_oracle(ranks, one):

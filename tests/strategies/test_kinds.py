@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from tests.composing import composed
+from tests.crossed import every_nth
 from tests.engines import FLOAT32_ROUNDING
 from tests.models_for_tests import MODELS
 from tests.oracle import (
@@ -163,7 +164,7 @@ def recipe_of(row: Row) -> Recipe:
     return replace(RECIPE, steps=2, **{word: row[word] for word in words})
 
 
-@pytest.mark.parametrize("world_size", AXES["world_size"])
+@every_nth(2, "world_size", AXES["world_size"])
 def test_any_cut_trains_what_one_process_trains(ranks, world_size) -> None:
     rows = [row for row in ROWS if row["world_size"] == world_size]
     runs = [(recipe_of(row), make_of(row)) for row in rows]

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from tests.comm.test_codec import round_trip
 from tests.comm.test_issued import a_step, engine_of_nine_units
+from tests.crossed import every_nth
 from tests.models_for_tests import MODELS
 from tests.oracle import (
     Recipe,
@@ -100,7 +101,7 @@ def train(world: World, recipe: Recipe, options: Options):
     return outcome, pieces_of(strategy), units
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join(map(str, case)))
+@every_nth(2, "case", CASES, ids=lambda case: "-".join(map(str, case)))
 def test_what_is_computed_with_is_what_one_process_rounds(ranks, case):
     """Masters and moments bit for bit, as those of a loop of plain tensors."""
     layout, codec, precision, more, world_size = case
@@ -123,8 +124,8 @@ def train_with_and_without(world: World, options: Options):
 @pytest.mark.parametrize(
     ("more", "world_size"),
     [
-        ({"layout": "tensor", "keep": "all"}, 3),
-        ({"replicas": 2, "outer": OuterOptimizer(2)}, 4),
+        pytest.param({"layout": "tensor", "keep": "all"}, 3, marks=pytest.mark.slow),
+        pytest.param({"replicas": 2, "outer": OuterOptimizer(2)}, 4, marks=pytest.mark.slow),
         ({"reduce_codec": "int4", "error_feedback": True}, 2),
     ],
 )

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from tests.crossed import crossed, every_nth
 from tests.engines import HSDP, NATIVE, check
 from tests.models_for_tests import MODELS
 from tests.oracle import Recipe, assembled, build_on_rank, configured, pieces_of, run_steps
@@ -39,16 +40,21 @@ def test_settings_say_what_rests_where(ranks):
         assert all(label in each for label, each in zip(LABELS.values(), told, strict=True))
 
 
-@pytest.mark.parametrize(
-    ("engine", "model"),
-    [("ddp", "gpt2"), ("fsdp2_no_reshard", "mixtral"), ("fsdp2", "gpt2"), ("fsdp2", "llama")],
+@every_nth(
+    2,
+    "engine, model",
+    [("ddp", "gpt2"), ("fsdp2_no_reshard", "mixtral"), ("fsdp2", "llama"), ("fsdp2", "gpt2")],
 )
 def test_models_of_transformers(ranks, engine, model):
     check(ranks, NATIVE[engine], Recipe(model=model))
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16_master"])
-@pytest.mark.parametrize("stage", HSDP)
+@crossed(
+    "stage, precision",
+    HSDP,
+    ["fp32", "bf16_master"],
+    quick=lambda stage, precision: (stage == "zero3") == (precision == "fp32"),
+)
 def test_fsdp2_in_two_groups_equals_one_process(ranks, stage, precision):
     """Also its state: each element is given once, by one of the groups."""
     check(ranks, HSDP[stage], Recipe(world_size=4, precision=precision))

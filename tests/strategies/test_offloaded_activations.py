@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
+from tests.crossed import crossed
 from tests.engines import ENGINES, check
 from tests.models_for_tests import MODELS, microbatch_of
 from tests.oracle import Make, Recipe, build_on_rank, configured
@@ -37,8 +38,12 @@ class Offloading:
         return self.make(built, recipe, world)
 
 
-@pytest.mark.parametrize("checkpointing", [False, True])
-@pytest.mark.parametrize("name", ["ddp", "fsdp2", "zero2_parameter", "zero3_buffer"])
+@crossed(
+    "name, checkpointing",
+    ["ddp", "fsdp2", "zero2_parameter", "zero3_buffer"],
+    [False, True],
+    quick=lambda name, checkpointing: checkpointing == (name in ("ddp", "zero3_buffer")),
+)
 def test_numbers_are_those_of_one_process(ranks, name, checkpointing):
     engine = replace(ENGINES[name], make=Offloading(ENGINES[name].make))
     check(ranks, engine, Recipe(checkpointing=checkpointing))

@@ -44,11 +44,11 @@ def rows_of(ranks: int, groups: int, *every: str, varied: Sequence[str] = tuple(
 
 
 slow = pytest.mark.slow
+
+
 # Of the same shares of pieces on four ranks each stage has some rows in test_replicas.py.
-OF_SIX = [pytest.param(stage, marks=[] if stage == "zero3" else slow) for stage in STAGES_IN_GROUPS]
-
-
-@pytest.mark.parametrize("stage", OF_SIX)
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", STAGES_IN_GROUPS)
 def test_six_ranks_equal_one_process(ranks, stage):
     """In two groups, or in three; every layout, transport and others by pairs."""
     rows = rows_of(6, 2 if stage == "zero2" else 3, varied=VARIED)

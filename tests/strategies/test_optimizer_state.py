@@ -184,7 +184,7 @@ def test_a_state_of_any_number_of_ranks_goes_on(ranks, saved, size, sources):
 @pytest.mark.parametrize(
     ("mesh", "names", "layouts"),
     [
-        pytest.param("replicas", QUICK[2:3], layouts_by_turns, id="replicas, in int8"),
+        pytest.param("replicas", QUICK[2:3], layouts_by_turns, id="replicas, in int8", marks=slow),
         pytest.param("replicas", [*RECIPES], layouts_by_turns, id="replicas", marks=slow),
         pytest.param(
             "replicas", [*RECIPES], layouts_of, id="replicas, all", marks=pytest.mark.wide

@@ -7,7 +7,7 @@ from itertools import pairwise
 import pytest
 import torch
 
-from tests.crossed import crossed
+from tests.crossed import crossed, every_nth
 from tests.optimizers_for_tests import CountingAverage, KeepsElsewhere, LateFactors, OldFashioned
 from tests.oracle import assembled, pieces_of
 from tests.strategies.states_for_tests import STATEFUL, build, options, save, take_up, train
@@ -37,7 +37,7 @@ def resumed(world, engine, factory, run, trained_before):
     "engine, factory",
     STATEFUL,
     [CountingAverage, OldFashioned],
-    quick=lambda engine, factory: factory is CountingAverage or engine == "zero3 buffer",
+    quick=lambda engine, factory: (factory is CountingAverage) == (engine != "zero3 buffer"),
 )
 def test_resumed_is_uninterrupted(ranks, tmp_path, engine, factory):
     expected = ranks(uninterrupted, engine, factory, tmp_path)
@@ -91,7 +91,7 @@ def moments_of_the_scalar(world, engine, run, source):
     return {key: (moment.shape, moment.dtype) for key, moment in entry.items()}
 
 
-@pytest.mark.parametrize(("source", "target"), list(pairwise([*CHAIN, CHAIN[0]])))
+@every_nth(2, "source, target", pairwise([*CHAIN, CHAIN[0]]))
 def test_the_step_of_a_parameter_without_dimension_is_no_moment(ranks, tmp_path, source, target):
     """In bfloat16 it would stop at 256."""
     expected = {

@@ -177,7 +177,7 @@ def test_a_load_gives_moments_the_dtype_of_who_goes_on(ranks, moments, first, la
 @pytest.mark.parametrize(
     ("first", "size", "last"),
     [
-        (("zero3", "tensor"), 4, ("zero1", "torch")),
+        pytest.param(("zero3", "tensor"), 4, ("zero1", "torch"), marks=pytest.mark.slow),
         (("ddp", "buffer"), 1, ("zero3", "buffer")),
         (("zero1", "torch"), 2, ("zero1", "tensor")),
     ],

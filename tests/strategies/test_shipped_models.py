@@ -24,7 +24,7 @@ from zeroexp.zero.options import Options
 RANKS, STEPS = 2, 2
 NAMES = [name for name in options("model") if name != "hf"]
 UNITS, SHARDED = ["model", "block", "layer", "module"], ["zero1", "zero2", "zero3"]
-QUICK = ["small", "gpt2_tiny", "moe_tiny"]  # the default model, another's names, ranks that differ
+QUICK = ["small", "moe_tiny"]  # the default model, and ranks that differ
 ROUNDING = 2e-5  # of losses summed over ranks, in float32, and of weights after one step
 
 

@@ -76,6 +76,7 @@ def test_what_torch_clips_of_a_large_weight_is_within_the_bound():
     assert CLIPPED * factor < found <= off < 0.01 * factor
 
 
+@pytest.mark.slow
 def test_some_right_loops_raise_no_alarm():
     assert {rows()[n].engine for n in QUICK_RIGHT} == {"ddp", "fsdp2", "sharded"}
     assert alarms(QUICK_RIGHT) == {}
@@ -116,6 +117,7 @@ OF_TWO = {
 }
 
 
+@pytest.mark.slow
 def test_what_differs_in_one_of_two_optimizers_or_in_one_number_is_named():
     said = answers(HERE / "loops_by_hand.py", [(name, 3) for name in OF_TWO])
     for (name, begins), each in zip(OF_TWO.items(), said, strict=True):

@@ -114,7 +114,10 @@ OTHERS = [
     more("zero3", offload="all", prefetch=2),
     more("zero2", recipe=Recipe(model="moe_one_rank")),
 ]
-TABLE = [*CASES, *(pytest.param(case, marks=pytest.mark.slow) for case in OTHERS)]
+TABLE = [
+    *CASES[::2],
+    *(pytest.param(case, marks=pytest.mark.slow) for case in (*CASES[1::2], *OTHERS)),
+]
 
 
 class NeverDrained:

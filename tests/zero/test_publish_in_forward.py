@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.crossed import crossed
+from tests.crossed import crossed, every_nth
 from tests.models_for_tests import MODELS, microbatch_of
 from tests.oracle import (
     Recipe,
@@ -51,7 +51,7 @@ def in_forward(
         PUBLISHED.index(stage) + TRANSPORTS.index(transport) == list(LAYOUTS).index(layout)
     ),
 )
-@pytest.mark.parametrize("model", ["toy", "moe_by_turns"])
+@every_nth(2, "model", ["toy", "moe_by_turns"])
 def test_it_trains_the_same_model(ranks, stage, transport, layout, model):
     recipe = replace(RECIPE, model=model, precision="bf16_master" if model == "toy" else "fp32")
     make = in_forward(stage, transport, layout)

@@ -535,7 +535,7 @@ def test_garbage_threads_time_and_questions_change_no_collective(ranks, habit, t
 
 
 @EVERY_RANK_GATHERS
-@pytest.mark.parametrize("kind", [Reentrant, Nested])
+@pytest.mark.parametrize("kind", [Nested, pytest.param(Reentrant, marks=pytest.mark.slow)])
 def test_gradients_that_one_rank_lacks_change_no_collective(ranks, kind, transport):
     issue_the_same(ranks, kind, "no difference", "zero3", transport)
 
