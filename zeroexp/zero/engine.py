@@ -90,7 +90,6 @@ class Engine:
         start_alike(self.model, settings, param_groups, values, self.wire)
         self.wire.connect()
         options = options.resolved(stage, self.wire.traits, world.size)
-        self._publish = options.publish
         self.settings = options.as_record(stage, self.wire.traits, self.wire.traits_between)
         groups = group_parameters(module, blocks, options.unit, param_groups, dtypes.of_modules)
         cast_at_borders(module, dtypes)
@@ -181,10 +180,7 @@ class Engine:
             torch.autograd.graph.increment_version(self._trainable)
         if are_equal:
             self._saved_state.buffers.share()
-        # Code in C++ (scripted, traced) is seen by no guard: with "forward" it may read weights that are on their way.
-        if self._publish == "step" or drain:
-            self._schedule.gathers.await_published()
-        for unit in self._schedule.gathers.leave_published():
+        for unit in self._schedule.gathers.leave_published(none=drain):
             self._observer.released(unit, unit.arrive)
         self._observer.weights_changed(stepped=True, are_equal=are_equal)
         if drain:

@@ -77,8 +77,9 @@ class Gathers:
         self._replicated = [unit for unit in units if not unit.is_sharded]
         self._published: deque[Unit] = deque()  # whose masters may be on their way
         self._overlap = options.overlap
+        self._leaves_published = options.publish == "forward"
         # Each message of these may be a copy of its unit.
-        self._most_published = {"step": 2, "forward": len(units)}[options.publish]
+        self._most_published = len(units) if self._leaves_published else 2
 
     def begin_pass(self, *, in_microbatch: bool) -> None:
         """Expect the gathers of the last microbatch again, or of the last forward outside of one."""
@@ -127,8 +128,13 @@ class Gathers:
         if ahead and self.depth and unit in self.order_of_microbatch.first_units(1 + self.depth):
             self._gather(unit)
 
-    def leave_published(self) -> list[Unit]:
-        """Return the units whose weights are still on their way, for whoever uses them to wait."""
+    def leave_published(self, *, none: bool = False) -> list[Unit]:
+        """Return the units whose weights are on their way when a step ends, for whoever uses them to wait.
+
+        Code in C++ (scripted, traced) is seen by no guard and may read such weights, so that there are none by default.
+        """
+        if none or not self._leaves_published:
+            self.await_published()
         left = [unit for unit in self._published if unit.gather_state is GatherState.GATHERING]
         for unit in left:
             unit.is_awaited = True
