@@ -441,6 +441,7 @@ class Asking(Habit):
 
     def after_step(self) -> None:
         self._strategy.state_dict()
+        self._strategy.drain()  # beside what the step gathered ahead
 
 
 HABITS = {
