@@ -249,11 +249,15 @@ def test_fsdp2_has_the_planned_peak_at_a_reduction_beside_the_copy_of_gloo(ranks
 UNTIED = "model.hf_config.tie_word_embeddings=false"
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("theirs", "keep"), [("zero2", "all"), ("zero3", "last")], ids=lambda word: word
+@every_nth(
+    4,
+    "theirs, keep, unit",
+    [
+        (theirs, keep, unit)
+        for unit in ("block", "layer")
+        for theirs, keep in (("zero3", "last"), ("zero2", "all"))
+    ],
 )
-@pytest.mark.parametrize("unit", ["block", "layer"])
 def test_ranks_on_which_masters_alone_rest_hold_no_more_than_those_of_fsdp2(theirs, keep, unit):
     """FSDP2 casts its fp32 shards as it gathers too, and keeps them gathered until backward where it is called ZeRO-2.
 
