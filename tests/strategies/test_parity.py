@@ -184,7 +184,11 @@ IN_BLOCKS = [
     | {"offload": "optimizer" if index % 4 == 3 else None, "precision": PRECISION[index % 2]}
     for index, (stage, layout) in enumerate(product(STAGES, AXES["layout"]))
 ]
-PAIRS = by_cell([*pairwise(AXES, every=("stage", "layout"), legal=legal), *IN_BLOCKS[::4]])
+# Three things at once, which pairs leave out: a kernel steps the elements behind the last full vector of a piece.
+TAILS = {name: values[0] for name, values in AXES.items()}
+TAILS |= {"stage": "zero3", "layout": "buffer", "world_size": 3, "precision": "bf16_master"}
+TAILS |= {"optimizer": "adamw_fused", "moments": "bfloat16", "model": "reused"}
+PAIRS = by_cell([*pairwise(AXES, every=("stage", "layout"), legal=legal), *IN_BLOCKS[::4], TAILS])
 OF_EVERY_CELL = by_cell([*pairwise(AXES, every=CELL, legal=legal), *IN_BLOCKS])
 
 
