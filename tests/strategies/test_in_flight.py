@@ -101,6 +101,7 @@ def test_peers_have_read_before_weights_change(stage, monkeypatch):
                 "weight": canonical_of_one_rank(p.detach() + 1),
                 "exp_avg": canonical_of_one_rank(torch.zeros_like(p)),
                 "exp_avg_sq": canonical_of_one_rank(torch.zeros_like(p)),
+                "step": canonical_of_one_rank(torch.tensor(2.0)),
             }
             for name, p in others.named_parameters()
         }
