@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from dataclasses import replace
 from typing import Any
 
@@ -23,7 +25,9 @@ from tests.oracle import (
     train_on_ranks,
 )
 from tests.strategies.engine import Ours
+from zeroexp.comm.base import Pending
 from zeroexp.comm.collectives import Collectives
+from zeroexp.cut.bucket import Bucket
 from zeroexp.cut.stage import STAGES
 from zeroexp.engines.sharded import Sharded
 from zeroexp.interface.canonical import canonical_of_one_rank, merge
@@ -32,6 +36,7 @@ from zeroexp.models.module import BuiltModel
 from zeroexp.process.world import World, fake_world
 from zeroexp.zero.held import GatherState
 from zeroexp.zero.options import Options
+from zeroexp.zero.unit import Unit
 
 BLOCKS = ["blocks.0", "blocks.1", "blocks.2"]
 every_stage = pytest.mark.parametrize("stage", list(STAGES))
@@ -140,6 +145,30 @@ def raises_behind_the_second_block(world: World, make: Make) -> str:
     except ValueError as error:
         return str(error)
     return "nothing was raised"
+
+
+def test_what_a_failed_backward_has_launched_is_kept(monkeypatch):
+    """A receive that nobody holds any more is taken from gloo, and the messages behind it are lost."""
+    launched: list[weakref.ref[Pending]] = []
+    reduce = Unit.reduce
+
+    def noted(unit: Unit, bucket: Bucket, *, last: bool) -> Pending:
+        pending = reduce(unit, bucket, last=last)
+        launched.append(weakref.ref(pending))
+        return pending
+
+    monkeypatch.setattr(Unit, "reduce", noted)
+    made: list[Any] = []
+    options = Options(transport="gloo", reduce_each="microbatch")
+
+    def make(*words: Any) -> Any:
+        made.append(Ours("zero3", options)(*words))
+        return made[0]
+
+    with fake_world(0, 2) as world:
+        assert raises_behind_the_second_block(world, make) == "mine, in backward"
+        gc.collect()
+        assert launched[-1]() is not None
 
 
 @pytest.mark.parametrize("codec", [None, "int8"])
