@@ -9,8 +9,9 @@ import pytest
 import torch
 from torch import nn
 
+from tests.composing import composed
 from zeroexp.config.keys import ConfigError, OptimizerConfig
-from zeroexp.config.optimizer import optimizer_factory, parameter_groups
+from zeroexp.config.optimizer import OPTIMIZERS, optimizer_factory, parameter_groups
 from zeroexp.training.learning_rate import learning_rate
 
 CONFIG = OptimizerConfig(weight_decay=0.1)
@@ -124,3 +125,7 @@ def test_rates_rise_then_fall_within_their_bounds(schedule, warmup, total):
 def test_the_rate_after_the_last_step_stays_at_its_end():
     config = OptimizerConfig(lr=2.0, schedule="cosine", min_lr_ratio=0.25)
     assert learning_rate(config, 1000, 10) == pytest.approx(0.5)
+
+
+def test_settings_of_muons_yaml_are_those_of_whoever_names_none():
+    assert composed("optimizer=muon").optimizer.settings == OPTIMIZERS["muon"].settings

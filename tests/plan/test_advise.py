@@ -146,7 +146,6 @@ def test_an_interrupted_search_tells_what_it_has(planned, monkeypatch):
     )
 
 
-@pytest.mark.slow
 def test_on_gpus_a_line_that_leaves_it_open_means_what_people_run(monkeypatch, tmp_path):
     """bf16 with fp32 masters, the model's own 2,048 positions, eight samples for each rank, and an H100's memory."""
     monkeypatch.chdir(tmp_path)

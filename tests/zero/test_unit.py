@@ -75,6 +75,7 @@ def test_reading_a_freed_parameter_raises(world):
     assert nn.functional.linear(x, weight(unit)).shape == (2, 5)
     unit.free()
     assert weight(unit).shape == (5, 3) and weight(unit).numel() == 15
+    assert weight(unit).stride() == (3, 1) and weight(unit).stride(0) == 3
     with pytest.raises(RuntimeError, match=r"parameter 0.weight is freed.*strategy.gathered"):
         nn.functional.linear(x, weight(unit))
 
