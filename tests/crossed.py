@@ -1,4 +1,4 @@
-"""Every combination of several parameters of a test: some before every change, and the rest in `make test-all`."""
+"""Cases of a test, listed or crossed: some run before every change, and the rest in `make test-all`."""
 
 from __future__ import annotations
 

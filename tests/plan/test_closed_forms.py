@@ -195,7 +195,7 @@ OF_ALL_RANKS = ["zero1_allreduce", "zero1", "zero2", "zero3"]
 DRAWN = given(situation=situations(), optimizer=st.sampled_from(list(OPTIMIZERS)))
 
 
-@settings(max_examples=20, deadline=None, derandomize=True)
+@settings(max_examples=40, deadline=None, derandomize=True)
 @DRAWN
 def test_bytes_and_calls_of_a_step_and_bytes_held_at_every_named_moment(situation, optimizer):
     check_situation(situation, optimizer)

@@ -50,13 +50,15 @@ def test_a_pipe_gets_one_plain_line_per_event() -> None:
             clock.now += 1.0
             progress.step(1, record(step, loss=2.5, step_seconds=0.25, num_tokens=1000))
         progress.end(1, "done")
-        progress.end(2, "failed", "ValueError: no\nmore of it", name="zero1_allreduce-torch")
+        progress.end(2, "skipped", "use zero1", name="zero1_allreduce-torch")
+        progress.end(2, "failed", "ValueError: no\nmore of it", name="zero3-torch")
     assert pipe.getvalue().splitlines() == [
         "[1/2] zero3-buffer: started",
         "[1/2] zero3-buffer | step 1/3 warm-up | loss 2.5000 | 250 ms | 4,000 tokens/s",
         "[1/2] zero3-buffer | step 3/3 warm-up | loss 2.5000 | 250 ms | 4,000 tokens/s",
         "[1/2] zero3-buffer: done in 3.0 s",
-        "[2/2] zero1_allreduce-torch: failed: ValueError: no",
+        "[2/2] zero1_allreduce-torch: skipped: use zero1",
+        "[2/2] zero3-torch: failed: ValueError: no",
     ]
     assert "\x1b" not in pipe.getvalue()
 

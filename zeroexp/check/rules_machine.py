@@ -1,4 +1,4 @@
-"""Rules about this machine, which a run needs and a plan does not: GPUs, memory for ranks, nodes, folders."""
+"""Rules about this machine, which a run needs: GPUs, memory for ranks, nodes, folders; a plan has its own nodes."""
 
 from __future__ import annotations
 
