@@ -54,8 +54,11 @@ def test_copies_inside_of_a_node_are_planned_for_the_nodes_that_the_plan_has(pla
     line += " data.global_batch_size=16 data.micro_batch_size=1 cluster.device"
     (entry,) = json.loads(as_json(plans_of(f"{line}=cuda")))
     assert entry["place"] == "cuda, 2 nodes of 8" and entry["by_kind"]["secondary"]["fullest"]
-    with pytest.raises(ConfigError, match="16 ranks that shard are on one node"):
+    one_node = "16 ranks that shard are on one node"
+    with pytest.raises(ConfigError, match=f"{one_node}.*; use cluster=slurm or"):
         plans_of(f"{line}=cpu")
+    with pytest.raises(ConfigError, match=f"{one_node}.*; use a lower .*ranks_per_node"):
+        plans_of(f"cluster=slurm cluster.slurm.ranks_per_node=16 {line}=cuda")
 
 
 def test_every_engine_and_what_is_skipped(plans_of):

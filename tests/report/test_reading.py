@@ -17,6 +17,7 @@ from zeroexp.report.columns import all_columns
 from zeroexp.report.exports import rows_of
 from zeroexp.report.measured_points import points_of
 from zeroexp.report.reading import read_runs, records_of
+from zeroexp.report.statistics import why_spoilt
 
 
 @pytest.fixture
@@ -90,7 +91,8 @@ def test_a_torn_file_beside_the_results_costs_itself_alone(folder: Path, name: s
     (folder / name).write_text("{")
     (run,), (line,) = read_runs(folder)
     assert line == f"{folder / name}: damaged, as by a power cut (no JSON), and left out"
-    assert run.summary and (run.other_cores, run.engine) == (None, {})
+    assert run.summary and run.engine == {}
+    assert (why_spoilt(run) == "how much others used is lost") == (name == "load.json")
 
 
 def test_a_step_of_wrong_types_costs_the_curve_alone(folder: Path) -> None:

@@ -64,7 +64,10 @@ def check_nodes(config: Config, device: str = "cpu") -> Iterator[Refusal]:
     on_node = job_shape_of(config, device).ranks_per_node
     if size and shards <= on_node:
         problem = f"the {shards} ranks that shard are on one node, which no gather leaves"
-        yield key, problem, "use cluster=slurm or cluster.link, or leave it out"
+        more = "cluster=slurm or cluster.link"
+        if config.cluster.kind == "slurm":
+            more = "a lower cluster.slurm.ranks_per_node"
+        yield key, problem, f"use {more}, or leave it out"
     if size and on_node % size:
         sizes = ", ".join(str(n) for n in range(2, on_node + 1) if on_node % n == 0)
         yield key, f"nodes of {on_node} ranks cut such groups", f"use {sizes or 'null'}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import sys
 from collections.abc import Iterable, Mapping
@@ -35,7 +36,8 @@ class Run:
     engine: dict[str, str]
     summary: RunSummary | None  # None if the run did not finish
     num_attempts: int = 1  # at least 1
-    other_cores: float | None = None  # mean number of cores that other programs used meanwhile
+    # Mean number of cores that other programs used meanwhile; nan where its file is damaged, None where there is none.
+    other_cores: float | None = None
     # A line for each file beside the results that is damaged.
     left_out: list[str] = field(default_factory=list[str])
 
@@ -67,14 +69,14 @@ class Run:
 def read_run(folder: Path) -> Run:
     """Read a run. Raises FileNotFoundError if the folder holds no config.yaml, and DamagedFile.
 
-    Settings of the engine and the load of others, which no result rests on, cost no more than themselves.
+    Damaged settings of the engine, or a damaged load of others, cost no more than themselves: times are in doubt then.
     """
     state, beside, left_out = state_of(folder), dict[str, dict[str, Any]](), list[str]()
     for name in (ENGINE, LOAD_FILE):
         try:
             beside[name] = read_json(folder / name) or {}
         except DamagedFile as error:
-            beside[name] = {}
+            beside[name] = {"other_cores": math.nan} if name == LOAD_FILE else {}
             left_out.append(f"{error.line}, and left out")
     return Run(
         folder=folder,
