@@ -5,6 +5,8 @@ from __future__ import annotations
 import subprocess
 import sys
 
+import pytest
+
 CODE = """
 import os, signal, time
 from zeroexp.process import signals
@@ -24,9 +26,20 @@ except KeyboardInterrupt:
 """
 
 
-def test_an_interrupt_that_python_drops_comes_again():
-    command = [sys.executable, "-c", CODE]
-    run = subprocess.run(command, capture_output=True, text=True, timeout=50)
+# A busy machine: whoever starts a thread goes on when a moment has passed.
+BUSY = """
+import threading
+def start(thread, start=threading.Thread.start):
+    start(thread)
+    time.sleep(0.05)
+threading.Thread.start = start
+"""
+
+
+@pytest.mark.parametrize("more", ["", BUSY], ids=["quiet", "busy"])
+def test_an_interrupt_that_python_drops_comes_again(more):
+    code = CODE.replace("signals.handle_ctrl_c()", f"signals.handle_ctrl_c(){more}")
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=50)
     assert (run.stdout, run.stderr) == ("ended in order False\n", "")
 
 

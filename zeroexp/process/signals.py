@@ -47,6 +47,11 @@ def _ask_again_if_dropped(dropped: Any) -> None:
         sys.__unraisablehook__(dropped)
         return
     global _num_asked
-    _num_asked = 0
-    # Not here, where it would be dropped as well.
-    threading.Timer(0.01, os.kill, (os.getpid(), _asked_by)).start()
+    seconds = 0.01
+    while True:
+        _num_asked = 0
+        try:  # later, since here it would be dropped as well: on a busy machine it may yet come too early
+            threading.Timer(seconds, os.kill, (os.getpid(), _asked_by)).start()
+            return
+        except KeyboardInterrupt:
+            seconds *= 2
