@@ -222,6 +222,18 @@ def test_mistake_in_a_file_of_the_user(here, refused):
     assert "train.stepz" in answer and "study/mine" in answer
 
 
+@pytest.mark.parametrize(
+    ("text", "key"),
+    [("train: {steps: 3}", "train"), ("defaults: [{override /model: tiny}]", "model")],
+)
+def test_a_study_of_the_user_that_is_not_of_the_whole_config(text, key, here, refused):
+    (here / "study").mkdir()
+    (here / "study" / "mine.yaml").write_text(f"{text}\n")
+    answer = refused("--config-dir", str(here), "study=mine")
+    remedy = "begin it with # @package _global_"
+    assert answer == f"study/mine.yaml: {key} is no key of a study; {remedy}"
+
+
 def test_from_the_outside_a_mistake_is_one_line_and_exit_code_2(tmp_path):
     done = subprocess.run(
         [sys.executable, "-m", "zeroexp", "strategy=zero3", "-m", "world_size=1,0"],

@@ -22,7 +22,7 @@ import yaml
 from tests.composing import composed, values_of
 from tests.run_folders import write_run
 from tests.warm import Warm
-from zeroexp.check.sweep_points import point_of
+from zeroexp.check.sweep_points import point_of, require_points
 from zeroexp.cluster.job import Job
 from zeroexp.cluster.sweep import MAKING, Sweep, set_aside
 from zeroexp.config.keys import Config, StudyConfig
@@ -83,6 +83,17 @@ def test_a_study_is_the_points_that_match_one_of_its_rows():
         for point in points(with_strategy(config, stage, implementation))
     ]
     assert names == ["ddp-buffer-n2", "ddp-tensor-n2", "zero3-tensor-n1", "zero3-tensor-n2"]
+
+
+def test_a_row_of_a_study_that_fits_no_point_is_named(capsys):
+    rows = [{"world_size": [1]}, {"strategy": ["zero3"]}, {"strategy.name": ["zero9"]}]
+    include: list[dict[str, list[Any]]] = [*rows]
+    every = points(replace(composed(), study=StudyConfig(include=include)))
+    require_points(every, None)
+    said = "zeroexp: study.include: no point of this sweep fits row 1, 3 of it\n"
+    assert capsys.readouterr().err == said
+    require_points([*every, *points(replace(every[0].config, world_size=1))], None)
+    assert "fits row 3 of it" in capsys.readouterr().err
 
 
 def test_the_main_study_is_what_make_run_promises():

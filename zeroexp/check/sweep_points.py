@@ -44,6 +44,7 @@ class SweepPoint:
     config: Config  # resolved
     refusal: str | None  # the reason if the point is skipped
     hydra: Mapping[str, str] = field(default_factory=dict[str, str])  # files for users of Hydra
+    rows: frozenset[int] = frozenset()  # those of study.include that it fits, from 1
 
 
 def keys_of(words: Sequence[str]) -> set[str]:
@@ -96,17 +97,23 @@ def point_of(
     require_values(config)
     plugins.load(config.plugins)
     config = plugins.with_settings(adopt_published_config(config))
-    return _point(overrides, config, check) if _in_study(config) else None
+    rows = _rows_of_study(config)
+    outside = config.study.include and not rows
+    return None if outside else replace(_point(overrides, config, check), rows=rows)
 
 
 def require_points(points: Sequence[SweepPoint], study: str | None) -> None:
-    """Raise ConfigError if the study has left out every point."""
+    """Raise ConfigError if the study has left out every point; say which of its rows fit none."""
     if not points:
         if study is None:
             problem = f"{INCLUDE}: none of its rows fits a point of this sweep"
             raise ConfigError(f"{problem}; change a row, or leave it out")
         remedy = f"leave what it compares to the study, or extend {INCLUDE}"
         raise ConfigError(f"study={study}: none of its points is in this sweep; {remedy}")
+    every = range(1, len(points[0].config.study.include) + 1)
+    if idle := set(every).difference(*(point.rows for point in points)):
+        named = ", ".join(map(str, sorted(idle)))
+        print(f"zeroexp: {INCLUDE}: no point of this sweep fits row {named} of it", file=sys.stderr)
 
 
 def require_defined(points: Sequence[SweepPoint]) -> None:
@@ -115,11 +122,12 @@ def require_defined(points: Sequence[SweepPoint]) -> None:
         raise ConfigError(points[0].refusal)
 
 
-def _in_study(config: Config) -> bool:
-    """Tell whether the config matches one of its study's rows. Without a study every point counts."""
-    rows = config.study.include
-    return not rows or any(
-        all(value_of(config, key, INCLUDE) in values for key, values in row.items()) for row in rows
+def _rows_of_study(config: Config) -> frozenset[int]:
+    """Return which of its study's rows the config matches, from 1."""
+    return frozenset(
+        number
+        for number, row in enumerate(config.study.include, 1)
+        if all(value_of(config, key, INCLUDE) in values for key, values in row.items())
     )
 
 

@@ -8,7 +8,7 @@ from hydra.errors import HydraException, MissingConfigException, OverrideParseEx
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
-from zeroexp.config.keys import ConfigError, fields_of
+from zeroexp.config.keys import Config, ConfigError, fields_of
 from zeroexp.config.plugins import WITH_SETTINGS, names_added_to, settings_of_group
 from zeroexp.process.reachable import without_password
 from zeroexp.registry.did_you_mean import suggest_key, suggest_nearest, suggest_word
@@ -26,6 +26,7 @@ HINTS = {
     "valid bool": "use true or false",
     "is not Optional": "give it a value",
     "is not a ListConfig": "use a list, as [VALUE]",
+    "with ListConfig": "give the other of the two: a list as [a,b], a table as {key: value}",
     "to string": "use a text",
     "'typing.List[": "use lists in it, as {key: [1,2]}",
     "not in '": "`zeroexp --cfg job` shows all keys",
@@ -35,6 +36,8 @@ HINTS = {
 
 # How messages of Hydra's composer, and of Hydra 1.4, begin.
 _OF_WHICH_WORD = re.compile(r"\A(Error when parsing index: |Error parsing override ).*\n")
+# A file of a study whose keys are read as keys below study, and the first of them.
+_BELOW_STUDY = re.compile(r"In '(study/\S+)': (?:.*\nKey '|Could not override '\w+@study\.)(\w+)'")
 _KEY_OF_TABLE = re.compile(r"""(?<=[{,])\s*(['"]?)([^'"{}:,]+)\1\s*:""")  # as 'a.*': in {'a.*':1}
 
 
@@ -75,6 +78,10 @@ def _explain(error: Exception) -> str:
     # Our own text must not be parsed as Hydra's.
     if isinstance(error, ConfigError):
         return text
+    if (match := _BELOW_STUDY.search(text)) and match[2] in ("hydra", *vars(Config())):
+        return (
+            f"{match[1]}.yaml: {match[2]} is no key of a study; begin it with # @package _global_"
+        )
     if match := re.search(r"use \+(\S+?)=(.*)", text):
         return _unknown_key(match[1], match[2])
     if match := re.search(r"full_key: (\S+)", f"{text}\n{error.__cause__}"):
