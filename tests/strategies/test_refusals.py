@@ -52,6 +52,10 @@ LINES = {
     f"{NODES} {COPIES} strategy=zero3 strategy.offload=all": "puts on the host; use one of them",
     f"{NODES} {COPIES} strategy=zero3 cluster.slurm.ranks_per_node=3": "nodes of 2 ranks cut such",
     f"{NODES} strategy=zero3 strategy.replicas=2 strategy.secondary_partition=2": "4 ranks",
+    (
+        "cluster=slurm cluster.device=cpu cluster.slurm.ranks_per_node=4 world_size=12 strategy=zero3 "
+        "strategy.replicas=2 strategy.secondary_partition=3 data.global_batch_size=12"
+    ): "nodes of 4 ranks cut such groups; use 2$",
     "strategy=zero3 world_size=4 strategy.secondary_partition=2 data.global_batch_size=8": (
         "one node, which no gather leaves; use cluster=slurm or"
     ),
@@ -210,7 +214,12 @@ OPTIONS: list[tuple[str, int, dict[str, Any], str]] = [
     ),
     # a secondary copy
     ("zero2", 8, {"secondary_partition": 2}, "are not gathered; use zero3"),
-    ("zero3", 8, {"secondary_partition": 3}, "8 ranks form no equal nodes of it; use 2, 4"),
+    (
+        "zero3",
+        8,
+        {"secondary_partition": 3},
+        "8 ranks form no equal nodes of it; use 2, 4, of which it must divide a node's ranks",
+    ),
     ("zero3", 8, {"secondary_partition": 8}, "no gather leaves the 8 ranks that shard; leave"),
     ("zero3", 8, {"secondary_partition": 1}, "=1: use the number of ranks of a node, 2 or"),
     ("zero3", 8, {"secondary_partition": 4, "replicas": 2}, "the 4 ranks that shard; leave it"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Iterator
 
@@ -69,7 +70,8 @@ def check_nodes(config: Config, device: str = "cpu") -> Iterator[Refusal]:
             more = "a lower cluster.slurm.ranks_per_node"
         yield key, problem, f"use {more}, or leave it out"
     if size and on_node % size:
-        sizes = ", ".join(str(n) for n in range(2, on_node + 1) if on_node % n == 0)
+        most = math.gcd(on_node, shards)
+        sizes = ", ".join(str(n) for n in range(2, most + 1) if most % n == 0)
         yield key, f"nodes of {on_node} ranks cut such groups", f"use {sizes or 'null'}"
 
 

@@ -13,8 +13,9 @@ from zeroexp.registry.did_you_mean import suggest_nearest
 CONFIG_DIR = ("--config-dir", "-cd")  # a folder of more YAML files
 # These flags of Hydra print something and run nothing.
 ONLY_SHOW = ("--cfg", "-c", "--info", "-i", "--hydra-help", "--shell-completion", "-sc")
-# Keys whose value is text.
+# Keys whose value is text, and the groups whose option has a name.
 TEXT_KEYS = frozenset(key for key, item in KEYS.items() if item.type in ("str", "str | None"))
+TEXT_KEYS |= {key.removesuffix(".name") for key in KEYS if key.endswith(".name")}
 _SHOWN = ("all", "config", "defaults", "defaults-tree", "plugins", "searchpath")
 # Flags that Hydra knows, each with the values it may have: () means none, None means any.
 FLAGS: dict[str, Sequence[str] | None] = {
@@ -85,6 +86,7 @@ def _flags_and_settings(arguments: Sequence[str]) -> tuple[list[list[str]], list
 
 def _refuse_flags(arguments: Sequence[str]) -> None:
     """Refuse flags that Hydra would answer with its usage, or that would do nothing here."""
+    num_folders = 0
     for argument, *after in _flags_and_settings(arguments)[0]:
         flag, _, value = argument.partition("=")
         if flag not in FLAGS:
@@ -93,7 +95,13 @@ def _refuse_flags(arguments: Sequence[str]) -> None:
         if not value and flag not in WITHOUT_VALUE and allowed != ():
             raise ConfigError(f"{flag}: no value; give it one")
         if flag in CONFIG_DIR and not os.path.isdir(value):
-            raise ConfigError(f"{flag} {value}: no such folder; use one that exists")
+            home = value.startswith("~")  # behind =, some shells leave it
+            remedy = f"use {flag} {os.path.expanduser(value)}" if home else "use one that exists"
+            raise ConfigError(f"{flag} {value}: no such folder; {remedy}")
+        num_folders += flag in CONFIG_DIR
+        if num_folders > 1:
+            remedy = f"add hydra.searchpath=[{value}] instead"
+            raise ConfigError(f"{flag} {value}: Hydra reads one such folder, the last; {remedy}")
         if value and allowed is not None and value not in allowed:
             remedy = suggest_nearest(value, allowed) if allowed else "it takes none"
             raise ConfigError(f"{flag} {value}: unknown value; {remedy}")

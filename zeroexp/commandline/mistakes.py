@@ -97,6 +97,9 @@ def _unknown_option(error: MissingConfigException) -> str:
     group, _, option = str(error.missing_cfg_file).rpartition("/")
     if not group:
         return f"--config-name {option}: no such file in conf/; leave it out, or give its folder by --config-dir"
+    if group.startswith(("model/", "data/")):  # an id of the hub has a slash
+        group, name = f"{group}/{option}".split("/", 1)
+        return f"{group}={name}: unknown option; use {group}=hf {group}.path={name}"
     options = [name for name in error.options or () if not name.startswith("_")]
     options += [name for name in names_added_to(group) if name not in options]
     return f"{group}={option}: unknown option; {suggest_word(group, option, options)}"

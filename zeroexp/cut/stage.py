@@ -149,10 +149,11 @@ def why_no_secondary_copy(num_ranks: int, stage: Stage, group_size: int) -> tupl
     if stage.gather is not Move.ALL_GATHER:
         return "parameters that rest whole are not gathered", "use zero3"
     sizes = [str(n) for n in range(2, group_size) if group_size % n == 0]
-    if num_ranks >= group_size or not sizes:
+    if num_ranks >= group_size:
         return f"no gather leaves the {group_size} ranks that shard", "leave it out"
     if str(num_ranks) not in sizes:
-        return f"{group_size} ranks form no equal nodes of it", f"use {', '.join(sizes)}"
+        remedy = f"use {', '.join(sizes)}, of which it must divide a node's ranks"
+        return f"{group_size} ranks form no equal nodes of it", remedy if sizes else "leave it out"
     return None
 
 

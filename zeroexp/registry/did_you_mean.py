@@ -11,6 +11,9 @@ from difflib import get_close_matches
 
 BATCH = "use data.global_batch_size (all ranks, one step) and data.micro_batch_size (one pass)"
 FSDP2 = "use strategy=zero3 strategy.implementation=torch, which is PyTorch's FSDP2"
+NO_SUCH_PARALLELISM = (
+    "ranks share data alone, there is no such parallelism: use world_size and strategy=zero3"
+)
 MIXED = "use precision=bf16_master (ours, FSDP2) or precision=autocast (torch's ddp and zero1)"
 
 # A key -> what to use -> the words of others for it, without their signs. Words that are close to ours need no row.
@@ -21,6 +24,7 @@ WORDS = {
             "hsdp hybrid hybridshard mics"
         ),
         "use strategy=zero2 strategy.implementation=deepspeed (or zero1, zero3)": "deepspeed",
+        "use strategy=zero1, zero2 or zero3": "0 1 2 3 stage1 stage2 stage3",
     },
     "strategy.implementation": {
         FSDP2: "fsdp fsdp2",
@@ -58,6 +62,19 @@ KEYS = {
     "use cluster.timeout_s": "time timelimit",
     "use precision=bf16_master, or another precision": "dtype bf16 fp16",
     "use strategy=zero1, zero2 or zero3": "zerostage stage zerooptimization",
+    "use strategy.keep=last or all; with strategy.implementation=torch, strategy=zero3 or zero2": (
+        "reshardafterforward"
+    ),
+    "use strategy.publish=forward (zero1, zero2), or strategy.prefetch (zero3)": (
+        "overlapparamgather overlapparamsync"
+    ),
+    "use strategy.overlap": "overlapgradreduce overlapcomm",
+    NO_SUCH_PARALLELISM: (
+        "tp tpsize tpdegree tensorparallel tensorparallelsize tensorparalleldegree "
+        "tensormodelparallelsize pp ppsize ppdegree pipelineparallel pipelineparallelsize "
+        "pipelineparalleldegree pipelinemodelparallelsize cp cpsize contextparallel "
+        "contextparallelsize ep epsize expertparallel expertparallelsize sequenceparallel"
+    ),
     "use train.activation_checkpointing": "gradientcheckpointing",
     "use optimizer.max_grad_norm": "maxgradnorm gradclip clip",
     "use checkpoint.every": "checkpoint saveevery savesteps",
