@@ -6,6 +6,7 @@ import csv
 import io
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -16,11 +17,14 @@ import pytest
 
 from zeroexp.config.keys import ConfigError
 from zeroexp.plan import __main__ as plan
+from zeroexp.plan import fit, plan_points
 from zeroexp.plan.explain_plan import explain
 from zeroexp.plan.fit import fit_json, fit_lines
+from zeroexp.plan.outcome import PlannedPoint
 from zeroexp.plan.peak import with_rehearsal
 from zeroexp.plan.plan_points import Plans
 from zeroexp.plan.plan_table import as_csv, as_json, render
+from zeroexp.process import signals
 
 GIB, MIB = 2**30, 2**20
 P7 = 6_738_415_616 * 4  # bytes of LLaMA 7B's parameters in fp32
@@ -271,6 +275,28 @@ def test_a_step_fits_tightly_where_the_allocator_must_make_room_in_it(plans_of):
         assert peak and limited.verdict == verdict
         assert (peak.num_retries > 0) == (verdict == "tight")
         assert (peak.reserved_bytes == most) == (verdict != "tight")
+
+
+def test_what_is_interrupted_tells_what_it_has(plans_of, monkeypatch, capsys):
+    line = "model=tiny strategy=ddp,zero3 world_size=2 cluster.device_memory_gib=1"
+
+    def ask_at_zero3(point: PlannedPoint) -> PlannedPoint:
+        if point.outcome.strategy == "zero3":
+            signals._ask(signal.SIGTERM, None)
+        return point
+
+    monkeypatch.setattr(signals, "_num_asked", 0)
+    monkeypatch.setattr(plan_points, "with_rehearsal", ask_at_zero3)
+    (point,) = plans_of(f"{line} --rehearse").planned
+    told = "zeroexp: interrupted; what follows is of the"
+    assert point.outcome.strategy == "ddp"
+    assert capsys.readouterr().err == f"{told} points that were planned before\n"
+
+    both = plans_of(line)
+    monkeypatch.setattr(signals, "_num_asked", 0)
+    monkeypatch.setattr(fit, "fewest_ranks", lambda point: ask_at_zero3(point) and None)
+    (row,) = json.loads(fit_json(both))
+    assert row["strategy"] == "ddp" and f"{told} rows that were made" in capsys.readouterr().err
 
 
 @pytest.mark.slow

@@ -96,7 +96,8 @@ def test_a_broken_store_is_told_with_its_remedy(tmp_path, capsys, damage, said) 
     sent.send(folder)
     sent.conclude(folder.parent)
     lines = capsys.readouterr().out.strip().splitlines()
-    assert len(lines) == 2 and lines[0].startswith("MLflow did not take the runs (ConfigError: ")
+    assert len(lines) == 2 and lines[0].startswith("MLflow did not take the runs (")
+    assert "Error: " not in lines[0] and lines[0].endswith("); to send them:")
     assert said in lines[0] and f"move it away ({tmp_path / 'mlflow.db'}.broken)" in lines[0]
 
 
@@ -128,7 +129,7 @@ def test_a_store_that_is_held_delays_no_step_and_no_ctrl_c_and_an_open_one_hears
             time.sleep(0.05)
         process.send_signal(signal.SIGINT)
         out, _ = end(process)
-    assert "MLflow did not take the runs (TimeoutError: no answer from " in out
+    assert "MLflow did not take the runs (no answer from " in out
     assert "mlflow.db.lock, which another process holds)" in out
 
     (sweep,) = {job.folder.parent for job in jobs(tmp_path).values()}

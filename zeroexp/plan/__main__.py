@@ -78,7 +78,10 @@ def _answer(arguments: Sequence[str]) -> str:
     points = composed_points(words)
     with importing_cheaply():
         from zeroexp.plan.plan_points import Plans
-    told = FORMS[" ".join(sorted(flags))](Plans(points, rehearses=REHEARSE in arguments))
+    plans = Plans(points, rehearses=REHEARSE in arguments)
+    if signals.was_asked() and {ADVISE, FIT} & {*flags}:
+        raise KeyboardInterrupt  # these begin where planning ends
+    told = FORMS[" ".join(sorted(flags))](plans)
     # They are no part of CSV or JSON; what is advised or fits has a batch of its own.
     for note in points.notes if flags and not {ADVISE, FIT} & {*flags} else []:
         print(note, file=sys.stderr)

@@ -16,6 +16,7 @@ from zeroexp.plan.peak import rehearse_point, with_rehearsal
 from zeroexp.plan.plan_points import Plans
 from zeroexp.plan.plan_table import json_entry, row_of, settings_of, skipped_sentences
 from zeroexp.plan.text_table import Row, lines_of, unit_of, wrapped
+from zeroexp.process import signals
 
 MOST_RANKS = {"cuda": 4096, "cpu": 64}  # CPU ranks share a host, where each pair counts apart
 MOST_SAMPLES, TOKENS = 1 << 16, 64  # the largest micro-batch that is tried; the step of sequences
@@ -25,6 +26,7 @@ HEAD = (
     "micro-batch (one in a step) and the longest sequence, each alone. Rehearsed: peak and left are {unit} of the "
     "fullest rank, with activations; on GPUs what torch's allocator reserves for them."
 )
+ROWS = "rows that were made"
 
 
 HEADS = {
@@ -51,7 +53,7 @@ def fit_lines(plans: Plans) -> str:
         HEAD.format(device=each.machines.device, limit=each.outcome.memory_gib, unit=unit)
         for each in points
     )
-    fits = [_fit(each) for each in points]
+    fits = signals.until_interrupted(map(_fit, points), ROWS)
     reasons = [fit.at.outcome.not_rehearsed for fit in fits if fit.at]
     notes = [f"Model states alone: {reason}." for reason in reasons if reason]
     notes += skipped_sentences(plans.entries)
@@ -62,7 +64,8 @@ def fit_lines(plans: Plans) -> str:
 
 def fit_json(plans: Plans) -> str:
     """Return the same with the plan at the fewest ranks; null: it does not fit. Raises ConfigError without a limit."""
-    return json.dumps([_entry(_fit(each)) for each in _asked(plans)], indent=1)
+    fits = signals.until_interrupted(map(_fit, _asked(plans)), ROWS)
+    return json.dumps([_entry(fit) for fit in fits], indent=1)
 
 
 def _asked(plans: Plans) -> list[PlannedPoint]:

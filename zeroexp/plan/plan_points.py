@@ -18,6 +18,7 @@ from zeroexp.plan.form_of_config import build_on_meta
 from zeroexp.plan.machines import device_of
 from zeroexp.plan.outcome import PlannedPoint, plan_point
 from zeroexp.plan.peak import with_rehearsal
+from zeroexp.process import signals
 
 
 class Plans:
@@ -41,7 +42,9 @@ class Plans:
             return []
         require_defined(points)
         auto = device_of(defined, num_gpus(), os.cpu_count() or 1)
-        entries = [self._plan(point, auto) for point in points]
+        entries = signals.until_interrupted(
+            (self._plan(point, auto) for point in points), "points that were planned"
+        )
         skipped = [each for each in entries if isinstance(each, SweepPoint)]
         if len(skipped) == len(entries):
             require_defined(skipped)

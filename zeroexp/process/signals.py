@@ -10,9 +10,11 @@ import os
 import signal
 import sys
 import threading
+from collections.abc import Iterable
 from types import FrameType
-from typing import Any
+from typing import Any, TypeVar
 
+Made = TypeVar("Made")
 _num_asked = 0
 _asked_by = signal.SIGINT
 
@@ -33,6 +35,19 @@ def was_asked() -> bool:
 def was_asked_twice() -> bool:
     """Return whether more than one of the signals came."""
     return _num_asked > 1
+
+
+def until_interrupted(each: Iterable[Made], what: str) -> list[Made]:
+    """Return what is made one by one; of an interrupted work what there is, if anything, and say so."""
+    made: list[Made] = []
+    try:
+        for one in each:
+            made.append(one)
+    except KeyboardInterrupt:
+        if not made:
+            raise
+        print(f"zeroexp: interrupted; what follows is of the {what} before", file=sys.stderr)
+    return made
 
 
 def _ask(number: int, frame: FrameType | None) -> None:

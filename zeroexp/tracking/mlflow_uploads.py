@@ -68,8 +68,8 @@ class Uploads:
             where = self._tracker.store.waits_for or "the store"
             self._worker.error = TimeoutError(f"no answer from {where}")
         if (error := self._worker.error) is not None:
-            first = without_password(str(error).partition("\n")[0])
-            print(f"\nMLflow did not take the runs ({type(error).__name__}: {first}); later:")
+            first = without_password(str(error).partition("\n")[0]) or type(error).__name__
+            print(f"\nMLflow did not take the runs ({first}); to send them:")
             print(f"  zeroexp sync {shlex.quote(os.path.relpath(folder))}")
             return
         for key, why in self._tracker.store.refused.items():
