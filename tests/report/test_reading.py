@@ -95,6 +95,12 @@ def test_a_torn_file_beside_the_results_costs_itself_alone(folder: Path, name: s
     assert (why_spoilt(run) == "how much others used is lost") == (name == "load.json")
 
 
+def test_a_load_that_says_nothing_puts_times_in_doubt(folder: Path) -> None:
+    (folder / "load.json").write_text("{}")
+    (run,), _ = read_runs(folder)
+    assert why_spoilt(run) == "how much others used is lost"
+
+
 def test_a_step_of_wrong_types_costs_the_curve_alone(folder: Path) -> None:
     edit(folder / "records.jsonl", '"grad_norm": ', '"grad_norm": [], "was": ')
     (run,), problems = read_runs(folder)

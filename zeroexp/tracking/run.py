@@ -72,11 +72,11 @@ def read_run(folder: Path) -> Run:
     Damaged settings of the engine, or a damaged load of others, cost no more than themselves: times are in doubt then.
     """
     state, beside, left_out = state_of(folder), dict[str, dict[str, Any]](), list[str]()
-    for name in (ENGINE, LOAD_FILE):
+    for name, absent in ((ENGINE, {}), (LOAD_FILE, {"other_cores": None})):
         try:
-            beside[name] = read_json(folder / name) or {}
+            beside[name] = absent if (found := read_json(folder / name)) is None else found
         except DamagedFile as error:
-            beside[name] = {"other_cores": math.nan} if name == LOAD_FILE else {}
+            beside[name] = {}
             left_out.append(f"{error.line}, and left out")
     return Run(
         folder=folder,
@@ -88,7 +88,7 @@ def read_run(folder: Path) -> Run:
         engine=flatten(beside[ENGINE]),
         summary=read_summary(folder),
         num_attempts=max(1, attempt.newest(folder)),
-        other_cores=beside[LOAD_FILE].get("other_cores"),
+        other_cores=beside[LOAD_FILE].get("other_cores", math.nan),
         left_out=left_out,
     )
 
