@@ -483,6 +483,11 @@ def test_labels_that_are_no_classes_are_refused(tmp_path, values, changes, line)
     assert "\n" not in str(caught.value)
 
 
+def test_texts_that_are_all_dates_are_called_so(tmp_path):
+    with pytest.raises(ConfigError, match=r"_column=stars: holds dates alone, no .* of review"):
+        labelled(tmp_path, ["2024-01-01", "2024-01-02"], text_column="stars")
+
+
 def test_a_split_to_validate_on_has_the_classes_of_the_training(tmp_path):
     """Its one review has two stars of five: by itself that would read as the third class."""
     path = str(write_archive(tmp_path))

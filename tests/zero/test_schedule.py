@@ -224,6 +224,15 @@ def events_of_a_later_step(stage: str, *, accumulation: int = 1, **options: Any)
         return list(events)
 
 
+def test_a_loss_through_two_engines_is_told_to_be_inside_the_microbatches_of_both():
+    with fake_world(0, 2) as world:
+        inside, outside = toy_engine(world, "zero3"), toy_engine(world, "zero3")
+        batch, _ = microbatch_of(0, 0, 0)
+        told = pytest.raises(RuntimeError, match="of each engine that the loss goes through")
+        with told, inside.microbatch(last=True):
+            inside.backward(outside.model(batch).float().sum() + inside.model(batch).float().sum())
+
+
 def test_zero3_gathers_one_block_ahead_and_reduces_behind():
     """The root and block 0 were gathered at the end of the step before.
 

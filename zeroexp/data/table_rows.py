@@ -276,6 +276,8 @@ def _require_columns(table: Table, config: DataConfig) -> None:
     key, name = columns[TEXT]
     if not holds_texts(table, name) and not _holds_messages(table, name, config):
         kind = getattr(table.features[name], "dtype", type(table.features[name]).__name__)
+        if kind.startswith("timestamp"):  # how JSON is read where each text is one
+            kind = "dates alone"
         raise ConfigError(f"{key}={name}: holds {kind}, no text; {_other_texts(table, name)}")
 
 

@@ -201,7 +201,7 @@ class Schedule:
         if not self.in_microbatch or microbatch != self._microbatch:
             raise RuntimeError(
                 f"backward of {unit} outside of the microbatch in which its forward ran: run forward and backward "
-                "inside the same `with strategy.microbatch(last=...):`"
+                "inside the same `with strategy.microbatch(last=...):`, of each engine that the loss goes through"
             )
         closes = self._closing.is_current()
         for other in self._first_used_after(ended):
