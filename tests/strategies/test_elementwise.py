@@ -26,6 +26,7 @@ from tests.optimizers_for_tests import (
 )
 from zeroexp.cut.stage import STAGES
 from zeroexp.engines.sharded import Sharded
+from zeroexp.interface import elementwise
 from zeroexp.interface.elementwise import make_optimizer, refuse_unless_elementwise
 from zeroexp.process.world import fake_world
 from zeroexp.zero.options import Dtypes
@@ -71,7 +72,8 @@ ELEMENTWISE = {
 
 
 @pytest.mark.parametrize("name", ELEMENTWISE)
-def test_what_treats_each_element_by_itself_may_be_cut(name):
+def test_what_treats_each_element_by_itself_may_be_cut(name, monkeypatch):
+    monkeypatch.setattr(elementwise, "ELEMENTWISE", set())  # all steps, of those that are known too
     refuse_unless_elementwise(ELEMENTWISE[name], mixed(), layout="buffer", cut=True)
 
 
@@ -90,6 +92,20 @@ def test_what_needs_whole_matrices_may_be_shared_and_not_cut(factory, lr):
     )
     with pytest.raises(ValueError, match=f"^{re.escape(told)}$"):
         refuse_unless_elementwise(factory, groups, layout="tensor", cut=True)
+
+
+def decays_matrices_alone(groups):
+    parameters = [parameter for group in groups for parameter in group["params"]]
+    matrices = [parameter for parameter in parameters if parameter.ndim > 1]
+    others = [parameter for parameter in parameters if parameter.ndim < 2]
+    return optim.AdamW([{"params": matrices}, {"params": others, "weight_decay": 0.0}])
+
+
+def test_a_factory_that_gives_options_by_shape_gives_others_to_pieces():
+    """Torch's own optimizer, of which it is known that it treats each element by itself."""
+    refuse_unless_elementwise(decays_matrices_alone, matrices(), layout="parameter", cut=False)
+    with pytest.raises(ValueError, match="AdamW updates whole matrices"):
+        refuse_unless_elementwise(decays_matrices_alone, matrices(), layout="buffer", cut=True)
 
 
 @pytest.mark.parametrize("factory", [OneDistance, OneNorm, KeepsElsewhere, OwnRate])

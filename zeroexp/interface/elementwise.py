@@ -2,7 +2,8 @@
 
 An engine hands the optimizer what this rank holds: some of the parameters, or pieces of them (`cut`). That trains the
 same model only if each parameter, or each element, is updated independently. No optimizer declares this, so it is
-tried, torch's own included: their options decide too. A dozen steps move the elements of
+tried, torch's own included: a factory may give options by the shapes of what it gets. A dozen steps (two of an
+optimizer that is known) move the elements of
 
     whole     all tensors, each in its shape
 
@@ -32,7 +33,7 @@ from math import isclose
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, nn, optim
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
@@ -45,6 +46,9 @@ from zeroexp.interface.whole_matrices import Function, WholeMatrices
 # Estimates made from two steps take effect in the third, and windows are of ten.
 NUM_DESCENTS, NUM_CHANGES = 3, 8
 NUM_STEPS = 2 + NUM_DESCENTS + NUM_CHANGES
+# Of these it is known, and two steps show whether their options are those of what they were given.
+ELEMENTWISE = {optim.Adadelta, optim.Adagrad, optim.Adam, optim.Adamax, optim.AdamW, optim.ASGD}
+ELEMENTWISE |= {optim.NAdam, optim.RAdam, optim.RMSprop, optim.Rprop, optim.SGD}
 LONGEST_SIDE, SHORT_SIDE = 130, 20  # of tensors of up to two dimensions, and of more
 # The tolerance is a fraction of the largest distance that an element moves. Fused kernels round the last elements of a
 # piece differently, by 1e-6 of that distance; an optimizer that is wrong on pieces is wrong by a tenth or more.
@@ -280,7 +284,7 @@ def _step(
             group["lr"] = max(group["lr"], LEAST_RATE)
     if callable(train := getattr(optimizer, "train", None)):
         train()  # as the user's loop will: ScheduleFree steps in this mode alone
-    for step in range(num_steps):
+    for step in range(min(num_steps, 2) if type(optimizer) in ELEMENTWISE else num_steps):
         for parameter, sample in pairs:
             parameter.grad = sample.gradients[step].clone()
         try:
