@@ -25,7 +25,12 @@ from hydra.core.config_store import ConfigStore
 from zeroexp.check.sweep_points import Composed
 from zeroexp.cluster.sweep import Sweep
 from zeroexp.commandline import commands, help
-from zeroexp.commandline.check_arguments import as_text, flags_last, only_shows, refuse_arguments
+from zeroexp.commandline.check_arguments import (
+    flags_last,
+    only_shows,
+    quoted_override,
+    refuse_arguments,
+)
 from zeroexp.commandline.mistakes import MISTAKES, explain, first_line
 from zeroexp.config import plugins
 from zeroexp.config.keys import Config, ConfigError
@@ -152,7 +157,7 @@ def compose(
     store_schema()
     # Every run is a sweep (hydra.mode in conf/config.yaml); Hydra would refuse -m in the middle.
     arguments = [each for each in arguments if each not in ("-m", "--multirun")]
-    arguments = [as_text(plugins.as_list(each)) for each in arguments]
+    arguments = [quoted_override(plugins.plugins_as_list(each)) for each in arguments]
     refuse_arguments(arguments)
     shows = only_shows(arguments)
     _know_plugins(arguments, os.environ.get("COMP_LINE", "").split() if shows else [])

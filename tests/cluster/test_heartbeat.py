@@ -207,7 +207,7 @@ def test_silence_is_a_loss(job: Job) -> None:
         job.clock.pass_by(0.75 * PERIOD_SECONDS)
         assert hub.waits
         job.clock.pass_by(0.5 * PERIOD_SECONDS)
-        assert hub.lost() == "rank 1 on far is gone: no sign of it for 2 s"
+        assert hub.lost() == "rank 1 on far is gone: no sign of it for 2 s (cluster.heartbeat_s)"
 
 
 BEAT_SECONDS = 1.001 * PERIOD_SECONDS / BEATS_PER_PERIOD  # a little more than from beat to beat
@@ -231,7 +231,7 @@ def test_silence_while_it_slept_is_no_loss(job: Job, seconds: list[float], waits
             job.clock.jump(each)
         assert hub.waits == waits
         job.child.kill()
-        lost = "rank 1 on far is gone: no sign of it for 2 s"
+        lost = "rank 1 on far is gone: no sign of it for 2 s (cluster.heartbeat_s)"
         assert hub.lost() == (None if waits else lost)
 
 

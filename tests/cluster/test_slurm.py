@@ -38,8 +38,7 @@ from tests.test_rank import make_config as training_config
 from zeroexp.cluster import slurm_state
 from zeroexp.cluster.follow import cancel, cancel_unfinished, follow, follow_waited, refresh
 from zeroexp.cluster.job import Job
-from zeroexp.cluster.submit import is_held_back, slurm_id, submit_all
-from zeroexp.cluster.submit import submit as submit_jobs
+from zeroexp.cluster.submit import is_held_back, slurm_id, submit_all, submit_job_or_array
 from zeroexp.cluster.task import ENDED, PREEMPTED, TIME_LIMIT
 from zeroexp.config.keys import ClusterConfig, Config, SlurmConfig, save
 from zeroexp.process.watchdog.lost import SECONDS_BETWEEN_CALLS
@@ -227,7 +226,7 @@ def submit_with(folder: Path, scenario: Scenario, site: SlurmConfig) -> Job:
     main = scenario.rank_main
     if main != TRAINS:
         main = f"tests.cluster.{main}"
-    submit_jobs([job], rank_main=main)
+    submit_job_or_array([job], rank_main=main)
     return job
 
 

@@ -91,7 +91,9 @@ def test_silence_behind_a_cable_is_a_loss(ended: dict[str, Job]) -> None:
     """No connection is closed: nothing arrives any more."""
     cause = ended["loses_its_cable"].failure
     assert cause is not None
-    assert cause["message"] == "rank 1 on node4 is gone: no sign of it for 5 s"
+    assert (
+        cause["message"] == "rank 1 on node4 is gone: no sign of it for 5 s (cluster.heartbeat_s)"
+    )
 
 
 def test_a_cluster_leaves_no_link_behind(tmp_path: Path) -> None:

@@ -18,8 +18,7 @@ import pytest
 from tests.cluster.minicluster import Minicluster, entered, follow_to_the_end, why_not
 from zeroexp.cluster.follow import refresh
 from zeroexp.cluster.job import Job
-from zeroexp.cluster.submit import slurm_id, submit_all
-from zeroexp.cluster.submit import submit as submit_jobs
+from zeroexp.cluster.submit import slurm_id, submit_all, submit_job_or_array
 from zeroexp.config.keys import ClusterConfig, Config, SlurmConfig, save
 from zeroexp.tracking.json_files import read_json
 
@@ -115,7 +114,7 @@ def submit(folder: Path, fault: Fault) -> Job:
         if fault.sbatch:
             m.setenv("PATH", f"{faulty_sbatch(folder, fault.sbatch)}:{os.environ['PATH']}")
         main = f"tests.cluster.light_ranks:{fault.main}"
-        submit_jobs([job], rank_main=main)
+        submit_job_or_array([job], rank_main=main)
     return job
 
 
@@ -201,7 +200,7 @@ def test_a_job_is_found_when_its_submitter_was_killed_before_it_noted_it(
     job.enter("pending")
     path = f"{faulty_sbatch(tmp_path, 'kill -9 $PPID')}:{os.environ['PATH']}"
     program = "import sys; from pathlib import Path; from zeroexp.cluster.job import Job; "
-    program += "from zeroexp.cluster.submit import submit; "
+    program += "from zeroexp.cluster.submit import submit_job_or_array; "
     program += "submit([Job(Path(sys.argv[1]))], rank_main=sys.argv[2])"
     words = [sys.executable, "-c", program, str(job.folder), "tests.cluster.light_ranks:note_place"]
     killed = subprocess.run(words, env={**os.environ, "PATH": path})

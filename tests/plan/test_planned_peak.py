@@ -274,3 +274,13 @@ def test_ranks_on_which_masters_alone_rest_hold_no_more_than_those_of_fsdp2(thei
         )
     ]
     assert peaks[0] <= peaks[1]
+
+
+def test_a_gpu_before_hopper_reserves_smaller_workspaces():
+    """Of cuBLAS, for the two threads that launch: 32 MiB each, or 8 MiB and 128 KiB; in segments of 2 MiB."""
+    reserved = {}
+    for gpu in ("H100", "A100"):
+        config = config_of(*VECTORS, "strategy=zero2", "cluster.device=cuda", f"cluster.gpu={gpu}")
+        peaks = rehearse_point(plan_point(config, None, "cuda"), ranks=[0])
+        reserved[gpu] = peaks.fullest.reserved_bytes
+    assert reserved["H100"] - reserved["A100"] == 2 * (32 - 10) << 20

@@ -11,7 +11,7 @@ from typing import NamedTuple
 from zeroexp.config.families import MODELS
 from zeroexp.config.keys import Config, ConfigError, ModelConfig
 from zeroexp.config.vocabulary import vocabulary_of_data
-from zeroexp.models.blocks import list_names
+from zeroexp.models.blocks import module_list_names
 from zeroexp.models.checkpointing import operators_of
 from zeroexp.models.expert_kernels import check_experts
 from zeroexp.models.module import BuiltModel
@@ -72,7 +72,7 @@ def _build(model: ModelConfig, vocabulary: int | None) -> BuiltModel:
         reason = " ".join(str(error).split()) or type(error).__name__
         raise ConfigError(f"{named}: no model can be built of it ({reason}); change it") from error
     if not built.blocks:
-        lists = list_names(built.module) if model.family == "hf" else []
+        lists = module_list_names(built.module) if model.family == "hf" else []
         remedy = (
             f"name some: model.blocks=[{','.join(lists)}]" if lists else "use one layer or more"
         )

@@ -55,7 +55,7 @@ def submit_all(jobs: Iterable[Job], *, rank_main: str = RANK_MAIN) -> None:
         try:
             if full:
                 raise full
-            submit(group, rank_main=rank_main)
+            submit_job_or_array(group, rank_main=rank_main)
         except QueueFull as error:
             if len(group) > 1:  # perhaps Slurm takes some of them
                 groups[:0] = [[job] for job in group]
@@ -67,7 +67,7 @@ def submit_all(jobs: Iterable[Job], *, rank_main: str = RANK_MAIN) -> None:
                 job.enter("failed", str(error))
 
 
-def submit(jobs: Sequence[Job], *, rank_main: str = RANK_MAIN) -> None:
+def submit_job_or_array(jobs: Sequence[Job], *, rank_main: str = RANK_MAIN) -> None:
     """Submit one run as a job, or runs of one shape as a job array; their slurm.json then names their jobs.
 
     Raises ConfigError with sbatch's message if Slurm refuses, and its subclass QueueFull if that will pass.

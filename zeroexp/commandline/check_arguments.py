@@ -52,7 +52,7 @@ def refuse_arguments(arguments: Sequence[str]) -> None:
         _refuse_several_studies(argument)
 
 
-def as_text(argument: str) -> str:
+def quoted_override(argument: str) -> str:
     """Quote values of a key that is text where Hydra reads a number or a truth: 1.10 is no 1.1 in data.subset."""
     key, equals, value = argument.partition("=")
     if not equals or not SIMPLE.fullmatch(value) or key.lstrip("+") not in TEXT_KEYS:

@@ -41,6 +41,7 @@ class Gpu:
     memory_gib: float
     memory_bytes_per_second: float
     link_bytes_per_second: float  # of one direction
+    workspace_bytes: int = 32 << 20  # of cuBLAS, for each thread that launches: torch asks for it
 
     @property
     def tflops(self) -> dict[str, float]:
@@ -58,13 +59,14 @@ class Network:
     hop_seconds: float  # more for each further node
 
 
+BEFORE_HOPPER = (8 << 20) + (128 << 10)  # see Gpu.workspace_bytes
 # GiB and bytes a second of memory; bytes a second of links.
 GPUS = {
     "H100": Gpu("NVIDIA H100", 80, 3.35e12, 450e9),
-    "A100": Gpu("NVIDIA A100", 80, 2.039e12, 300e9),
+    "A100": Gpu("NVIDIA A100", 80, 2.039e12, 300e9, BEFORE_HOPPER),
     "H200": Gpu("NVIDIA H200", 141, 4.8e12, 450e9),
     "B200": Gpu("NVIDIA B200", 180, 8.0e12, 900e9),
-    "L4": Gpu("NVIDIA L4", 24, 0.3e12, 32e9),
+    "L4": Gpu("NVIDIA L4", 24, 0.3e12, 32e9, BEFORE_HOPPER),
     "MI300X": Gpu("AMD Instinct MI300X", 192, 5.3e12, 448e9),
 }
 USUAL_GPU = "H100"

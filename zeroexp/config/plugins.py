@@ -109,7 +109,7 @@ def modules_named_in(arguments: Sequence[str]) -> list[str]:
     return modules
 
 
-def as_list(word: str) -> str:
+def plugins_as_list(word: str) -> str:
     """Return `plugins=a,b`, which Hydra would sweep, as the list that it means; every other word as it is."""
     key, equals, value = word.partition("=")
     plain = key.lstrip("+") == "plugins" and equals and re.fullmatch(r"[\w.,]+", value)

@@ -90,7 +90,7 @@ def require_moments_kept(
                 raise ValueError(f"{problem}{', '.join(missing) or 'none of it'}: {remedy}")
 
 
-def require_elements(state: CanonicalState, held: Sequence[HeldPiece]) -> None:
+def require_pieces_cover(state: CanonicalState, held: Sequence[HeldPiece]) -> None:
     saved_moments = SavedMoments(state)
     for each in held:
         stop = each.start + each.flat.numel()

@@ -18,10 +18,10 @@ from zeroexp.interface.check_state import (
     Kept,
     has_moments,
     require_buffers,
-    require_elements,
     require_moments,
     require_moments_kept,
     require_names,
+    require_pieces_cover,
     require_state,
 )
 from zeroexp.interface.held_pieces import HeldPiece, contributed_piece
@@ -146,7 +146,7 @@ class SavedState:
             if are_needed:
                 require_moments(state)
             require_moments_kept(state, self._names_in_groups, self._kept())
-            require_elements(state, held)
+            require_pieces_cover(state, held)
             self._python.require(state)
             require_buffers(state, self.buffers)
         except ValueError as error:

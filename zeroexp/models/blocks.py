@@ -28,7 +28,7 @@ def chosen_blocks(module: nn.Module, chosen: Sequence[str]) -> list[str]:
     blocks: list[str] = []
     for name in chosen:
         if name not in modules or not name:
-            lists = ", ".join(list_names(module)) or "none"
+            lists = ", ".join(module_list_names(module)) or "none"
             raise ConfigError(
                 f"model.blocks={name}: the model has no such module; its lists: {lists}"
             )
@@ -37,7 +37,7 @@ def chosen_blocks(module: nn.Module, chosen: Sequence[str]) -> list[str]:
     return blocks
 
 
-def list_names(module: nn.Module) -> list[str]:
+def module_list_names(module: nn.Module) -> list[str]:
     """Return the names of the lists that `model.blocks` may take."""
     return [name for name, _ in _outermost_lists(module)]
 

@@ -23,6 +23,7 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from zeroexp.config.gpus import GPUS, USUAL_GPU
 from zeroexp.config.keys import Config, ConfigError
 from zeroexp.measure.record import STEP_SECONDS
 from zeroexp.plan.caching_allocator import OutOfDeviceMemory, expands_segments, replay
@@ -35,8 +36,6 @@ if TYPE_CHECKING:
     from zeroexp.plan.machines import Machines
     from zeroexp.plan.rehearse import RehearsedRank
 
-# cuBLAS has one for forward and one for backward on a GPU since Hopper; earlier ones have 8 MiB.
-WORKSPACE_BYTES = 32 << 20
 MOST_MICROBATCHES, MOST_MICROBATCHES_OF_OTHERS = 2, 3  # the first beside reductions in flight
 
 
@@ -87,9 +86,10 @@ def rehearse_point(
     times = [step_seconds(r.seconds, microbatches, untold, speed.unsure) for r in rehearsed]
     slowest = max(range(len(times)), key=lambda index: times[index][1])
     expandable = None if on_host else expands_segments(os.environ)
+    workspace = GPUS[config.cluster.gpu or USUAL_GPU].workspace_bytes
     limit = planned.outcome.limit_bytes
     return RehearsedPeaks(
-        [_rank_peak(each, expandable, limit) for each in rehearsed],
+        [_rank_peak(each, expandable, limit, workspace) for each in rehearsed],
         rehearsed[0].device,
         step_seconds=times[slowest],
         compute_seconds=compute_seconds(rehearsed[slowest].seconds, microbatches),
@@ -144,7 +144,9 @@ def _most_microbatches(form: ClosedForm) -> int:
     return MOST_MICROBATCHES + (0 if waits else form.traits.reductions_in_flight)
 
 
-def _rank_peak(rehearsed: RehearsedRank, expandable: bool | None, limit: float) -> RankPeak:
+def _rank_peak(
+    rehearsed: RehearsedRank, expandable: bool | None, limit: float, workspace_bytes: int
+) -> RankPeak:
     """Return the peak of a rank; expandable: None on a CPU, where no allocator reserves."""
     phase, peaks = rehearsed.peak_phase, rehearsed.peaks
     peak = RankPeak(
@@ -158,7 +160,8 @@ def _rank_peak(rehearsed: RehearsedRank, expandable: bool | None, limit: float) 
     if expandable is None:
         return peak
     stream = rehearsed.changes[0][0][2]
-    kernels = [(-1, WORKSPACE_BYTES, stream), (-2, WORKSPACE_BYTES, stream)]
+    # One for the thread of the forward and one for that of the backward.
+    kernels = [(-1, workspace_bytes, stream), (-2, workspace_bytes, stream)]
     changes = kernels, *rehearsed.changes
     held = replay(*changes, expandable=expandable)
     if held.peak_bytes > limit:  # it may give back what is free instead

@@ -146,7 +146,7 @@ class Buckets(nn.Module):
                 parameter.grad.copy_(bucket)
 
 
-def optimizer_of_own_parameters(
+def zero_redundancy_stand_in(
     groups: list[dict[str, Any]], factory: OptimizerFactory, shard: bool
 ) -> tuple[Optimizer, Optimizer]:
     """Return the optimizer of what this rank updates, twice, as `_make_optimizer` of TorchDDP does."""
@@ -158,8 +158,8 @@ def optimizer_of_own_parameters(
 
 
 def buckets_in_python() -> AbstractContextManager[Any]:
-    """Let TorchDDP use `Buckets` and `optimizer_of_own_parameters` inside."""
-    own: Any = {"DistributedDataParallel": Buckets, "_make_optimizer": optimizer_of_own_parameters}
+    """Let TorchDDP use `Buckets` and `zero_redundancy_stand_in` inside."""
+    own: Any = {"DistributedDataParallel": Buckets, "_make_optimizer": zero_redundancy_stand_in}
     return patch.multiple(torch_ddp, **own)
 
 

@@ -67,7 +67,7 @@ class Column:
         return any(self.value(point) for point in points)
 
 
-def columns_of(
+def columns_to_show(
     points: Sequence[MeasuredPoint], conclusions: Conclusions | None = None
 ) -> list[Column]:
     """Return the columns that have something to say of these points, in the order of a wide table."""
@@ -76,7 +76,7 @@ def columns_of(
 
 def printed_columns(points: Sequence[MeasuredPoint], conclusions: Conclusions) -> list[Column]:
     """Return what a printed page has room for: bytes of the fullest rank, the median step, its verdict, losses."""
-    columns = [c for c in columns_of(points, conclusions) if not c.key.endswith("_mean")]
+    columns = [c for c in columns_to_show(points, conclusions) if not c.key.endswith("_mean")]
     return [column for word in PRINTED for column in columns if word in (column.part, column.key)]
 
 

@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable, Sequence
 from textwrap import wrap
 
-from zeroexp.report.columns import Column, columns_of, of_parts
+from zeroexp.report.columns import Column, columns_to_show, of_parts
 from zeroexp.report.meanings import meanings_of
 from zeroexp.report.measured_points import MeasuredPoint
 from zeroexp.report.tables import Table
@@ -53,7 +53,7 @@ def render(points: Sequence[MeasuredPoint], width: int | None = None) -> str:
         # But for the reasons, which are last in their row.
         return width is None or len(Table.of(points, columns).lines()[2]) <= width
 
-    columns, caption, left_out = columns_of(points), "", []
+    columns, caption, left_out = columns_to_show(points), "", []
     if not fits(columns):
         shared = [c for c in of_parts(columns, "point") if not c.differs(points)]
         same = ", ".join(f"{c.name} {c.text(points[0])}" for c in shared)

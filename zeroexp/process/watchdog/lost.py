@@ -202,7 +202,7 @@ class Heartbeat:
                 self._put_down(each)
         for peer in self._peers():
             if not peer.left and now - peer.heard > self._period:
-                return f"{peer.name} is gone: no sign of it for {self._period:.0f} s"
+                return f"{peer.name} is gone: no sign of it for {self._period:.0f} s (cluster.heartbeat_s)"
         return None
 
     def _never_came(self) -> str | None:

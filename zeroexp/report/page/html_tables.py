@@ -8,7 +8,7 @@ from html import escape
 from pathlib import Path
 from shlex import quote
 
-from zeroexp.report.columns import POINT, STATUS, Column, columns_of, of_parts
+from zeroexp.report.columns import POINT, STATUS, Column, columns_to_show, of_parts
 from zeroexp.report.conclusions import describe_values, differences
 from zeroexp.report.meanings import meanings_of
 from zeroexp.report.measured_points import MeasuredPoint
@@ -30,7 +30,7 @@ FACTS = {
 
 def results_table(points: Sequence[MeasuredPoint]) -> str:
     """Return one row per point: the median of its repeats, the interval of its step time, bytes of the fullest rank."""
-    columns = columns_of(points)
+    columns = columns_to_show(points)
     times, losses = (of_parts(columns, part) for part in ("times", "losses"))
     results = of_parts(columns, "memory", "plan", "traffic")
     status = [STATUS] if any(p.pooled.status != "done" or p.pooled.reason for p in points) else []
