@@ -31,7 +31,6 @@ from typing import Any
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # read once, when torch is imported
 
 import torch
-from scipy import stats
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -215,6 +214,8 @@ class Growth:
 
 
 def growth_of(sizes: Sequence[int], costs: Sequence[float]) -> Growth:
+    from scipy import stats  # half a second, and tests use what stands above
+
     fit: Any = stats.linregress([math.log(n) for n in sizes], [math.log(c) for c in costs])
     width = fit.stderr * float(stats.t.ppf(0.975, len(sizes) - 2))
     between = sizes[-1] - sizes[-2]

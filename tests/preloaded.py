@@ -7,6 +7,8 @@ import gc
 import os
 from pathlib import Path
 
+import hypothesis  # noqa: F401
+import pytest  # noqa: F401
 import torch.distributed.optim  # noqa: F401  (compiles what DDP with ZeroRedundancyOptimizer never calls)
 import transformers.models.gpt2.modeling_gpt2
 import transformers.models.llama.modeling_llama

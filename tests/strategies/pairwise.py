@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from itertools import combinations, product
+from collections.abc import Callable, Mapping, Sequence
+from itertools import combinations, permutations, product
 from typing import Any
 
 Row = dict[str, Any]
@@ -16,7 +16,7 @@ def pairwise(axes: Axes, *, every: Sequence[str], legal: Callable[[Row], bool]) 
     `legal` is also asked about rows that lack values: whether nothing in them is illegal so far.
     Greedy and without chance: each row takes, axis by axis, the value that adds most pairs not seen yet.
     """
-    seen: set[tuple] = set()
+    seen: set[tuple] = set()  # pairs, both ways round
     rows: list[Row] = []
 
     def add(start: Row) -> bool:
@@ -24,7 +24,7 @@ def pairwise(axes: Axes, *, every: Sequence[str], legal: Callable[[Row], bool]) 
         if row is None:
             return False
         rows.append(row)
-        seen.update(_pairs(row))
+        seen.update(permutations(row.items(), 2))
         return True
 
     for values in product(*(axes[name] for name in every)):
@@ -44,7 +44,7 @@ def _complete(start: Row, axes: Axes, seen: set[tuple], legal: Callable[[Row], b
     if not free:
         return {name: start[name] for name in axes}
     name = free[0]
-    gain = {value: _num_new(start, name, value, axes, seen) for value in axes[name]}
+    gain = {value: _num_new(start, name, value, seen) for value in axes[name]}
     for value in sorted(axes[name], key=lambda value: -gain[value]):
         row = _complete({**start, name: value}, axes, seen, legal)
         if row is not None:
@@ -52,10 +52,5 @@ def _complete(start: Row, axes: Axes, seen: set[tuple], legal: Callable[[Row], b
     return None
 
 
-def _num_new(start: Row, name: str, value: Any, axes: Axes, seen: set[tuple]) -> int:
-    row = {key: {**start, name: value}[key] for key in axes if key in start or key == name}
-    return sum((name, value) in pair and pair not in seen for pair in _pairs(row))
-
-
-def _pairs(row: Row) -> Iterator[tuple]:
-    return combinations(row.items(), 2)
+def _num_new(start: Row, name: str, value: Any, seen: set[tuple]) -> int:
+    return sum((other, (name, value)) not in seen for other in start.items())
