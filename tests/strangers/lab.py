@@ -438,17 +438,22 @@ def variants(
     quick: Sequence[str] | None = None,
     **words: Any,
 ) -> Callable[[Callable[[Lab, str], None]], None]:
-    """The same scenario once for each name. quick: the engine meets nothing new in the others, which are wide."""
+    """The same scenario once for each name. quick: the engine meets nothing new in the others, which are wide.
+
+    Where it is not given each second is slow.
+    """
     assert quick is None or set(quick) <= set(names)
 
     def put(function: Callable[[Lab, str], None]) -> None:
-        for name in names:
+        for index, name in enumerate(names):
 
             def one(lab: Lab, name: str = name) -> None:
                 function(lab, name)
 
             one.__name__ = f"{function.__name__}_{name}"
-            mark = "wide" if quick and name not in quick else None
+            mark = "slow" if index % 2 else None
+            if quick:
+                mark = None if name in quick else "wide"
             first = name == (quick or names)[0]
             scenario(settings, **{"mark": mark, "first": first, **words})(one)
 
