@@ -29,6 +29,7 @@ from tests.cache_writers import die, race
 from tests.composing import composed
 from zeroexp.check.try_data import check_data
 from zeroexp.config.keys import ConfigError, DataConfig, ModelConfig
+from zeroexp.cut.rank_grid import RankGrid
 from zeroexp.data import StepBatch, packed_cache, table_rows
 from zeroexp.data.batches import Data, build_data, sample_indices
 from zeroexp.data.sources import CORPUS, choose_tokenizer
@@ -659,6 +660,24 @@ def test_only_a_completion_counts_in_the_loss(tmp_path, talks):
     words = [token for each in labels for token in each.tolist() if token != -100]
     answers = [token for token, mark in zip(document * 40, marks, strict=True) if mark]
     assert words == answers[: len(words)] and len(answers) - len(words) < 6
+
+
+def test_a_replica_that_steps_by_itself_averages_over_its_own_labels(tmp_path):
+    """Its gradients count once for each replica."""
+    prompt = "A slice is a part of a sequence of any kind."
+    rows: list[dict[str, object]] = [
+        {"prompt": prompt[: 4 + 7 * n], "completion": prompt[: 40 - 6 * n]} for n in range(6)
+    ]
+    data = of_rows(tmp_path, rows * 9, global_batch_size=16, micro_batch_size=2)
+    grid, seen = RankGrid(4, num_groups=2), set()
+    for group in (range(2), range(2, 4)):
+        steps = [
+            data.step_batch(0, rank=rank, world_size=4, replica=grid.group(rank)) for rank in group
+        ]
+        own = sum(int((m.labels != -100).sum()) for step in steps for m in step.microbatches)
+        assert [step.num_valid for step in steps] == [2 * own] * 2
+        seen.add(own)
+    assert len(seen) == 2, "or nothing is shown"
 
 
 @pytest.mark.parametrize(

@@ -48,7 +48,9 @@ class Numbers:
         generator = torch.Generator().manual_seed(index)
         return torch.randn(2, WIDTH, generator=generator).unbind()
 
-    def step_batch(self, position: int, *, rank: int, world_size: int) -> StepBatch:
+    def step_batch(
+        self, position: int, *, rank: int, world_size: int, replica: range | None = None
+    ) -> StepBatch:
         microbatches = []
         for first in range(rank * self._micro, self._global, world_size * self._micro):
             rows = [self.sample(position + first + i) for i in range(self._micro)]
@@ -125,6 +127,31 @@ def test_losses_equal_the_plain_computation(world):
         assert record.loss == pytest.approx(loss.item(), rel=1e-6)
         assert record.grad_norm == pytest.approx(gradient.norm().item(), rel=1e-6)
         weight = (weight - record.lr * gradient).detach().requires_grad_()
+
+
+class Asked(Numbers):
+    """Remembers over which ranks' labels a loss is to be the mean."""
+
+    def step_batch(
+        self, position: int, *, rank: int, world_size: int, replica: range | None = None
+    ) -> StepBatch:
+        self.replica = replica
+        return super().step_batch(position, rank=rank, world_size=world_size)
+
+
+def replica_asked_for(world: World, every: int | None) -> range | None:
+    config = make_config()
+    config.world_size = config.strategy.replicas = world.size
+    config.strategy.outer.every = every
+    data = Asked(config)
+    list(train(PlainStrategy(Linear()), data, config=config, world=world))
+    return data.replica
+
+
+@pytest.mark.parametrize("every", [None, 1])
+def test_replicas_that_step_by_themselves_average_over_their_own_labels(ranks, every):
+    expected = [range(1), range(1, 2)] if every else [None, None]
+    assert ranks(replica_asked_for, every) == expected
 
 
 def test_positions_tokens_and_warm_up(world):

@@ -59,6 +59,13 @@ def test_the_fewest_ranks_are_those_half_of_which_do_not_fit():
         assert (found and found.config.world_size) == size
 
 
+def test_ranks_in_groups_of_three_are_multiples_of_three():
+    words = ("model=mlp_tiny", "data=vectors", "data.seq_len=16", "world_size=9")
+    groups = ("strategy=zero2", "strategy.replicas=3", "cluster.device_memory_gib=1")
+    found = fewest_ranks(plan_point(composed(*words, *groups), None, "cpu"))
+    assert found and found.config.world_size == 6, "3 would be groups of one rank"
+
+
 def test_one_rank_lays_out_nothing_for_others():
     alone, two = (rehearsed_at(size, "zero3").outcome.by_kind["buffers"] for size in (1, 2))
     assert alone.fullest == 0 < two.fullest

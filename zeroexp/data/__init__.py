@@ -36,7 +36,9 @@ class Microbatch:
 @dataclass(frozen=True)
 class StepBatch:
     microbatches: list[Microbatch]  # of this rank, in order
-    num_valid: int  # number of labels that count in the loss, on all ranks
+    # Number of labels that the loss is divided by: those of all ranks; where replicas step by themselves, those of the
+    # rank's own replica, once for each.
+    num_valid: int
     num_tokens: int  # number of input tokens (vectors) without padding, on all ranks
 
 

@@ -47,13 +47,22 @@ class Data:
         self._validated = np.arange(first, first + num_held_out)
         self._samples, self._config, self._seed = samples, config, seed
 
-    def step_batch(self, position: int, *, rank: int, world_size: int) -> StepBatch:
-        """Return the batch of `rank` in the step that starts at global sample `position`."""
+    def step_batch(
+        self, position: int, *, rank: int, world_size: int, replica: range | None = None
+    ) -> StepBatch:
+        """Return the batch of `rank` in the step that starts at global sample `position`.
+
+        replica: its ranks step by themselves, so that the loss is their mean; None: all ranks'.
+        """
         micro, whole = self._config.micro_batch_size, self._config.global_batch_size
         assert whole % (micro * world_size) == 0, (whole, micro, world_size)
         indices = sample_indices(position, whole, num_samples=self.num_samples, seed=self._seed)
-        mine = indices.reshape(-1, world_size, micro)[:, rank]
+        by_rank = indices.reshape(-1, world_size, micro)
+        mine = by_rank[:, rank]
         num_valid, num_tokens = self._samples.count_labels_and_tokens(indices)
+        if replica is not None:
+            own, _ = self._samples.count_labels_and_tokens(by_rank[:, replica].reshape(-1))
+            num_valid = own * (world_size // len(replica))
         return StepBatch([self._samples.read(row) for row in mine], num_valid, num_tokens)
 
     @property

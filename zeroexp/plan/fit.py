@@ -6,6 +6,7 @@ import json
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from math import lcm
 
 from zeroexp.config.keys import ConfigError
 from zeroexp.models.outline import longest_sequence
@@ -22,9 +23,9 @@ MOST_RANKS = {"cuda": 4096, "cpu": 64}  # CPU ranks share a host, where each pai
 MOST_SAMPLES, TOKENS = 1 << 16, 64  # the largest micro-batch that is tried; the step of sequences
 MOST_TOKENS = 1 << 20  # of a model that names no longest sequence
 HEAD = (
-    "The fewest {device} ranks, among powers of two, at which a step fits {limit:g} GiB, and there the largest "
-    "micro-batch (one in a step) and the longest sequence, each alone. Rehearsed: peak and left are {unit} of the "
-    "fullest rank, with activations; on GPUs what torch's allocator reserves for them."
+    "The fewest {device} ranks, among powers of two (where groups are of 3, times 3), at which a step fits {limit:g} "
+    "GiB, and there the largest micro-batch (one in a step) and the longest sequence, each alone. Rehearsed: peak and "
+    "left are {unit} of the fullest rank, with activations; on GPUs what torch's allocator reserves for them."
 )
 ROWS = "rows that were made"
 
@@ -82,7 +83,7 @@ def _asked(plans: Plans) -> list[PlannedPoint]:
 
 
 def _fit(point: PlannedPoint) -> Fit:
-    """Return the fewest ranks, among powers of two, at which the point fits its limit, and how much work fits there."""
+    """Return the fewest ranks at which the point fits its limit, and how much work fits there."""
     outcome = point.outcome
     print(f"{outcome.strategy} {outcome.implementation}: rehearsing", file=sys.stderr, flush=True)
     at = fewest_ranks(point)
@@ -119,8 +120,11 @@ def _entry(fit: Fit) -> dict[str, object]:
 
 def fewest_ranks(point: PlannedPoint) -> PlannedPoint | None:
     """Return the point at the fewest ranks at which its rehearsed peak fits, or model states where none is known."""
-    for power in range(MOST_RANKS[point.machines.device].bit_length()):
-        at = planned_change(point, {"world_size": 2**power})
+    strategy, most = point.config.strategy, MOST_RANKS[point.machines.device]
+    groups = lcm(strategy.replicas or 1, strategy.secondary_partition or 1)
+    odd = groups // (groups & -groups)  # no power of two is in groups of three
+    for power in range((most // odd).bit_length()):
+        at = planned_change(point, {"world_size": odd * 2**power})
         if at and at.outcome.fits and (at := with_rehearsal(at)).outcome.fits:
             return at
     return None

@@ -179,7 +179,9 @@ class NoData:
         self._config, self._most, self._holds_others = config, most, holds_others
         self._others: list[Microbatch] = []
 
-    def step_batch(self, position: int, *, rank: int, world_size: int) -> StepBatch:
+    def step_batch(
+        self, position: int, *, rank: int, world_size: int, replica: range | None = None
+    ) -> StepBatch:
         data = self._config.data
         num = data.global_batch_size // (data.micro_batch_size * world_size)
         num_tokens = data.global_batch_size * data.seq_len

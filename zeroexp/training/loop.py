@@ -109,6 +109,7 @@ class _Run:
         self._strategy, self._data, self._config, self._stop = strategy, data, config, stop
         self._world, self._collectives = world, Collectives(world)
         self._wire, self._link = wire_meter(world.backend), ByteMeter(link_bytes)
+        self._replica = config.grid.group(world.rank) if config.strategy.outer.every else None
         self._instruments = instruments or Instruments(TrainConfig(), world, Path())
         self.num_steps = config.train.warmup_steps + config.train.steps
         self._num_warmup = num_warmup = first_measured_step(config, start_step)
@@ -167,7 +168,9 @@ class _Run:
             group["lr"] = record.lr * group.get("lr_scale", 1.0)
             record.loss_scale = group.get(SCALE)
         first_sample = index * self._config.data.global_batch_size
-        batch = self._data.step_batch(first_sample, rank=world.rank, world_size=world.size)
+        batch = self._data.step_batch(
+            first_sample, rank=world.rank, world_size=world.size, replica=self._replica
+        )
         for microbatch in batch.microbatches:
             last = microbatch is batch.microbatches[-1]
             with strategy.microbatch(last=last):
