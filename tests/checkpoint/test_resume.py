@@ -7,11 +7,13 @@ import os
 import threading
 from dataclasses import asdict, replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from tests.checkpoint.test_manifest import MADE
 from tests.composing import values_of
+from zeroexp.check import try_data
 from zeroexp.check.sweep_points import point_of
 from zeroexp.checkpoint import folders
 from zeroexp.checkpoint.manifest import (
@@ -244,3 +246,16 @@ def test_a_point_that_does_not_fit_is_skipped_with_the_reason(tmp_path):
         and other.refusal is not None
         and "train.seed is 0 in it, 3 here" in other.refusal
     )
+
+
+def test_another_text_than_that_of_the_checkpoint_is_refused_before_ranks_start(
+    tmp_path, monkeypatch
+):
+    config = config_for(tmp_path)
+    saved = str(write(tmp_path / "sweep" / "run", 1, config, tokens_hash="theirs"))
+    ours = SimpleNamespace(tokens_hash="theirs")
+    monkeypatch.setattr(try_data, "build_data", lambda *_: ours)
+    try_data.check_data(replace(config, resume=saved))
+    ours.tokens_hash = "ours"
+    with pytest.raises(ConfigError, match=r"held another text when its run began.*; bring"):
+        try_data.check_data(replace(config, resume=saved))

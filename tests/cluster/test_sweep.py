@@ -273,6 +273,8 @@ def test_repeats_run_in_rounds_and_give_verdicts_and_a_broken_claim_fails_the_st
         assert summary and summary.rehearsed, "once for all runs of a point"
     told = "in doubt, are runs of ddp-buffer-n1 (2), zero3-buffer-n1 (2)."
     assert told in " ".join(done.stdout.split())
+    of = re.findall(r"^\[\d+/(\d+)\]", done.stderr, flags=re.MULTILINE)
+    assert {*of} == {"4", "8"}, "how many run again is known before they do"
     rows = re.findall(r"^(?:ddp|zero3) .*$", done.stdout, flags=re.MULTILINE)
     assert len(rows) == 2, "one row per point"
     assert re.search(r"zero3-buffer-n1 +[\d.]+: can't tell from 2 runs each", done.stdout)

@@ -11,6 +11,7 @@ from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
+from zeroexp.checkpoint.manifest import read_manifest, require_same_tokens
 from zeroexp.config.data_sources import DATA
 from zeroexp.config.keys import Config, ConfigError, DataConfig
 from zeroexp.config.paths import data_files, is_hub_id
@@ -25,7 +26,10 @@ def check_data(config: Config) -> None:
     if data.path and is_seen and not is_hub_id(data):
         require_readable(data)
     if is_here:
-        build_data(data, config.model, config.train.seed)
+        tokens_hash = build_data(data, config.model, config.train.seed).tokens_hash
+        if config.resume:
+            checkpoint = Path(config.resume)
+            require_same_tokens(checkpoint, read_manifest(checkpoint), tokens_hash)
         return
     if kind.tokenizes and Path(config.model.weights or "").expanduser().is_dir():
         sources.choose_tokenizer(data, config.model)

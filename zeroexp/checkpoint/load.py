@@ -25,6 +25,7 @@ from zeroexp.checkpoint.manifest import (
     Stored,
     StoredTensor,
     read_manifest,
+    require_same_tokens,
 )
 from zeroexp.checkpoint.verify import check_pieces
 from zeroexp.interface.check_state import GIVE
@@ -40,11 +41,7 @@ def load(checkpoint: Path, strategy: Strategy, world: World, *, tokens_hash: str
     another model or other tokens, on all ranks alike and before anything is changed.
     """
     manifest = _read_verified(checkpoint, world)
-    if manifest.tokens_hash and tokens_hash and manifest.tokens_hash != tokens_hash:
-        raise CheckpointError(
-            f"{checkpoint}: data.path={manifest.config['data']['path']} held another text when its run began, or one "
-            "that was tokenized otherwise; bring that text back, or begin a new run"
-        )
+    require_same_tokens(checkpoint, manifest, tokens_hash)
     try:
         strategy.load_state_dict(_mapped(checkpoint, manifest.state))
     except ValueError as error:  # all ranks fail alike: it is another model's

@@ -89,6 +89,15 @@ class Manifest:
         return ends
 
 
+def require_same_tokens(checkpoint: Path, manifest: Manifest, tokens_hash: str) -> None:
+    """Raise CheckpointError where the checkpoint's run trained on other tokens than those of this hash."""
+    if manifest.tokens_hash and tokens_hash and manifest.tokens_hash != tokens_hash:
+        raise CheckpointError(
+            f"{checkpoint}: data.path={manifest.config['data']['path']} held another text when its run began, or one "
+            "that was tokenized otherwise; bring that text back, or begin a new run"
+        )
+
+
 def to_json(manifest: Manifest) -> bytes:
     """Serialize the manifest with the hash of its content."""
     content = {"format": FORMAT, **asdict(manifest)}

@@ -315,11 +315,11 @@ class Sweep:
         runs = read_runs(timed)
         rounds = {run.environment.get("repeat") for run in in_doubt(runs_as_points(runs))}
         again = [run for run in runs if run.environment.get("repeat") in rounds]
+        progress.again(len(again))
         for run in sorted(again, key=lambda run: timed[run.folder]):
             number, file = timed[run.folder], run.folder / "environment.json"
             set_aside(numbered[number])
             write_json(file, {**(read_json(file) or {}), AGAIN: True})
-            progress.again()
             self._run_one(number, numbered[number], progress)
 
     def _run_one(self, number: int, job: Job, progress: SweepProgress) -> None:

@@ -103,9 +103,9 @@ class SweepProgress:
         self._ended[status] += 1
         self.note(f"[{number}/{self._num_points}] {name}: {status}{took}{why}")
 
-    def again(self) -> None:
-        """A point that has ended will run once more."""
-        self._num_points += 1
+    def again(self, num_points: int = 1) -> None:
+        """Points that have ended will run once more."""
+        self._num_points += num_points
 
     def __enter__(self) -> SweepProgress:
         return self
