@@ -22,7 +22,10 @@ def advice_text(plans: Plans) -> str:
 
 
 def advice_json(plans: Plans) -> str:
-    """Return for each number of ranks what to use (null where nothing fits), and every candidate with its plan."""
+    """Return for each number of ranks what to use (null where nothing fits), and every candidate with its plan.
+
+    leanest: the fastest of the stage and recomputation that can hold least, see Advice.leanest.
+    """
     return json.dumps([_entry(each) for each in advise(plans)], indent=1)
 
 

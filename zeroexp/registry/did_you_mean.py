@@ -12,7 +12,7 @@ from difflib import get_close_matches
 BATCH = "use data.global_batch_size (all ranks, one step) and data.micro_batch_size (one pass)"
 FSDP2 = "use strategy=zero3 strategy.implementation=torch, which is PyTorch's FSDP2"
 NO_SUCH_PARALLELISM = (
-    "ranks share data alone, there is no such parallelism: use world_size and strategy=zero3"
+    "there is no such parallelism, batches and states are split: use world_size and strategy=zero3"
 )
 MIXED = "use precision=bf16_master (ours, FSDP2) or precision=autocast (torch's ddp and zero1)"
 
