@@ -78,7 +78,7 @@ def test_a_rehearsal_adds_activations_and_node_hours(capsys):
 def test_node_hours_are_those_of_all_nodes_steps_and_repeats():
     """Two nodes train 3 + 20 steps of 1 to 4 seconds, three times."""
     (point,) = points("strategy=zero3", "repeats=3")
-    rehearsed = RehearsedPeaks([], "cuda", (1.0, 2.0, 4.0), speed="a guess")
+    rehearsed = RehearsedPeaks([], "cuda", (1.0, 2.0, 4.0), 1.0, "a guess", "")
     hours = fits_memory._node_hours(point.config, rehearsed, nodes=2)
     assert hours == "0.077 node-hours (0.038 to 0.15; a guess)"
 

@@ -33,7 +33,7 @@ def candidate(
     planned = plan_point(config, None, "cuda")
     peak = RankPeak(0, "backward", int(gib * GIB), {kind: int(gib * GIB)}, {}, [])
     times = None if seconds is None else (0.8 * seconds, seconds, 1.2 * seconds)
-    rehearsed = times and RehearsedPeaks([peak], "cpu", times, seconds or 0.0, "made up")
+    rehearsed = times and RehearsedPeaks([peak], "cpu", times, seconds or 0.0, "made up", "")
     outcome = replace(planned.outcome, memory_gib=8.0, rehearsed=rehearsed)
     return planned._replace(outcome=outcome)
 

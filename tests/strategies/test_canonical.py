@@ -84,10 +84,12 @@ def test_a_whole_tensor_is_one_piece():
 def test_memory_for_a_moment():
     """Of elements in the parameter's dtype; a number of the whole parameter in its own."""
     parameter = torch.nn.Parameter(torch.ones(3, 4, dtype=torch.bfloat16))
-    moment = empty_moment(SavedMoment(pieces(), of_elements=True, follows=True), parameter)
+    moment = empty_moment(
+        SavedMoment(pieces(), of_elements=True, follows=True, in_blocks=False), parameter
+    )
     assert (moment.shape, moment.dtype) == ((3, 4), torch.bfloat16)
     assert not moment.any() and not moment.requires_grad
-    number = SavedMoment(CanonicalTensor((), torch.float32, []), of_elements=False, follows=False)
+    number = SavedMoment(CanonicalTensor((), torch.float32, []), False, False, False)
     step = empty_moment(number, parameter)
     assert (step.shape, step.dtype, step.item()) == ((), torch.float32, 0.0)
 

@@ -57,7 +57,7 @@ class SavedMoment:
     # True: one value per element of the parameter; False: one value for the whole parameter
     of_elements: bool
     follows: bool  # its dtype was the weight's when saved, and becomes the weight's again
-    in_blocks: bool = False  # as rows of codes of 8 bits (quantized_moments.py)
+    in_blocks: bool  # as rows of codes of 8 bits (quantized_moments.py)
 
     def require_covered(self, start: int, stop: int, name: str) -> None:
         """Raise ValueError unless what loading these elements of the parameter needs is in pieces."""

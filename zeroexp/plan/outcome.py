@@ -47,10 +47,10 @@ class RehearsedPeaks:
 
     ranks: list[RankPeak]
     device: str  # whose kernels were rehearsed
-    step_seconds: tuple[float, float, float] = (0.0, 0.0, 0.0)  # least, expected, most; estimated
-    compute_seconds: float = 0.0  # the part of the expected seconds in which the rank computes
-    speed: str = ""  # whose speed: calibrated, or a prior
-    allocator: str = ""  # the setting under which a GPU's memory is reserved
+    step_seconds: tuple[float, float, float]  # least, expected, most; estimated
+    compute_seconds: float  # the part of the expected seconds in which the rank computes
+    speed: str  # whose speed: calibrated, or a prior
+    allocator: str  # the setting under which a GPU's memory is reserved; empty on a CPU
 
     @property
     def fullest(self) -> RankPeak:
