@@ -80,6 +80,14 @@ def test_of_two_that_are_as_fast_the_one_that_holds_less_is_named():
     assert found.best and found.best.outcome.strategy == "zero1"
 
 
+def test_what_is_leaner_holds_less():
+    """Of zero2's the fastest holds more than what is named; the leaner one of zero3 was not rehearsed in time."""
+    slow = [candidate("zero2", 1, 2.5, 4), candidate("zero3", 1, 2.0, 5)]
+    found = advice(candidate("zero2", 2, 2.2, 6), *slow)
+    assert found.best and found.leanest
+    assert (found.best.outcome.strategy, found.leanest.outcome.peak_bytes) == ("zero3", 4 * GIB)
+
+
 def test_where_nothing_fits_it_says_so():
     text = as_text(advice(candidate("ddp", 2, 1.0, 9), candidate("zero3", 1, 1.0, 8.5)))
     told = " ".join(text.split())

@@ -14,7 +14,9 @@ from zeroexp.data.batches import build_data
 from zeroexp.measure.record import KINDS, OUTER
 from zeroexp.models.module import build_model
 from zeroexp.plan.form_of_config import build_on_meta
+from zeroexp.plan.peak import rehearsed_beside
 from zeroexp.plan.rehearse import rehearse
+from zeroexp.run import rank
 from zeroexp.tracking.files import read_summary
 
 
@@ -88,6 +90,11 @@ def test_the_plan_of_a_resumed_run_is_of_the_steps_that_it_takes(local, tmp_path
     assert summary.plan_errors["sent"] == 0
     assert summary.num_parameters
     assert summary.sent_bytes_by_kind["replicas"] == 4 * summary.num_parameters / 3
+    config = configs.load(tmp_path / "more/config.yaml")
+    steps = rank._with_measured_steps(config, summary.num_steps)  # as a rehearsal has them
+    assert rehearsed_beside(steps, "cpu")["calls"] == pytest.approx(
+        sum(number for kind, number in summary.calls_by_kind.items() if kind != "loss")
+    )
 
 
 @pytest.mark.slow
@@ -102,5 +109,5 @@ def test_a_model_that_names_no_vocabulary_is_planned_with_the_words_of_its_data(
     num_bytes = sum(p.nbytes for p in built.parameters())
     assert num_bytes == sum(p.nbytes for p in build_on_meta(config).module.parameters())
     config.world_size = 1
-    rank = rehearse(config, reads=True)
-    assert rank.held_bytes["at_rest"]["parameters"] == num_bytes
+    rehearsed = rehearse(config, reads=True)
+    assert rehearsed.held_bytes["at_rest"]["parameters"] == num_bytes

@@ -41,7 +41,7 @@ from zeroexp.plan.caching_allocator import replay
 from zeroexp.plan.closed_forms import EngineForm
 from zeroexp.plan.form_of_config import build_on_meta, form_of
 from zeroexp.plan.machines import Machines
-from zeroexp.plan.rehearse import RehearsedRank, rehearse
+from zeroexp.plan.rehearse import CHECKPOINT, RehearsedRank, rehearse
 from zeroexp.plan.stand_ins import NoData
 
 # -- points ----------------------------------------------------------------------------------------
@@ -241,6 +241,14 @@ def check(config: Config, real: list[Steps], ranks_per_host: int | None = FAKE) 
         assert each.traffic == found.traffic
         assert not of_one_rank or each.held_bytes == found.held_bytes
     return each
+
+
+@pytest.mark.parametrize("every", [2, 3])
+def test_what_saves_between_rare_outer_steps_is_rehearsed_where_there_is_a_state(every):
+    words = (f"strategy.outer.every={every}", "train.steps=12", f"checkpoint.every={2 * every}")
+    config = config_of(*MLP, *point("zero2", "buffer", GROUPS, *words))
+    held = rehearse(config, ranks_per_host=4).peaks["forward"].by_kind
+    assert held[CHECKPOINT] > 0
 
 
 def test_one_of_a_thousand_ranks_is_rehearsed_as_the_closed_forms_say():

@@ -48,6 +48,14 @@ def test_what_is_as_planned_holds_and_is_on_the_page(sweep: Path) -> None:
     assert verdict in render(points(sweep))
 
 
+def test_calls_of_some_steps_are_equal_however_their_mean_is_rounded(sweep: Path) -> None:
+    """An outer step in some of the steps: 3 + 1 + 3 + 6/7 collectives, added in another order."""
+    calls, planned = {"reduce": 3 + 1e-15, "publish": 4.0, "replicas": 6 / 7}, 3 + 4 + 6 / 7
+    assert sum(calls.values()) != planned
+    change(sweep / "ours/summary.json", {"calls_by_kind": calls, "rehearsed.calls": planned})
+    assert conclude(points(sweep)).broken == []
+
+
 @pytest.mark.parametrize(
     ("changes", "line"),
     [

@@ -71,10 +71,16 @@ class Advice:
 
     @property
     def leanest(self) -> PlannedPoint | None:
-        """What leaves most memory free: the fastest candidate of the stage and recomputation that can hold least."""
-        fitting = self.fitting
-        least = min(fitting, key=lambda each: each.outcome.peak_bytes, default=None)
-        return next((each for each in fitting if least and way_of(each) == way_of(least)), None)
+        """What leaves most memory free: the fastest of the stage and recomputation that can hold least.
+
+        It holds no more than the best, which a larger micro-batch may where others were not rehearsed in time.
+        """
+        best, fitting = self.best, self.fitting
+        if best is None:
+            return None
+        least = min(fitting, key=lambda each: each.outcome.peak_bytes)
+        of_its_way = (each for each in fitting if way_of(each) == way_of(least))
+        return next(e for e in of_its_way if e.outcome.peak_bytes <= best.outcome.peak_bytes)
 
     @property
     def frontier(self) -> list[PlannedPoint]:

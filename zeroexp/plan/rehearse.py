@@ -152,11 +152,13 @@ def rehearse(
 def prepared(config: Config) -> Config:
     """Return a copy of the config with three steps. Raises ConfigError for what can not be rehearsed."""
     config = deepcopy(config)
-    if config.checkpoint.every is not None:  # [Note: checkpoints]
-        in_training = config.checkpoint.every < config.train.warmup_steps + config.train.steps
-        config.checkpoint.every = 1 if in_training else UNDISTURBED_STEP + 1
-    if config.strategy.outer.every is not None:  # the undisturbed step ends with an outer one
-        config.strategy.outer.every = min(config.strategy.outer.every, UNDISTURBED_STEP + 1)
+    outer, checkpoint = config.strategy.outer, config.checkpoint
+    if outer.every is not None:  # the undisturbed step ends with an outer one
+        outer.every = min(outer.every, UNDISTURBED_STEP + 1)
+    if checkpoint.every is not None:  # [Note: checkpoints]
+        in_training = checkpoint.every < config.train.warmup_steps + config.train.steps
+        checkpoint.every = 1 if in_training else UNDISTURBED_STEP + 1
+        outer.every = outer.every and checkpoint.every  # only after an outer step there is a state
     config.train.warmup_steps, config.train.steps = 0, NUM_STEPS
     config.model.weights = None
     config.data.validation_split = config.data.validation_samples = None

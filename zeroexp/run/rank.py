@@ -146,9 +146,9 @@ def add_rehearsal(folder: Path, *, device: str) -> None:
     """
     _send_output_to(failure.log_path(folder, 0))
     torch.set_num_threads(1)
-    config = _config(folder)
-    rehearsed, reason = _beside("rehearsal", lambda: rehearsed_beside(config, device))
     if summary := read_summary(folder):
+        config = _with_measured_steps(_config(folder), summary.num_steps)
+        rehearsed, reason = _beside("rehearsal", lambda: rehearsed_beside(config, device))
         write_summary(folder, replace(summary, rehearsed=rehearsed, not_rehearsed=reason))
 
 
@@ -218,12 +218,11 @@ def _train(config: Config, world: World, folder: Path, stop: Stop) -> bool:
     if not over:
         saver.save_now(records[-1].step + 1)
     elif records:  # without records the resumed run had no step left to do
+        measured = _with_measured_steps(config, num_steps - first_measured_step(config, start_step))
         facts = {
             "data_source": data.source,
             "num_parameters": num_parameters,
-            "plan": {}
-            if world.rank
-            else _plan(_with_steps_from(config, start_step), strategy, data.vocab_size),
+            "plan": {} if world.rank else _plan(measured, strategy, data.vocab_size),
             **_speed(config, world, needed * config.data.global_batch_size),
         }
         _summarise(folder, world, records, facts, build_peak_bytes)
@@ -275,11 +274,10 @@ def _found_in_steps(
     return {**graphs, **instruments.dtypes.as_record(asked)}
 
 
-def _with_steps_from(config: Config, start_step: int) -> Config:
-    """Return the config whose measured steps are those of a resumed run: outer ones are among them or not."""
+def _with_measured_steps(config: Config, number: int) -> Config:
+    """Return the config of a resumed run that has measured so many, among which outer steps are or not."""
     num_steps = config.train.warmup_steps + config.train.steps
-    num_warmup = first_measured_step(config, start_step)
-    train = replace(config.train, warmup_steps=num_warmup, steps=num_steps - num_warmup)
+    train = replace(config.train, warmup_steps=num_steps - number, steps=number)
     return replace(config, train=train)
 
 
