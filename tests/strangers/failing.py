@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -10,6 +11,7 @@ from torch import Tensor
 from tests.strangers.lab import (
     EVERY_WAY,
     GATHERED,
+    ONLY_ZERO3,
     Batch,
     Lab,
     Setting,
@@ -181,6 +183,18 @@ def a_backward_that_torch_refuses(lab: Lab) -> None:
                 t.backward(plain_loss(t.model, batch))
         lab.note(t.step())
         t.zero_grad()
+
+
+@scenario(ONLY_ZERO3, oracle=False)
+def a_step_after_a_backward_that_failed_half_way(lab: Lab) -> None:
+    """Some of its gradients have been reduced: no step may take them."""
+    t = lab.wrap(Net())
+    lab.train(t, steps=[0])
+    t.model.layers[1].register_forward_pre_hook(lambda _, inputs: Raise.apply(*inputs))
+    with suppress(Oops):
+        lab.one_backward(t, 1)
+    with lab.raises("partly been reduced"):
+        t.step()
 
 
 @scenario()

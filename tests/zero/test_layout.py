@@ -13,7 +13,7 @@ from zeroexp.cut.check_chunks import refuse_chunks
 from zeroexp.cut.chunk import Chunk, ParameterSpec
 from zeroexp.cut.layout import by_parameter, lay_out
 from zeroexp.cut.moment_blocks import BLOCK
-from zeroexp.cut.owners import fullest_bytes, own_contiguously, own_greedily
+from zeroexp.cut.owners import _require_owners, fullest_bytes, own_contiguously, own_greedily
 
 FAMILIES = ["parameter", "tensor", "buffer"]
 MIB = 1 << 20
@@ -137,6 +137,14 @@ def test_sections_of_whole_blocks_stay_even():
     unit = [ParameterSpec(name, BLOCK * num, 4, "int8") for name, num in (("a", 6), ("b", 2))]
     for chunk in lay_out("buffer", [unit], 4)[0]:
         assert chunk.even and chunk.padded_numel == 8 * BLOCK
+
+
+def test_owners_are_the_ranks_from_the_first_to_the_last():
+    specs = [ParameterSpec(name, 4, 4) for name in "ab"]
+    _require_owners("strategy.owners=others", {"a": 0, "b": 1}, specs, 2)
+    for rank in (-1, 2, True):
+        with pytest.raises(ValueError, match=f"gives b to rank {rank}; use 0 to 1"):
+            _require_owners("strategy.owners=others", {"a": 0, "b": rank}, specs, 2)
 
 
 def test_parameter_level_gives_each_parameter_to_its_owner():
