@@ -62,6 +62,7 @@ ATTRIBUTES = {
     "nn.Linear(1, 1)._non_persistent_buffers_set",
     "nn.RNN(1, 1)._flat_weight_refs",
     "nn.RNN(1, 1)._flat_weights_names",
+    "torch.optim.SGD([Tensor])._optimizer_step_post_hooks",
     "torch.optim.SGD([Tensor])._optimizer_step_pre_hooks",
     "torch.distributed.tensor.DTensor._local_tensor",
     "torch.distributed.tensor._sharding_prop.ShardingPropagator._propagate_tensor_meta_non_cached",

@@ -108,6 +108,46 @@ def test_a_factory_that_gives_options_by_shape_gives_others_to_pieces():
         refuse_unless_elementwise(decays_matrices_alone, matrices(), layout="buffer", cut=True)
 
 
+def clips_all_after_five_steps(optimizer, *_):
+    optimizer.seen = getattr(optimizer, "seen", 0) + 1
+    gradients = [p.grad for group in optimizer.param_groups for p in group["params"]]
+    if optimizer.seen > 5:
+        norm = torch.nn.utils.get_total_norm(gradients)
+        torch._foreach_div_(gradients, norm)
+
+
+def changes_rates_by_all_after_five_steps(optimizer, *_):
+    optimizer.seen = getattr(optimizer, "seen", 0) + 1
+    if optimizer.seen == 5:
+        for group in optimizer.param_groups:
+            group["lr"] *= sum(p.grad.norm().item() for p in group["params"])
+
+
+def with_hook_before(groups):
+    optimizer = optim.AdamW(groups)
+    optimizer.register_step_pre_hook(clips_all_after_five_steps)
+    return optimizer
+
+
+def with_hook_behind(groups):
+    optimizer = optim.SGD(groups, momentum=0.9)
+    optimizer.register_step_post_hook(changes_rates_by_all_after_five_steps)
+    return optimizer
+
+
+def with_another_step(groups):
+    optimizer = optim.SGD(groups)
+    own = optimizer.step
+    optimizer.step = lambda: (clips_all_after_five_steps(optimizer), own())
+    return optimizer
+
+
+@pytest.mark.parametrize("factory", [with_hook_before, with_hook_behind, with_another_step])
+def test_a_known_optimizer_whose_steps_somebody_changed_is_tried_in_full(factory):
+    with pytest.raises(ValueError, match="lets the update of one parameter depend on others"):
+        refuse_unless_elementwise(factory, matrices(), layout="buffer", cut=True)
+
+
 @pytest.mark.parametrize("factory", [OneDistance, OneNorm, KeepsElsewhere, OwnRate])
 def test_what_makes_one_update_of_all_parameters_needs_them_all(factory):
     with pytest.raises(ValueError, match=rf"optimizer {factory.__name__} lets .* strategy ddp"):

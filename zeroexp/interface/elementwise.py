@@ -284,7 +284,7 @@ def _step(
             group["lr"] = max(group["lr"], LEAST_RATE)
     if callable(train := getattr(optimizer, "train", None)):
         train()  # as the user's loop will: ScheduleFree steps in this mode alone
-    for step in range(min(num_steps, 2) if type(optimizer) in ELEMENTWISE else num_steps):
+    for step in range(min(num_steps, 2) if _is_known(optimizer) else num_steps):
         for parameter, sample in pairs:
             parameter.grad = sample.gradients[step].clone()
         try:
@@ -299,6 +299,12 @@ def _step(
             raise ValueError(f"optimizer {type(optimizer).__name__} {problem}: {remedy}") from error
     after = iter([sample._replace(moved=p.detach() - sample.values) for p, sample in pairs])
     return optimizer, [(options, [next(after) for _ in samples]) for options, samples in trial]
+
+
+def _is_known(optimizer: Optimizer) -> bool:
+    """Tell whether it is one of torch's that are elementwise, whose steps nobody has changed."""
+    hooks = optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks
+    return type(optimizer) in ELEMENTWISE and not hooks and "step" not in vars(optimizer)
 
 
 def _move_alike(
