@@ -357,7 +357,6 @@ QUICK_UNDER_ZERO1 = (
     "weights_read_right_after_the_step",
     "a_block_that_normalises_its_weight",
     "written_while_peers_may_read",
-    "written_outside_by_assigned",
     "weights_clamped_in_the_context",
     "written_without_saying_so_by_item",
     "ranks_with_different_weights",

@@ -17,7 +17,7 @@ from benchmarks.growth import Dispatched
 from tests.comm.asked import asking
 from zeroexp.cut.stage import STAGES
 from zeroexp.engines.sharded import Sharded
-from zeroexp.process.world import World, fake_world
+from zeroexp.process.world import World, fake_world, joined_process_group
 from zeroexp.zero.options import Dtypes, Options, OuterOptimizer
 
 # Each stage, and each layout under the one that cuts everything.
@@ -200,3 +200,16 @@ def test_more_layers_launch_no_more_beside_those_of_a_plain_loop(stage, layout):
             mine = operations(partial(take_step, strategy))
         beyond.append(mine - plain)
     assert beyond[0] == beyond[1]
+
+
+@pytest.mark.parametrize("stage", ["ddp", "zero3"])
+def test_a_parameter_that_is_given_other_memory_is_refused(stage):
+    """The engine would go on with the weights that it laid out, and the model with those that nobody updates."""
+    with joined_process_group() as world:
+        strategy = engine(world, stage, "buffer")
+        strategy.model[2].weight.data = torch.ones(WIDTH, WIDTH)
+        with (
+            pytest.raises(RuntimeError, match=r"parameter 2\.weight was moved or given other"),
+            strategy.microbatch(last=True),
+        ):
+            pass
