@@ -207,7 +207,7 @@ def test_a_parameter_that_is_given_other_memory_is_refused(stage):
     """The engine would go on with the weights that it laid out, and the model with those that nobody updates."""
     with joined_process_group() as world:
         strategy = engine(world, stage, "buffer")
-        strategy.model[2].weight.data = torch.ones(WIDTH, WIDTH)
+        strategy.model.get_parameter("2.weight").data = torch.ones(WIDTH, WIDTH)
         with (
             pytest.raises(RuntimeError, match=r"parameter 2\.weight was moved or given other"),
             strategy.microbatch(last=True),
