@@ -226,6 +226,17 @@ def test_what_a_new_run_may_choose(tmp_path):
     assert resolve_resume(config_for(tmp_path, f"resume={tmp_path / 'run'}")) == str(path)
 
 
+def test_classes_that_the_data_names_are_no_difference(tmp_path):
+    """A run keeps those that it found, so that an export can name them; the same words name none."""
+    found = config_for(tmp_path, "data.labels=[bad,good]")
+    path = write(tmp_path / "sweep" / "run", 4, found)
+    assert resolve_resume(config_for(tmp_path, "resume=latest")) == str(path)
+    other = config_for(tmp_path, "resume=latest", "data.labels=[good,bad]")
+    assert "data.labels is ['bad', 'good'] in it, ['good', 'bad'] here" in refused(
+        other, UndefinedCombination
+    )
+
+
 def test_a_key_that_is_gone_keeps_no_checkpoint_from_going_on(tmp_path):
     config = config_for(tmp_path, "resume=latest")
     older = asdict(config)
