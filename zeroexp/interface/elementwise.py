@@ -75,21 +75,15 @@ def refuse_unless_elementwise(
     with _random_states_kept(trial):
         optimizer, whole = _step(factory, trial)
         whole_state = all(isinstance(key, Tensor) for key in optimizer.state)
-        if not (
-            whole_state and _move_alike(factory, optimizer, whole, lambda samples, r: samples[r::2])
-        ):
+        if not (whole_state and _move_alike(factory, whole, lambda samples, r: samples[r::2])):
             problem = "lets the update of one parameter depend on others"
             remedy = "it needs all parameters on one rank: use strategy ddp or another optimizer"
-        elif cut and not (
-            _keeps_elements(optimizer) and _move_alike(factory, optimizer, whole, _pieces)
-        ):
+        elif cut and not (_keeps_elements(optimizer) and _move_alike(factory, whole, _pieces)):
             problem = f"updates whole matrices, but strategy cuts them (layout {layout})"
             remedy = "use the layout parameter"
         if problem and not all(bool(s.moved.isfinite().all()) for _, group in whole for s in group):
             problem, remedy = TO_INFINITY
-        elif problem and not _move_alike(
-            factory, optimizer, whole, lambda samples, _: samples, seed=1
-        ):
+        elif problem and not _move_alike(factory, whole, lambda samples, _: samples, seed=1):
             problem = "draws random numbers in step(), and every rank would draw its own"
             remedy = ANOTHER
     if problem:
@@ -169,6 +163,7 @@ class _Sample(NamedTuple):
     values: Tensor
     gradients: Tensor  # in each step: [NUM_STEPS, *values.shape]
     moved: Tensor  # how far each element moved where all tensors were whole; zeros before
+    options: Mapping[str, float]  # of the group that it was stepped in; none before
 
 
 Trial = list[tuple[dict[str, Any], list[_Sample]]]  # by group: its options, and its tensors
@@ -212,7 +207,8 @@ def _sample(parameter: Tensor, seed: int) -> _Sample:
     steps = [aside, descent[:1], aside, descent[1:], changing]
     device = "cpu" if parameter.is_meta else parameter.device
     values, gradients = flat.view(shape), torch.cat(steps).view(NUM_STEPS, *shape)
-    return _Sample(values.to(device), gradients.to(device), torch.zeros_like(values, device=device))
+    moved = torch.zeros_like(values, device=device)
+    return _Sample(values.to(device), gradients.to(device), moved, {})
 
 
 def _orthogonal(flat: Tensor) -> Tensor:
@@ -232,8 +228,8 @@ def _pieces(samples: Sequence[_Sample], rank: int) -> list[_Sample]:
         border = each.values.numel() // 3 + 1
         own = slice(border) if rank == 0 else slice(border, None)
         flat, gradients = each.values.reshape(-1), each.gradients.reshape(NUM_STEPS, -1)
-        parts = flat, gradients, each.moved.reshape(-1)
-        pieces.append(_Sample(*(part[..., own] for part in parts)))
+        moved = each.moved.reshape(-1)[own]
+        pieces.append(_Sample(flat[own], gradients[:, own], moved, each.options))
     return [piece for piece in pieces if piece.values.numel()]
 
 
@@ -297,7 +293,11 @@ def _step(
             if not all(bool(parameter.isfinite().all()) for parameter, _ in pairs):
                 problem, remedy = TO_INFINITY
             raise ValueError(f"optimizer {type(optimizer).__name__} {problem}: {remedy}") from error
-    after = iter([sample._replace(moved=p.detach() - sample.values) for p, sample in pairs])
+    by_tensor = {p: _numbers_of(group) for group in optimizer.param_groups for p in group["params"]}
+    after = iter(
+        sample._replace(moved=p.detach() - sample.values, options=by_tensor.get(p, {}))
+        for p, sample in pairs
+    )
     return optimizer, [(options, [next(after) for _ in samples]) for options, samples in trial]
 
 
@@ -309,32 +309,21 @@ def _is_known(optimizer: Optimizer) -> bool:
 
 def _move_alike(
     factory: OptimizerFactory,
-    optimizer: Optimizer,
     whole: Trial,
     held_by: Callable[[list[_Sample], int], list[_Sample]],
     seed: int = 0,
 ) -> bool:
-    """Check that what each of two ranks holds moves there as in the whole tensors, which `optimizer` has moved."""
+    """Check that what each of two ranks holds moves there as in the whole tensors, with the same options."""
     for rank in (0, 1):
         own = [(options, held_by(samples, rank)) for options, samples in whole]
         try:
-            other, moved = _step(factory, own, seed)
+            _, moved = _step(factory, own, seed)
         except Exception:
             return False  # it accepted the whole tensors, so it is these that it rejects
-        if not all(map(_have_equal_options, optimizer.param_groups, other.param_groups)):
-            return False
         before, after = ([s for _, group in each for s in group] for each in (own, moved))
         if not all(map(_near, before, after)):
             return False
     return True
-
-
-def _have_equal_options(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
-    """Check that ranks have not changed a learning rate, or a factor of it, by what they hold."""
-    numbers, others = map(_numbers_of, (one, other))
-    return numbers.keys() == others.keys() and all(
-        isclose(number, others[key], rel_tol=TOLERANCE) for key, number in numbers.items()
-    )
 
 
 def _numbers_of(group: Mapping[str, Any]) -> dict[str, float]:
@@ -346,6 +335,12 @@ def _numbers_of(group: Mapping[str, Any]) -> dict[str, float]:
 
 
 def _near(one: _Sample, other: _Sample) -> bool:
+    """Check that elements moved alike, and that no rank gave a tensor options by what it holds."""
+    if one.options.keys() != other.options.keys():
+        return False
+    pairs = ((number, other.options[key]) for key, number in one.options.items())
+    if not all(isclose(*pair, rel_tol=TOLERANCE) for pair in pairs):
+        return False
     distance = (one.moved - other.moved).abs().max()
     return bool(distance <= TOLERANCE * one.moved.abs().max())
 

@@ -24,7 +24,8 @@ WORDS = {
             "hsdp hybrid hybridshard mics"
         ),
         "use strategy=zero2 strategy.implementation=deepspeed (or zero1, zero3)": "deepspeed",
-        "use strategy=zero1, zero2 or zero3": "0 1 2 3 stage1 stage2 stage3",
+        "use strategy=ddp": "0 stage0",
+        "use strategy=zero1, zero2 or zero3": "1 2 3 stage1 stage2 stage3",
     },
     "strategy.implementation": {
         FSDP2: "fsdp fsdp2",
@@ -62,9 +63,8 @@ KEYS = {
     "use cluster.timeout_s": "time timelimit",
     "use precision=bf16_master, or another precision": "dtype bf16 fp16",
     "use strategy=zero1, zero2 or zero3": "zerostage stage zerooptimization",
-    "use strategy.keep=last or all; with strategy.implementation=torch, strategy=zero3 or zero2": (
-        "reshardafterforward"
-    ),
+    "true is strategy=zero3, false strategy.keep=all (with strategy.implementation=torch strategy=zero2), a number is "
+    "strategy.secondary_partition": "reshardafterforward",
     "use strategy.publish=forward (zero1, zero2), or strategy.prefetch (zero3)": (
         "overlapparamgather overlapparamsync"
     ),
