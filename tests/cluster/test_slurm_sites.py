@@ -201,7 +201,7 @@ def test_a_job_is_found_when_its_submitter_was_killed_before_it_noted_it(
     path = f"{faulty_sbatch(tmp_path, 'kill -9 $PPID')}:{os.environ['PATH']}"
     program = "import sys; from pathlib import Path; from zeroexp.cluster.job import Job; "
     program += "from zeroexp.cluster.submit import submit_job_or_array; "
-    program += "submit([Job(Path(sys.argv[1]))], rank_main=sys.argv[2])"
+    program += "submit_job_or_array([Job(Path(sys.argv[1]))], rank_main=sys.argv[2])"
     words = [sys.executable, "-c", program, str(job.folder), "tests.cluster.light_ranks:note_place"]
     killed = subprocess.run(words, env={**os.environ, "PATH": path})
     assert (killed.returncode, slurm_id(job)) == (-signal.SIGKILL, None)
