@@ -146,7 +146,7 @@ def test_jobs_tell_a_server_of_their_steps(cluster: Minicluster, tmp_path: Path)
     told = [*SMALL, f"tracking.uri={server.uri}", "world_size=2"]
     done = run(cluster, tmp_path, "zeroexp", *told, "study.name=away")
     assert done.returncode == 0, done.stderr
-    assert f"no server answers at {server.uri}); later:\n  zeroexp sync" in done.stdout
+    assert f"no server answers at {server.uri}); to send them:\n  zeroexp sync" in done.stdout
     (away,) = jobs(tmp_path)
     assert (away.folder / "logs" / "mlflow.log").read_text().count("\n") == 1
     told += ["cluster.wait=false"]
