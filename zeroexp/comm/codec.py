@@ -21,8 +21,7 @@ ZeRO++ (arXiv:2306.10209) calls the first qwZ; the second is qgZ in one hop.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -34,41 +33,22 @@ from zeroexp.cut.chunk import Chunk
 from zeroexp.cut.codec_bytes import CODE_BITS, CODES_IN_BLOCK, encoded_bytes, encoded_chunk
 from zeroexp.process.world import World
 
-
-@dataclass(frozen=True)
-class Codec:
-    """Codes of numbers between -largest and largest, as bytes; CODE_BITS says how many bits one takes."""
-
-    largest: float
-    to_codes: Callable[[Tensor], Tensor]  # float32, [blocks, 128]
-    to_numbers: Callable[[Tensor], Tensor]  # uint8, [rows, bytes]; float32 comes out
-
-
-def _two_in_a_byte(numbers: Tensor) -> Tensor:
-    without_sign = (numbers.round_().to(torch.int8) + 8).view(torch.uint8)
-    low, high = without_sign.view(-1, 2).unbind(1)
-    return low | high << 4
-
-
-def _out_of_a_byte(codes: Tensor) -> Tensor:
-    return torch.stack([codes & 15, codes >> 4], dim=2).float().sub_(8)
-
-
-INT8, FLOAT8 = torch.int8, torch.float8_e4m3fn
-CODECS = {
-    "int8": Codec(127.0, lambda n: n.round_().to(INT8), lambda codes: codes.view(INT8).float()),
-    "float8": Codec(448.0, lambda n: n.to(FLOAT8), lambda codes: codes.view(FLOAT8).float()),
-    "int4": Codec(7.0, _two_in_a_byte, _out_of_a_byte),
-}
+LARGEST = {"int8": 127.0, "float8": 448.0, "int4": 7.0}  # number of each code
+OFFSET_INT4 = 8  # makes an int4 a number without sign
 
 
 def encode(codec: str, values: Tensor) -> Tensor:
     """Return the codes of a flat tensor and then the factors of its blocks, [encoded_bytes(...)] of uint8."""
     blocks = pad(values.float(), (0, -values.numel() % CODES_IN_BLOCK)).view(-1, CODES_IN_BLOCK)
-    factors = blocks.abs().amax(1, keepdim=True).div_(CODECS[codec].largest)
+    factors = blocks.abs().amax(1, keepdim=True).div_(LARGEST[codec])
     # A block of zeros is not divided by zero.
     factors.clamp_(min=torch.finfo(torch.float32).tiny)
-    codes = CODECS[codec].to_codes(blocks / factors)
+    numbers = blocks / factors
+    dtype = torch.float8_e4m3fn if codec == "float8" else torch.int8
+    codes = (numbers if codec == "float8" else numbers.round_()).to(dtype)
+    if codec == "int4":
+        low, high = (codes + OFFSET_INT4).view(torch.uint8).view(-1, 2).unbind(1)
+        codes = low | high << 4
     return torch.cat([codes.view(torch.uint8).view(-1), factors.view(torch.uint8).view(-1)])
 
 
@@ -78,7 +58,13 @@ def decode(codec: str, encoded: Tensor, numel: int, dtype: torch.dtype) -> Tenso
     codes, factors = encoded.split(
         [num_blocks * CODES_IN_BLOCK * CODE_BITS[codec] // 8, num_blocks * 4], dim=1
     )
-    blocks = CODECS[codec].to_numbers(codes).view(num_rows, num_blocks, CODES_IN_BLOCK)
+    if codec == "float8":
+        numbers = codes.view(torch.float8_e4m3fn).float()
+    elif codec == "int8":
+        numbers = codes.view(torch.int8).float()
+    else:
+        numbers = torch.stack([codes & 15, codes >> 4], dim=2).float().sub_(OFFSET_INT4)
+    blocks = numbers.view(num_rows, num_blocks, CODES_IN_BLOCK)
     blocks *= factors.view(torch.float32).unsqueeze(2)
     return blocks.view(num_rows, -1)[:, :numel].to(dtype)
 
