@@ -191,7 +191,7 @@ def _require_fit(config: Config, manifest: Manifest) -> None:
     """Raise UndefinedCombination with the first difference that keeps the checkpoint from fitting this run."""
     ours = dict(_decisive_settings(asdict(config)))
     theirs = dict(_decisive_settings(manifest.config))
-    if config.data.labels is None:  # it kept those that its data has; so does this run
+    if config.data.labels is None:  # a run keeps the classes of its data, as this one will
         theirs["data.labels"] = None
     for key in (*ours, *theirs):
         if ours.get(key) != theirs.get(key):

@@ -52,7 +52,7 @@ class Data:
     ) -> StepBatch:
         """Return the batch of `rank` in the step that starts at global sample `position`.
 
-        replica: its ranks step by themselves, so that the loss is their mean; None: all ranks'.
+        replica: the ranks over whose labels the loss is a mean, where they step by themselves; None: all ranks.
         """
         micro, whole = self._config.micro_batch_size, self._config.global_batch_size
         assert whole % (micro * world_size) == 0, (whole, micro, world_size)

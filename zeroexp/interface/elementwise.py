@@ -46,7 +46,7 @@ from zeroexp.interface.whole_matrices import Function, WholeMatrices
 # Estimates made from two steps take effect in the third, and windows are of ten.
 NUM_DESCENTS, NUM_CHANGES = 3, 8
 NUM_STEPS = 2 + NUM_DESCENTS + NUM_CHANGES
-# Of these it is known, and two steps show whether their options are those of what they were given.
+# Torch's optimizers that are elementwise by their formulas. Two steps show what a factory makes of what it is given.
 ELEMENTWISE = {optim.Adadelta, optim.Adagrad, optim.Adam, optim.Adamax, optim.AdamW, optim.ASGD}
 ELEMENTWISE |= {optim.NAdam, optim.RAdam, optim.RMSprop, optim.Rprop, optim.SGD}
 LONGEST_SIDE, SHORT_SIDE = 130, 20  # of tensors of up to two dimensions, and of more

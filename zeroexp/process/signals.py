@@ -65,7 +65,7 @@ def _ask_again_if_dropped(dropped: Any) -> None:
     seconds = 0.01
     while True:
         _num_asked = 0
-        try:  # later, since here it would be dropped as well: on a busy machine it may yet come too early
+        try:  # raised here it would be dropped as well, and a busy machine may be too late to leave
             threading.Timer(seconds, os.kill, (os.getpid(), _asked_by)).start()
             return
         except KeyboardInterrupt:
