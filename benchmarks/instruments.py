@@ -69,7 +69,7 @@ class CostRunner:
 
 def one_move() -> None:
     """Issue a move and wait for it, where there is nothing to move."""
-    with meter.issuing("gather", "nothing") as move:
+    with meter.timing("gather", "nothing") as move:
         move.in_flight = True
         pending = Pending([])
         pending.move = move

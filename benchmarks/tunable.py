@@ -27,7 +27,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from zeroexp.comm.base import ReducePart
 from zeroexp.comm.direct import Direct
-from zeroexp.comm.sizes import aligned, chunk_of_sums
+from zeroexp.comm.shared_memory_sizes import aligned, chunk_of_sums
 from zeroexp.config.keys import Config
 from zeroexp.engines.build import build_strategy
 from zeroexp.models.module import BuiltModel

@@ -62,7 +62,7 @@ DOORS = {
     "xxhash": {"zeroexp.process.content_hash"},
     "matplotlib": {"zeroexp.report.figure"},
     "plotly": {"zeroexp.report.page"},
-    "scipy": {"zeroexp.report.statistics", "zeroexp.calibrate.practice"},
+    "scipy": {"zeroexp.report.statistics", "zeroexp.calibrate.step_factors"},
     "difflib": {"zeroexp.registry.did_you_mean"},  # one home for what a wrong word could have meant
 }
 
@@ -75,7 +75,7 @@ COLLECTIVES = {
 COMMUNICATOR = re.compile(r"\bdist(ributed)?$|group", re.IGNORECASE)
 MAY_COMMUNICATE = {
     "zeroexp.comm.base",  # the sum of a tiny tensor
-    "zeroexp.comm.messages",  # messages to one peer
+    "zeroexp.comm.point_to_point",  # messages to one peer
     "zeroexp.comm.native",
     "zeroexp.process.watchdog.differs",  # ends the waits of ranks that differ
     "zeroexp.process.world",
@@ -150,7 +150,7 @@ def test_imports_run_one_way():
 
 def test_the_engine_knows_no_transport():
     """It is given memory and moves; which transport provides them, and how, is nowhere named."""
-    doors = ("base", "collectives", "traits", "secondary", "sizes")
+    doors = ("base", "collectives", "traits", "secondary", "shared_memory_sizes")
     known = {
         module.split(".")[2]
         for path in (ROOT / "zeroexp/zero").rglob("*.py")

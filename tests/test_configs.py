@@ -20,7 +20,7 @@ from tests.composing import CONF, composed, options
 from tests.run_folders import write_run
 from zeroexp import __main__ as zeroexp_main
 from zeroexp.check import check
-from zeroexp.check.rules_machine import check_ranks_fit_machine
+from zeroexp.check.rules_machine import check_ranks_fit_host_memory
 from zeroexp.config.engines import ENGINES
 from zeroexp.config.keys import (
     ENGINE_SETTINGS,
@@ -284,8 +284,8 @@ def test_an_installed_zeroexp_runs_the_main_job(wheel, tmp_path):
 def test_no_more_ranks_are_started_than_the_memory_has_room_for():
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     most = min(1024, memory // (48 << 20))
-    assert not [*check_ranks_fit_machine(Config(world_size=most))]
-    ((key, _, remedy),) = check_ranks_fit_machine(Config(world_size=most + 1))
+    assert not [*check_ranks_fit_host_memory(Config(world_size=most))]
+    ((key, _, remedy),) = check_ranks_fit_host_memory(Config(world_size=most + 1))
     assert key == "world_size" and remedy == f"use at most {most}, cluster=slurm, or zeroexp plan"
 
 

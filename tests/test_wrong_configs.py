@@ -219,7 +219,7 @@ def test_mistake_in_a_file_of_the_user(here, refused):
     (here / "study").mkdir()
     (here / "study" / "mine.yaml").write_text("# @package _global_\ntrain: {stepz: 3}\n")
     answer = refused("--config-dir", str(here), "study=mine")
-    assert "train.stepz" in answer and "study/mine" in answer
+    assert answer.startswith("study/mine.yaml: train.stepz: unknown key; did you mean train.steps")
 
 
 @pytest.mark.parametrize(

@@ -24,7 +24,7 @@ from tests.run_folders import write_run
 from tests.warm import Warm
 from zeroexp.check.sweep_points import point_of, require_points
 from zeroexp.cluster.job import Job
-from zeroexp.cluster.sweep import MAKING, Sweep, set_aside
+from zeroexp.cluster.sweep import MAKING, Sweep, put_back
 from zeroexp.config.keys import Config, StudyConfig
 from zeroexp.report import reading
 from zeroexp.report.measured_points import points_of
@@ -416,7 +416,7 @@ def test_a_point_that_is_set_aside_keeps_its_place(tmp_path):
         folder = write_run(tmp_path / name, status="failed")
         state = {"status": "failed", "reason": "why", "pending_at": pending}
         write_json(folder / "state.json", state)
-    set_aside(Job(tmp_path / "first"))
+    put_back(Job(tmp_path / "first"))
     assert Job(tmp_path / "first").status == "pending"
     assert [run.name for run in read_runs([tmp_path / n for n in ("second", "first")])] == [
         "first",

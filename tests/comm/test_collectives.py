@@ -21,7 +21,7 @@ from zeroexp.comm.base import GatherPart, ReducePart
 from zeroexp.comm.collectives import TRANSPORTS, Collectives
 from zeroexp.comm.direct import Direct
 from zeroexp.comm.native import Native
-from zeroexp.comm.sizes import slot_bytes
+from zeroexp.comm.shared_memory_sizes import slot_bytes
 from zeroexp.cut.chunk import Chunk, ParameterSpec
 from zeroexp.cut.layout import lay_out
 from zeroexp.cut.rank_grid import RankGrid

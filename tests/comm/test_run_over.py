@@ -22,7 +22,7 @@ from zeroexp.comm.base import GatherPart, ReducePart
 from zeroexp.comm.collectives import Collectives
 from zeroexp.comm.control_block import MOST_EXPOSURES, OwnControlBlock
 from zeroexp.comm.direct import GATHERS_APART, MOST_ENGINES, NUM_TAGS, Direct
-from zeroexp.comm.messages import ReceivedTensors
+from zeroexp.comm.point_to_point import ReceivedTensors
 from zeroexp.cut.chunk import Chunk, Member, ParameterSpec
 from zeroexp.cut.layout import lay_out
 from zeroexp.process.watchdog import differs

@@ -15,7 +15,7 @@ from torch import Tensor
 from zeroexp.comm.base import GatherPart, ReducePart
 from zeroexp.comm.collectives import Collectives
 from zeroexp.comm.direct import Direct
-from zeroexp.comm.messages import ReceivedTensors
+from zeroexp.comm.point_to_point import ReceivedTensors
 from zeroexp.comm.shared_memory import Arena, SharedChannel
 from zeroexp.cut.chunk import Chunk, Member, ParameterSpec
 from zeroexp.cut.layout import lay_out

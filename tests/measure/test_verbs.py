@@ -45,7 +45,7 @@ class Work:
 
 
 def start(seconds: Seconds, verb: str, *, moves_on_wait: bool = False) -> Pending:
-    with meter.issuing(verb, "unit a") as move:
+    with meter.timing(verb, "unit a") as move:
         seconds.pass_by(1)
         move.in_flight, move.moves_on_wait = True, moves_on_wait
         pending = Pending([Work(seconds)], lambda: seconds.pass_by(2))

@@ -15,10 +15,10 @@ import pytest
 
 from zeroexp.calibrate import __main__ as command
 from zeroexp.calibrate import rates
-from zeroexp.calibrate.practice import (
+from zeroexp.calibrate.step_factors import (
     PHASES,
     POINTS,
-    PracticeRun,
+    SmallStep,
     fit_factors,
     measured,
     rehearsed_phases,
@@ -36,7 +36,7 @@ SPEED = Speed(
     link_bytes_per_second=1e9,
     moves_on_wait=True,
 )
-TINY = PracticeRun(64, 2, 128, 1, 16, "zero3", "buffer")
+TINY = SmallStep(64, 2, 128, 1, 16, "zero3", "buffer")
 
 
 def test_the_factors_of_made_up_phases_are_found_again():

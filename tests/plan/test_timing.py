@@ -62,7 +62,7 @@ def walk(speed: Speed, num_products: int, num_bytes: int) -> Seconds:
     """A move is issued, products run beside it, and it is waited for."""
 
     def work(left: Tensor) -> None:
-        with meter.issuing("gather", "unit") as move:
+        with meter.timing("gather", "unit") as move:
             move.num_bytes, move.in_flight = num_bytes, True
             pending = Pending([])
             pending.move = move

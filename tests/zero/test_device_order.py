@@ -29,8 +29,8 @@ from tests.oracle import (
     train_oracle,
 )
 from tests.strategies.engine import Ours
-from zeroexp.comm import message_layout
-from zeroexp.comm.message_layout import message_layout_of
+from zeroexp.comm import collective_layout
+from zeroexp.comm.collective_layout import collective_layout_of
 from zeroexp.cut.stage import STAGES
 from zeroexp.interface.strategy import CanonicalState, CanonicalTensor, Piece
 from zeroexp.process.world import World, fake_world
@@ -178,10 +178,10 @@ def state_of(recipe: Recipe) -> CanonicalState:
 
 @contextmanager
 def calls_apart() -> Iterator[None]:
-    message_layout_of.cache_clear()
-    with mock.patch.object(message_layout, "OPERATION_BYTES", 0):
+    collective_layout_of.cache_clear()
+    with mock.patch.object(collective_layout, "OPERATION_BYTES", 0):
         yield
-    message_layout_of.cache_clear()
+    collective_layout_of.cache_clear()
 
 
 def played(case: Case, rank: int) -> PlayedDevice:

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from zeroexp.comm.sizes import ALIGNMENT_BYTES, aligned
+from zeroexp.comm.shared_memory_sizes import ALIGNMENT_BYTES, aligned
 from zeroexp.cut.check_chunks import refuse_chunks
 from zeroexp.cut.chunk import Chunk, ParameterSpec
 from zeroexp.cut.layout import by_parameter, lay_out

@@ -1,7 +1,7 @@
 """What this machine does in a second, measured once, for the seconds that plans estimate.
 
-__main__.py    the command, zeroexp calibrate
-rates.py       products, memory, launches and moves, each by itself, on all ranks at once
-practice.py    steps of small models as ranks train them, and as their rehearsals spend them; of both, what a second of
-               the rates takes in a real step
+__main__.py      the command, zeroexp calibrate
+rates.py         products, memory, launches and moves, each by itself, on all ranks at once
+step_factors.py  steps of small models as ranks train them, and as their rehearsals spend them; of both, what a second
+                 of the rates takes in a real step
 """

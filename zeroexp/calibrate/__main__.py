@@ -24,8 +24,8 @@ from pathlib import Path
 
 import torch
 
-from zeroexp.calibrate.practice import NUM_RANKS, fit_factors, practise
 from zeroexp.calibrate.rates import measure_rates
+from zeroexp.calibrate.step_factors import NUM_RANKS, fit_factors, run_small_steps
 from zeroexp.check.rules_machine import num_gpus
 from zeroexp.cluster.machine_load import begin_load
 from zeroexp.config.job_shape import JobShape
@@ -81,7 +81,7 @@ def calibrate() -> Calibration:
     """Measure the CPU of this machine."""
     measured = rates()
     speed = calibrated_speed(measured, Machines("cpu", JobShape(1, NUM_RANKS)))
-    return replace(measured, factors=fit_factors(practise(speed)))
+    return replace(measured, factors=fit_factors(run_small_steps(speed)))
 
 
 def rates(device: str = "cpu", num_ranks: int = NUM_RANKS) -> Calibration:

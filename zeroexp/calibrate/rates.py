@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from zeroexp.comm.tuning import PROBED_BYTES, fit_link, measure_moves
+from zeroexp.comm.reduction_cost import PROBED_BYTES, fit_reduction_cost, measure_reductions
 from zeroexp.process import world as worlds
 from zeroexp.process.world import World
 from zeroexp.run.rank import keep_freed_memory
@@ -72,7 +72,7 @@ def measure_rates(world: World) -> dict[str, Any]:
 
 def _measure_link(world: World, transport: str) -> list[float]:
     """Return latency and bytes per second; a reduction of b bytes sends the part of b that the peers own."""
-    link = fit_link(PROBED_BYTES, measure_moves(world, transport=transport))
+    link = fit_reduction_cost(PROBED_BYTES, measure_reductions(world, transport=transport))
     return [link.latency_seconds, link.bytes_per_second * (world.size - 1) / world.size]
 
 

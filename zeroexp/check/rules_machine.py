@@ -33,7 +33,7 @@ def num_gpus() -> int:
     return torch.cuda.device_count()
 
 
-def check_ranks_fit_machine(config: Config) -> Iterator[Refusal]:
+def check_ranks_fit_host_memory(config: Config) -> Iterator[Refusal]:
     if config.cluster.kind != "local":
         return
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

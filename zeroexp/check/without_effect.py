@@ -39,7 +39,7 @@ OF_SLURM = (
 Idle = tuple[str, str, str]
 
 
-def check_settings(config: Config) -> Iterator[Refusal]:
+def check_settings_of_word(config: Config) -> Iterator[Refusal]:
     """Allow below `settings` of a group only what its word has."""
     for group, key in WITH_SETTINGS.items():
         section = getattr(config, group)

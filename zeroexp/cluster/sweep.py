@@ -151,7 +151,7 @@ class Sweep:
             plugins.load(job.config.plugins, working_folder_of(job.folder))
         self._jobs, self._folder = jobs, folder
         for job in again:
-            set_aside(job)
+            put_back(job)
         self._execute(again)
 
     def _can_be_read(self, job: Job) -> bool:
@@ -318,7 +318,7 @@ class Sweep:
         progress.again(len(again))
         for run in sorted(again, key=lambda run: timed[run.folder]):
             number, file = timed[run.folder], run.folder / "environment.json"
-            set_aside(numbered[number])
+            put_back(numbered[number])
             write_json(file, {**(read_json(file) or {}), AGAIN: True})
             self._run_one(number, numbered[number], progress)
 
@@ -346,7 +346,7 @@ class Sweep:
         event = event_of(outcome)
         is_retried = event is not None and getattr(config.events, event) == "retry"
         if is_retried and len([*job.folder.glob("earlier/*")]) < config.events.retries:
-            set_aside(job)
+            put_back(job)
             progress.again()
             self._run_one(number, job, progress)
 
@@ -421,7 +421,7 @@ class Sweep:
         return not conclusions.broken
 
 
-def set_aside(job: Job) -> None:
+def put_back(job: Job) -> None:
     """Make room for another attempt at the run, which keeps its place among the others."""
     since = job.state.get("pending_at")
     if lost := job.set_aside():

@@ -158,7 +158,7 @@ class Bus:
         if not self.is_used:
             return
         moved = [(master, g) for master, g in updates if master in self._place_of]
-        with meter.issuing("to_host", "gradients"):
+        with meter.timing("to_host", "gradients"):
             for master, gradient in moved:
                 copy_over(self._transit_of(master, gradient), gradient)
             self._last_copy = Mark(is_on_gpu=self._is_on_gpu)

@@ -227,7 +227,7 @@ class Collectives:
         return self._transport.issued_checksum
 
     def quiesce(self) -> None:
-        with meter.issuing("quiesce", "parameters"):
+        with meter.timing("quiesce", "parameters"):
             self.bus.settle()
             self._transport.quiesce()
 
@@ -254,7 +254,7 @@ class Collectives:
         codes: of the pieces, see `codes_at_rest`. secondary: keeps what has arrived.
         """
         codec = None if exact else self._gather_codec
-        with meter.issuing(kind, what) as move:
+        with meter.timing(kind, what) as move:
             if codes is None:
                 parts = self.bus.pieces_to_device(parts, self.group.rank)
             if codec is None:
@@ -300,7 +300,7 @@ class Collectives:
         """Start sharded -> replicated between the ranks of a node, from what they have kept of these parts."""
         assert self._node is not None
         codec, name = self._gather_codec, f"the gather in the node of {what}"
-        with meter.issuing("secondary", what) as move:
+        with meter.timing("secondary", what) as move:
             fulls = [part.full for part in parts] if codec is None else [empty_codes(codec, parts)]
             kept = secondary.parts(fulls)
             gathered, num_bytes = self._node.transport.all_gather(kept, secondary.exposure, name)
@@ -347,7 +347,7 @@ class Collectives:
         """
         name, codec = f"the {kind} of {what}", self._reduce_codec
         nothing = parts[0].gradients[0].new_empty(0, dtype=parts[0].sent_dtype)
-        with meter.issuing(kind, what) as move:
+        with meter.timing(kind, what) as move:
             if codec is None:
                 sent = self._transport.reduce_scatter(parts, name)
             else:
@@ -386,7 +386,7 @@ class Collectives:
     def gather_between(self, parts: Sequence[GatherPart], what: str) -> Pending:
         """Start to bring together what the holders of these pieces have updated of them."""
         assert self._between is not None
-        with meter.issuing("replicas", what, apart=True) as move:
+        with meter.timing("replicas", what, apart=True) as move:
             sent = self._between.gather_shares(parts, f"the gather between replicas of {what}")
             return self._count("all_gather", self.holders, "replicas", sent, move)
 
@@ -406,7 +406,7 @@ class Collectives:
     ) -> Pending:
         """Start partial -> replicated; the sum over all ranks replaces `gradients` in place."""
         between = partial(self._sum_between, what=what) if self._sums_between_each_step else None
-        with meter.issuing(kind, what) as move:
+        with meter.timing(kind, what) as move:
             sent = self._transport.all_reduce(parts, f"the {kind} of {what}", between)
             return self._count("all_reduce", self.group, kind, sent, move)
 
@@ -415,7 +415,7 @@ class Collectives:
     ) -> Pending:
         """Start to sum this rank's sums with those of the other holders of its pieces."""
         assert self._between is not None
-        with meter.issuing("replicas", what) as move:
+        with meter.timing("replicas", what) as move:
             sent = self._between.sum(sums, f"the sum between replicas of {what}", shares)
             collective = "reduce_scatter" if shares else "all_reduce"
             return self._count(collective, self.holders, "replicas", sent, move)
@@ -445,7 +445,7 @@ class Collectives:
         ranks, messages = updating.ranks, self._exchanges.get(updating, self._transport)
         of_ranks = {ranks[number]: each for number, each in sent.items()}
         sizes = {ranks[number]: size for number, size in num_bytes.items()}
-        with meter.issuing(kind, what) as move:
+        with meter.timing(kind, what) as move:
             pending, received = messages.exchange(of_ranks, sizes, f"the {kind} of {what}")
             arrived = {number: received[ranks[number]] for number in sent}
             sends = pending, sum(map(len, sent.values()))
@@ -460,7 +460,7 @@ class Collectives:
         if ranks.size == 1:
             return Pending([])
         num_bytes = 2 * value.nbytes * (ranks.size - 1) // ranks.size
-        with meter.issuing(kind, "all ranks" if ranks is self.world else "the replica") as move:
+        with meter.timing(kind, "all ranks" if ranks is self.world else "the replica") as move:
             pending = self._transport.sum(value, f"the {kind}", ranks)
             return self._count("all_reduce", ranks, kind, (pending, num_bytes), move)
 

@@ -16,10 +16,10 @@ from torch import Tensor
 
 from zeroexp.comm.base import Between, GatherPart, Pending, ReducePart, Transport, spans_of
 from zeroexp.comm.control_block import MOST_EXPOSURES
-from zeroexp.comm.messages import Channel, GlooChannel
 from zeroexp.comm.packing import begin_alike
+from zeroexp.comm.point_to_point import Channel, GlooChannel
 from zeroexp.comm.shared_memory import Arena, Probe, SharedChannel, neighbour_identity, shown_probe
-from zeroexp.comm.sizes import num_slots
+from zeroexp.comm.shared_memory_sizes import num_slots
 from zeroexp.comm.traits import TRAITS, TransportTraits
 from zeroexp.process import world as worlds
 from zeroexp.process.watchdog.differs import Moves

@@ -1,6 +1,6 @@
 """The backend's own collectives (NCCL; in tests gloo and the fake group): at most one launch for each move.
 
-What is asked of the backend follows from the sizes of the ranks' parts alone, see message_layout.py, and is the same
+What is asked of the backend follows from the sizes of the ranks' parts alone, see collective_layout.py, and is the same
 over every backend. The backend decides the order of sums.
 """
 
@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from zeroexp.comm.base import Between, GatherPart, Pending, ReducePart, Sent, TimedWork, Transport
-from zeroexp.comm.message_layout import MessageLayout, message_layout_of
+from zeroexp.comm.collective_layout import MessageLayout, collective_layout_of
 from zeroexp.comm.packing import (
     begin_alike,
     join_gradients,
@@ -54,7 +54,7 @@ class Native(Transport):
     def all_gather(self, parts: Sequence[GatherPart], exposure: int | None, what: str) -> Sent:
         self._moves.record_collective(what)
         piece = parts[0].piece
-        layout = message_layout_of(tuple(part.chunk for part in parts), piece.itemsize)
+        layout = collective_layout_of(tuple(part.chunk for part in parts), piece.itemsize)
         mine = pack_pieces(layout, self._rank, parts)
         message = parts[0].full if layout.is_chunk else piece.new_empty(layout.numel)
         works = self._gather(layout, message, mine)
@@ -65,7 +65,7 @@ class Native(Transport):
     def reduce_scatter(self, parts: Sequence[ReducePart], what: str) -> Sent:
         self._moves.record_collective(what)
         dtype = parts[0].sent_dtype
-        layout = message_layout_of(tuple(part.chunk for part in parts), dtype.itemsize)
+        layout = collective_layout_of(tuple(part.chunk for part in parts), dtype.itemsize)
         join_gradients(layout, parts)
         message = parts[0].gradients[0].new_empty(layout.numel, dtype=dtype)
         pack_gradients(layout, message, parts)

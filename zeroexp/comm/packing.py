@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from zeroexp.comm.base import GatherPart, ReducePart, part_of
-from zeroexp.comm.message_layout import MessageLayout
+from zeroexp.comm.collective_layout import MessageLayout
 
 
 def join_gradients(layout: MessageLayout, parts: Sequence[ReducePart]) -> None:

@@ -25,7 +25,7 @@ from dataclasses import replace
 from torch import Tensor
 
 from zeroexp.comm.base import GatherPart, Pending, ReducePart, Sent, Transport
-from zeroexp.comm.sizes import chunk_of_sums
+from zeroexp.comm.shared_memory_sizes import chunk_of_sums
 from zeroexp.comm.traits import TRAITS, TransportTraits
 from zeroexp.cut.chunk import Chunk
 

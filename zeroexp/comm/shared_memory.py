@@ -30,8 +30,8 @@ import torch
 from torch import Tensor
 
 from zeroexp.comm.control_block import ControlBlock, OwnControlBlock
-from zeroexp.comm.messages import ReceivedTensors
-from zeroexp.comm.sizes import aligned, arena_bytes
+from zeroexp.comm.point_to_point import ReceivedTensors
+from zeroexp.comm.shared_memory_sizes import aligned, arena_bytes
 from zeroexp.comm.wake_up import WakeUpPipes
 from zeroexp.process.watchdog.differs import Moves
 

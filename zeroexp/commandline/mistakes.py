@@ -29,7 +29,6 @@ HINTS = {
     "with ListConfig": "give the other of the two: a list as [a,b], a table as {key: value}",
     "to string": "use a text",
     "'typing.List[": "use lists in it, as {key: [1,2]}",
-    "not in '": "`zeroexp --cfg job` shows all keys",
     "is not a subclass": "set one of its keys, or choose a group's option",
     "": "zeroexp/config/keys.py tells its type",
 }
@@ -120,6 +119,9 @@ def _unknown_key(key: str, value: str) -> str:
 
 def _wrong_value(key: str, text: str, cause: BaseException) -> str:
     """Explain Hydra's `Error merging override key=value`; its cause holds what OmegaConf says of the value."""
+    if file := re.search(r"In '(\S+)'(?s:.*) not in '", text):
+        remedy = suggest_key(key, (name for name, _ in fields_of()))
+        return f"{file[1]}.yaml: {key}: unknown key; {remedy}"
     override = re.search(r"override \+*(\S+=.*)", text)
     reason = first_line(cause) if override else "; ".join(text.splitlines()[:2])
     remedy = next((hint for word, hint in HINTS.items() if word in reason), HINTS[""])

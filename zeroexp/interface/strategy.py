@@ -74,7 +74,7 @@ class Strategy(Protocol):
         ...
 
     def backward(self, loss: Tensor) -> None:
-        """Run the backward of this rank's share of the global loss, see [Note: who divides]."""
+        """Run the backward of this rank's share of the global loss, see [Note: who divides]. Ours: zero/engine.py."""
         ...
 
     def step(self, *, drain: bool = False) -> Tensor:

@@ -69,7 +69,7 @@ class VerbMeter:
         self._ended: list[TimedMove] | None = None  # None: nobody records
 
     @contextmanager
-    def issuing(self, verb: str, what: str, *, apart: bool = False) -> Generator[TimedMove]:
+    def timing(self, verb: str, what: str, *, apart: bool = False) -> Generator[TimedMove]:
         """Time the issue of a move. Inside another issue it is a part of that one, which is then yielded.
 
         apart: it is not, since it is waited for in there.
@@ -152,7 +152,7 @@ def timed_as_verb(verb: str) -> Callable[[Function], Function]:
     def decorate(method: Function) -> Function:
         @functools.wraps(method)
         def timed(self: Any, *args: Any, **kwargs: Any) -> Any:
-            with meter.issuing(verb, str(self)):
+            with meter.timing(verb, str(self)):
                 return method(self, *args, **kwargs)
 
         return timed  # pyright: ignore[reportReturnType]

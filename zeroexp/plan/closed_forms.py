@@ -22,8 +22,14 @@ from dataclasses import dataclass, field
 from functools import cache, cached_property
 from typing import ClassVar, NamedTuple
 
-from zeroexp.comm.message_layout import message_layout_of
-from zeroexp.comm.sizes import aligned, num_slots, slot_bytes, slot_bytes_of_sums, sums_of
+from zeroexp.comm.collective_layout import collective_layout_of
+from zeroexp.comm.shared_memory_sizes import (
+    aligned,
+    num_slots,
+    slot_bytes,
+    slot_bytes_of_sums,
+    sums_of,
+)
 from zeroexp.comm.traits import ALL, TRAITS, TransportTraits
 from zeroexp.cut.bucket import Bucket, cut_in_buckets
 from zeroexp.cut.chunk import FROZEN, Chunk, Span
@@ -354,7 +360,7 @@ class EngineForm(ClosedForm):
     def _moved_numel(self, chunks: Sequence[Chunk], place: int, itemsize: int) -> tuple[int, int]:
         """Return the elements of a move of these chunks, and of a rank's part; only the backend sends padding."""
         if self.traits.is_collective:
-            layout = message_layout_of(tuple(chunks), itemsize)
+            layout = collective_layout_of(tuple(chunks), itemsize)
             return layout.numel, layout.part_numel(place)
         own = sum(chunk.real_numel(place) for chunk in chunks)
         return sum(chunk.unpadded_numel for chunk in chunks), own

@@ -33,9 +33,9 @@ from torch.optim import Optimizer
 
 from zeroexp.comm.collectives import TRANSPORTS
 from zeroexp.comm.direct import Direct
-from zeroexp.comm.messages import ReceivedTensors
+from zeroexp.comm.point_to_point import ReceivedTensors
 from zeroexp.comm.shared_memory import SharedChannel
-from zeroexp.comm.sizes import arena_bytes, num_slots
+from zeroexp.comm.shared_memory_sizes import arena_bytes, num_slots
 from zeroexp.comm.traits import TRAITS, TransportTraits
 from zeroexp.config.keys import Config
 from zeroexp.data import Microbatch, StepBatch

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from zeroexp.comm.collectives import Collectives
-from zeroexp.comm.sizes import slot_bytes, slot_bytes_of_sums
+from zeroexp.comm.shared_memory_sizes import slot_bytes, slot_bytes_of_sums
 from zeroexp.cut.chunk import FROZEN, Chunk
 from zeroexp.cut.layout import LAYOUTS, Units
 from zeroexp.cut.stage import Placement, Stage

@@ -156,7 +156,7 @@ class Engine:
         """Hand over the reduced gradients, clip, update all masters at once, publish unit by unit; return the norm."""
         self._observer.step(is_gathered=any(unit.is_pinned for unit in self.units))
         self._schedule.wait_and_free_ahead()
-        with meter.issuing("hand_over", "all units"), unguarded():
+        with meter.timing("hand_over", "all units"), unguarded():
             handed = [each for unit in self.units for each in unit.hand_over()]
         self.wire.quiesce()
         self._loss_scale.divide(each.gradient for each in handed)

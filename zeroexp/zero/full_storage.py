@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from zeroexp.comm.base import GatherPart
-from zeroexp.comm.sizes import aligned
+from zeroexp.comm.shared_memory_sizes import aligned
 from zeroexp.zero.held import Held
 
 

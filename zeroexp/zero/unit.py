@@ -151,11 +151,11 @@ class Unit:
         self._become(GatherState.GATHERING)
         copy, what = self.secondary, str(self)
         if copy is not None and copy.is_current:
-            with meter.issuing("secondary", what):
+            with meter.timing("secondary", what):
                 self.full.take_up()
                 self._arriving = self._wire.gather_in_node(self._parts, copy, what)
             return
-        with meter.issuing("gather", what):
+        with meter.timing("gather", what):
             self.full.take_up()
             self._arriving = self._wire.all_gather(
                 self._parts, "gather", self._exposure, what, codes=self._codes, secondary=copy
@@ -196,7 +196,7 @@ class Unit:
         written into the whole gradients.
         last: the microbatch is the last of its step. With replicas its sums are summed between these too.
         """
-        with meter.issuing("hand_over" if self.reduces_for_hand_over else "reduce", str(self)):
+        with meter.timing("hand_over" if self.reduces_for_hand_over else "reduce", str(self)):
             if self._sums_by is Move.REDUCE_SCATTER:
                 parts = [self.gradients[part.index].to_scatter(part) for part in bucket.parts]
                 index = self.buckets.index(bucket)

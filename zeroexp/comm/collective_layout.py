@@ -146,7 +146,7 @@ class MessageLayout:
 
 
 @lru_cache(maxsize=NUM_REMEMBERED)
-def message_layout_of(chunks: tuple[Chunk, ...], itemsize: int) -> MessageLayout:
+def collective_layout_of(chunks: tuple[Chunk, ...], itemsize: int) -> MessageLayout:
     return MessageLayout(chunks, itemsize)
 
 

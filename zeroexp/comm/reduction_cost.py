@@ -15,7 +15,7 @@ import torch
 
 from zeroexp.comm.base import ReducePart
 from zeroexp.comm.collectives import Collectives
-from zeroexp.comm.sizes import slot_bytes
+from zeroexp.comm.shared_memory_sizes import slot_bytes
 from zeroexp.comm.traits import MIB
 from zeroexp.cut.chunk import Chunk, ParameterSpec
 from zeroexp.cut.layout import lay_out
@@ -28,21 +28,21 @@ NUM_REPEATS = 9
 
 
 @dataclass(frozen=True)
-class Link:
+class ReductionCost:
     """A link tells what a reduction costs the slowest rank of one world."""
 
     latency_seconds: float
     bytes_per_second: float  # of gradient on each rank, whatever part of it travels
 
 
-def fit_link(num_bytes: Sequence[int], seconds: Sequence[float]) -> Link:
+def fit_reduction_cost(num_bytes: Sequence[int], seconds: Sequence[float]) -> ReductionCost:
     """Fit a line through these points, weighted so that a relative error counts alike at every size."""
     slope, latency = np.polyfit(num_bytes, seconds, deg=1, w=[1 / s for s in seconds]).tolist()
     # At most 10 TB/s: so fast that noise hides it.
-    return Link(max(latency, 0.0), 1 / max(slope, 1e-13))
+    return ReductionCost(max(latency, 0.0), 1 / max(slope, 1e-13))
 
 
-def measure_moves(world: World, *, transport: str = "auto") -> list[float]:
+def measure_reductions(world: World, *, transport: str = "auto") -> list[float]:
     """Return the seconds of reductions of PROBED_BYTES between all ranks of `world`, which call it together.
 
     This takes some tenths of a second.

@@ -9,7 +9,7 @@ import torch
 
 from tests.crossed import crossed
 from zeroexp.comm.base import GatherPart, ReducePart
-from zeroexp.comm.message_layout import OPERATION_BYTES, MessageLayout
+from zeroexp.comm.collective_layout import OPERATION_BYTES, MessageLayout
 from zeroexp.comm.packing import (
     join_gradients,
     pack_gradients,

@@ -39,7 +39,7 @@ INERTIA = 0.01
 
 
 @dataclass(frozen=True)
-class PracticeRun:
+class SmallStep:
     """A small LLaMA under one strategy."""
 
     width: int
@@ -72,22 +72,22 @@ class PracticeRun:
 
 
 POINTS = (
-    PracticeRun(256, 6, 512, 1, 64, "zero3", "buffer"),
-    PracticeRun(256, 2, 4096, 4, 64, "ddp", "buffer"),
-    PracticeRun(320, 4, 1024, 2, 192, "zero1", "buffer"),
-    PracticeRun(640, 3, 1024, 1, 64, "zero2", "buffer"),
-    PracticeRun(640, 4, 2048, 1, 128, "zero3", "buffer"),
-    PracticeRun(448, 5, 2048, 4, 96, "zero3", "tensor"),
-    PracticeRun(448, 3, 3072, 8, 64, "zero1", "parameter"),
-    PracticeRun(384, 6, 1024, 1, 256, "ddp", "tensor"),
-    PracticeRun(320, 8, 2048, 2, 96, "zero2", "tensor"),
-    PracticeRun(768, 2, 512, 1, 96, "zero3", "parameter"),
-    PracticeRun(768, 2, 1024, 2, 160, "zero1", "buffer"),
-    PracticeRun(128, 4, 2048, 8, 128, "ddp", "buffer"),
+    SmallStep(256, 6, 512, 1, 64, "zero3", "buffer"),
+    SmallStep(256, 2, 4096, 4, 64, "ddp", "buffer"),
+    SmallStep(320, 4, 1024, 2, 192, "zero1", "buffer"),
+    SmallStep(640, 3, 1024, 1, 64, "zero2", "buffer"),
+    SmallStep(640, 4, 2048, 1, 128, "zero3", "buffer"),
+    SmallStep(448, 5, 2048, 4, 96, "zero3", "tensor"),
+    SmallStep(448, 3, 3072, 8, 64, "zero1", "parameter"),
+    SmallStep(384, 6, 1024, 1, 256, "ddp", "tensor"),
+    SmallStep(320, 8, 2048, 2, 96, "zero2", "tensor"),
+    SmallStep(768, 2, 512, 1, 96, "zero3", "parameter"),
+    SmallStep(768, 2, 1024, 2, 160, "zero1", "buffer"),
+    SmallStep(128, 4, 2048, 8, 128, "ddp", "buffer"),
 )
 
 
-def practise(speed: Speed) -> list[tuple[dict[str, float], float]]:
+def run_small_steps(speed: Speed) -> list[tuple[dict[str, float], float]]:
     """Return (what is spent, measured seconds) of every phase of every point, and of its whole step."""
     rounds = [[measured(each.config) for each in POINTS] for _ in range(NUM_ROUNDS)]
     pairs: list[tuple[dict[str, float], float]] = []

@@ -9,7 +9,7 @@ import pytest
 
 from zeroexp.comm.base import Pending, ReducePart
 from zeroexp.comm.collectives import Collectives
-from zeroexp.comm.tuning import PROBED_BYTES, fit_link, measure_moves
+from zeroexp.comm.reduction_cost import PROBED_BYTES, fit_reduction_cost, measure_reductions
 from zeroexp.process.world import World
 
 SIZES = (1 << 16, 1 << 19, 1 << 22)
@@ -18,13 +18,13 @@ SIZES = (1 << 16, 1 << 19, 1 << 22)
 @pytest.mark.parametrize("latency", [0.0, 5e-5, 2e-3])
 @pytest.mark.parametrize("bandwidth", [25e6, 119e6, 6e9])
 def test_points_on_a_line_give_that_line(latency, bandwidth):
-    link = fit_link(SIZES, [latency + size / bandwidth for size in SIZES])
+    link = fit_reduction_cost(SIZES, [latency + size / bandwidth for size in SIZES])
     assert link.latency_seconds == pytest.approx(latency, abs=1e-12)
     assert link.bytes_per_second == pytest.approx(bandwidth)
 
 
 def test_times_that_fall_with_size_give_neither_a_negative_latency_nor_a_negative_bandwidth():
-    link = fit_link(SIZES, [3e-4, 2e-4, 1e-4])
+    link = fit_reduction_cost(SIZES, [3e-4, 2e-4, 1e-4])
     assert link.latency_seconds >= 0 and 0 < link.bytes_per_second < math.inf
 
 
@@ -39,7 +39,7 @@ def measured(world: World, transport: str) -> tuple[set[int], list[float]]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Collectives, "reduce_scatter", noting)
-        return sizes, measure_moves(world, transport=transport)
+        return sizes, measure_reductions(world, transport=transport)
 
 
 @pytest.mark.parametrize(("transport", "world_size"), [("direct", 3), ("gloo", 2)])
