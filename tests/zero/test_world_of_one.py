@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -45,6 +46,7 @@ def engine(
     model: nn.Sequential | None = None,
     dtypes: Dtypes = FLOAT32,
     clip: float | None = None,
+    group: dict[str, Any] | None = None,
     **options: object,
 ) -> Sharded:
     model = model or make_model()
@@ -53,7 +55,7 @@ def engine(
         model,
         blocks=[str(index) for index in range(1, len(model) - 1)],
         stage=STAGES[stage],
-        param_groups=[{"params": trained}],
+        param_groups=[{"params": trained, **(group or {})}],
         optimizer_factory=make_optimizer,
         world=world,
         dtypes=dtypes,

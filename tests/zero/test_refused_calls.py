@@ -1,0 +1,172 @@
+"""Calls that would train another model in silence end in a line that names the remedy: one engine each, no ranks."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests.zero.test_world_of_one import WIDTH, engine, inputs_of, make_model, take_step
+from zeroexp.engines.sharded import Sharded
+from zeroexp.interface.canonical import merge, moments_of
+from zeroexp.process.world import fake_world
+
+
+def loss_of(strategy: Sharded) -> Tensor:
+    return strategy.model(inputs_of(0, 0)).square().sum()
+
+
+def step_inside_a_microbatch(strategy: Sharded) -> None:
+    with strategy.microbatch(last=True):
+        strategy.backward(loss_of(strategy))
+        strategy.step()
+
+
+def two_last_microbatches(strategy: Sharded) -> None:
+    for _ in range(2):
+        with strategy.microbatch(last=True):
+            strategy.backward(loss_of(strategy))
+
+
+def write_inside_a_microbatch(strategy: Sharded) -> None:
+    with strategy.microbatch(last=True), strategy.gathered(write=True):
+        pass
+
+
+def backward_outside_of_the_microbatch(strategy: Sharded) -> None:
+    with strategy.microbatch(last=True):
+        loss = loss_of(strategy)
+    loss.backward()
+
+
+def add_a_module(strategy: Sharded) -> None:
+    strategy.model.append(nn.Linear(WIDTH, WIDTH))  # pyright: ignore[reportCallIssue]
+    take_step(strategy, 0)
+
+
+def return_a_view_of_parameters(strategy: Sharded) -> None:
+    strategy.model[2].forward = lambda _: strategy.model[2].weight.view(-1)  # pyright: ignore
+    take_step(strategy, 0)
+
+
+def gradient_without_a_module(strategy: Sharded) -> None:
+    strategy.model[1].weight.square().sum().backward()  # pyright: ignore
+
+
+# By stage; the others refuse the same.
+CALLS: dict[Callable[[Sharded], None], tuple[str, str]] = {
+    step_inside_a_microbatch: (
+        "zero3",
+        r"step\(\) inside a microbatch: call it after the `with` has",
+    ),
+    two_last_microbatches: (
+        "zero1",
+        r"last=True\) has ended and another begins: .*or say last=False",
+    ),
+    write_inside_a_microbatch: (
+        "zero3",
+        r"write=True\) inside a microbatch: .*after strategy\.step",
+    ),
+    backward_outside_of_the_microbatch: (
+        "zero3",
+        r"outside of the microbatch in which its forward",
+    ),
+    gradient_without_a_module: ("zero2", r"got a gradient outside .*, where nobody reduces it"),
+    add_a_module: ("zero3", r"module 4 was added after .* nobody would train it: change the model"),
+    return_a_view_of_parameters: (
+        "zero3",
+        r"returns a view of its parameters \(shape \[64\]\).*clone",
+    ),
+}
+
+
+@pytest.mark.parametrize("call", CALLS, ids=lambda call: call.__name__)
+def test_a_call_that_trains_another_model_is_refused(call):
+    stage, line = CALLS[call]
+    with fake_world(0, 2) as world, pytest.raises(RuntimeError, match=line):
+        call(engine(world, stage, "buffer"))
+
+
+GROUPS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "layout=rows: use parameter, tensor, buffer": ({"layout": "rows"}, {}),
+    "master=float8: use ": ({"master": "float8", "kind": "vectors"}, {}),
+    "master=bfloat16: use .*, in a group that has a kind": ({"master": "bfloat16"}, {}),
+    "offload, masters_rest and outer take all masters in one": (
+        {"master": "bfloat16", "kind": "vectors"},
+        {"offload": "optimizer"},
+    ),
+    "hold what is no parameter: take them from model.parameters": ({"params": [torch.ones(2)]}, {}),
+    r"a parameter of shape \[2\] that is none of the model's": (
+        {"params": [nn.Parameter(torch.ones(2))]},
+        {},
+    ),
+}
+
+
+@pytest.mark.parametrize("line", GROUPS)
+def test_a_group_of_parameters_is_refused_in_a_line(line):
+    group, options = GROUPS[line]
+    with fake_world(0, 2) as world, pytest.raises(ValueError, match=line):
+        engine(world, "zero2", "buffer", group=group, **options)
+
+
+def sparse() -> Tensor:
+    return torch.eye(2).to_sparse()
+
+
+def test_a_state_with_a_sparse_buffer_is_refused():
+    model = make_model()
+    model.register_buffer("seen", sparse())
+    with fake_world(0, 2) as world:
+        strategy = engine(world, "zero2", "buffer", model=model)
+        with pytest.raises(ValueError, match=r"seen is sparse.*register it with persistent=False"):
+            strategy.state_dict()
+
+
+@pytest.mark.parametrize(
+    ("state", "line"),
+    [
+        ([], "the state is a list; give what strategy.state_dict"),
+        ({"0.weight": torch.ones(2)}, "holds a Tensor under '0.weight'; give"),
+        ({"0.weight": {"weight": torch.ones(2)}}, "a Tensor under '0.weight', 'weight'; give"),
+    ],
+)
+def test_what_is_no_state_is_not_loaded(state, line):
+    with fake_world(0, 2) as world, pytest.raises(ValueError, match=line):
+        engine(world, "zero2", "buffer").load_state_dict(state)
+
+
+def test_states_of_two_models_are_not_merged():
+    with fake_world(0, 2) as world:
+        states = [engine(world, "zero2", "buffer").state_dict() for _ in range(2)]
+    weight = states[1]["0.weight"]["weight"]
+    states[1]["0.weight"]["weight"] = replace(weight, dtype=torch.bfloat16)
+    with pytest.raises(
+        ValueError, match=r"0\.weight\.weight is \[8, 8\] .*float32 in one .*bfloat16"
+    ):
+        merge(states)
+
+
+def test_a_moment_whose_name_is_a_path_is_refused():
+    assert moments_of({"exp_avg": torch.ones(2), "lr": 0.1}).keys() == {"exp_avg"}
+    with pytest.raises(ValueError, match="a tensor under 'a/b': give it another name"):
+        moments_of({"a/b": torch.ones(2)})
+
+
+def test_a_freed_parameter_is_printed_by_name_and_copied_by_nobody():
+    with fake_world(0, 2) as world:
+        strategy = engine(world, "zero3", "buffer")
+        weight = strategy.model.get_parameter("2.weight")
+        assert repr(weight) == "Parameter 2.weight of shape [8, 8], freed"
+        with pytest.raises(RuntimeError, match=r"2\.weight"):
+            copy.deepcopy(weight)
+        with strategy.gathered():
+            assert repr(weight).startswith("Parameter containing")
+            inside = copy.deepcopy(weight)
+            assert type(inside) is nn.Parameter and inside.equal(weight)
+            assert inside.data_ptr() != weight.data_ptr()
