@@ -92,6 +92,16 @@ def test_a_call_that_trains_another_model_is_refused(call):
         call(engine(world, stage, "buffer"))
 
 
+@pytest.mark.parametrize("stage", ["ddp", "zero2", "zero3"])
+def test_memory_given_to_a_parameter_while_it_is_read_is_refused(stage):
+    """Also to what another rank owns, which this one keeps nothing of to compare with."""
+    with fake_world(1, 2) as world:
+        strategy = engine(world, stage, "parameter")
+        first = strategy.model.get_parameter("0.weight")
+        with pytest.raises(RuntimeError, match="written inside"), strategy.gathered():
+            first.data = first.detach() + 1
+
+
 GROUPS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "layout=rows: use parameter, tensor, buffer": ({"layout": "rows"}, {}),
     "master=float8: use ": ({"master": "float8", "kind": "vectors"}, {}),
