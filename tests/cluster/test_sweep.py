@@ -60,6 +60,8 @@ def test_what_else_is_swept_is_in_the_name():
     assert point.name == "zero3-buffer-n2-tiny-lr0.01-path_a_b_c.txt_"
     (point,) = points(composed("model=tiny"), "optimizer.lr=0.1", "strategy.outer.lr=0.7")
     assert point.name == "zero3-buffer-n2-optimizer.lr0.1-outer.lr0.7"
+    (point,) = points(composed(), "strategy=mine")  # a file of the user's that begins with zero3
+    assert point.name == "zero3-buffer-n2-mine"
 
 
 def with_strategy(config: Config, stage: str, implementation: str) -> Config:

@@ -153,6 +153,8 @@ def _name(overrides: Sequence[str], config: Config) -> str:
     parts = [strategy.name, strategy.implementation, f"n{config.world_size}"]
     words = (override.lstrip("+").partition("=") for override in overrides)
     swept = {key: value for key, _, value in words}
+    if swept.get("strategy") not in (None, strategy.name):  # an option of the user's own
+        parts.append(swept["strategy"])
     last = Counter(key.rpartition(".")[2] for key in swept)
     for key, value in swept.items():
         value = re.sub(r"^'([\w.+-]+)'$", r"\1", value)
