@@ -94,6 +94,17 @@ def test_memory_for_a_moment():
     assert (step.shape, step.dtype, step.item()) == ((), torch.float32, 0.0)
 
 
+@pytest.mark.parametrize(
+    ("dtype", "follows"), [(torch.bfloat16, True), (torch.float32, False)], ids=["same", "wider"]
+)
+def test_a_moment_in_the_weights_dtype_becomes_the_weights_again(dtype, follows):
+    shape = torch.Size([4])
+    state = {"w": {"weight": CanonicalTensor(shape, torch.bfloat16, [])}}
+    state["w"]["exp_avg"] = CanonicalTensor(shape, dtype, [])
+    ((_, moment),) = SavedMoments(state).of("w")
+    assert (moment.follows, moment.in_blocks) == (follows, False)
+
+
 def test_moments_are_the_tensors_of_a_state():
     assert moments_of({"exp_avg": VALUES, "step": 3}) == {"exp_avg": VALUES}
 

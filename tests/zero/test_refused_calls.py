@@ -125,13 +125,36 @@ def test_a_group_of_parameters_is_refused_in_a_line(line):
         engine(world, "zero2", "buffer", group=group, **options)
 
 
-def sparse() -> Tensor:
-    return torch.eye(2).to_sparse()
+@pytest.mark.parametrize("where", ["pre", "post"])
+def test_hooks_around_the_optimizers_step_see_no_gradients_of_pieces(where):
+    with fake_world(0, 2) as world:
+        strategy = engine(world, "zero2", "buffer")
+        register = getattr(strategy.optimizer, f"register_step_{where}_hook")
+        register(lambda optimizer, *_: optimizer.param_groups[0]["params"][0].grad)
+        with pytest.raises(
+            RuntimeError, match=r"gradients of the optimizer's tensors.*are there while"
+        ):
+            take_step(strategy, 0)
+
+
+@pytest.mark.parametrize(
+    "parameter",
+    [nn.UninitializedParameter(), nn.Parameter(torch.eye(2).to_sparse())],
+    ids=["lazy", "sparse"],
+)
+def test_a_parameter_that_is_no_dense_tensor_is_refused(parameter):
+    model = make_model()
+    model.register_parameter("late", parameter)
+    with (
+        fake_world(0, 2) as world,
+        pytest.raises(ValueError, match=r"late has no values yet.*sparse"),
+    ):
+        engine(world, "zero2", "buffer", model=model)
 
 
 def test_a_state_with_a_sparse_buffer_is_refused():
     model = make_model()
-    model.register_buffer("seen", sparse())
+    model.register_buffer("seen", torch.eye(2).to_sparse())
     with fake_world(0, 2) as world:
         strategy = engine(world, "zero2", "buffer", model=model)
         with pytest.raises(ValueError, match=r"seen is sparse.*register it with persistent=False"):

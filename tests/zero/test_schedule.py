@@ -34,6 +34,7 @@ from tests.oracle import (
     train_oracle,
 )
 from tests.strategies.engine import Ours
+from tests.zero import test_world_of_one as world_of_one
 from zeroexp.cut.stage import STAGES
 from zeroexp.engines.sharded import Sharded
 from zeroexp.models.module import BuiltModel
@@ -351,6 +352,27 @@ def test_parameters_are_freed_after_an_evaluation_without_gradients(keep):
             strategy.model(microbatch_of(0, 0, 0)[0])
         strategy.drain()
         assert gathered(strategy) == set()
+
+
+class AgainBehind(nn.Sequential):
+    """Block 1 runs before block 2, and once more behind it."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        for index in (0, 1, 2, 1, 3):
+            x = self[index](x)
+        return x
+
+
+def test_a_block_that_runs_twice_is_freed_between_its_backwards():
+    with fake_world(0, 2) as world:
+        model = AgainBehind(*world_of_one.make_model())
+        options = {"keep": "none", "prefetch": 0}
+        strategy = world_of_one.engine(world, "zero3", "buffer", model=model, **options)
+        seen: list[set[str]] = []
+        model[2].register_full_backward_hook(lambda _m, _i, _o: seen.append(gathered(strategy)))
+        for number in range(2):
+            world_of_one.take_step(strategy, number)
+    assert seen == [{"2", ""}] * 2 * world_of_one.MICROBATCHES
 
 
 # -- units inside units ------------------------------------------------------------------------------

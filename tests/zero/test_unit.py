@@ -97,6 +97,17 @@ def test_bytes_stay_while_somebody_else_holds_a_view(world):
     assert bytes_of(unit.states()["buffers"]) == 0
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.int32])
+def test_a_view_as_another_dtype_is_of_the_same_memory(world, dtype):
+    """As where a module shows its weights as complex numbers, and autograd saves these."""
+    unit = make(world)
+    arrive(unit)
+    assert unit.full is not None
+    shown, weights = unit.full.view(dtype, [2, 2], [5, 1], 1), unit.trainable[0].whole
+    assert shown.equal(weights.view(dtype)[1:11].view(2, 5)[:, :2])
+    assert shown.data_ptr() == weights.data_ptr() + 4
+
+
 def test_what_autograd_saved_is_right_again_after_gathering(world):
     """Neither freeing nor gathering moves the version counter, and saved views see the new values."""
     unit = make(world)

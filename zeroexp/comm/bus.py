@@ -159,10 +159,9 @@ class Bus:
             return
         moved = [(master, g) for master, g in updates if master in self._place_of]
         with meter.timing("to_host", "gradients"):
-            for master, gradient in moved:
-                copy_over(self._transit_of(master, gradient), gradient)
-            self._last_copy = Mark(is_on_gpu=self._is_on_gpu)
-        self._count("to_host", sum(gradient.nbytes for _, gradient in moved))
+            self._carry(
+                [(self._transit_of(m, gradient), gradient) for m, gradient in moved], "to_host"
+            )
 
     def gradients(self, updates: Updates, place: int) -> list[Tensor]:
         """Return the gradients of a place where its masters are, in their dtypes."""
@@ -194,9 +193,7 @@ class Bus:
         if not self.is_used:
             return made
         there = torch.empty_like(made, device=device)
-        copy_over(there, made)
-        self._last_copy = Mark(is_on_gpu=self._is_on_gpu)
-        self._count("to_device", there.nbytes)
+        self._carry([(there, made)], "to_device")
         return there
 
     def pieces_to_device(self, parts: Sequence[GatherPart], rank: int) -> Sequence[GatherPart]:
@@ -208,11 +205,15 @@ class Bus:
             for p in parts
         ]
         moved = [pair for pair in zip(parts, there, strict=True) if pair[0] is not pair[1]]
-        for part, target in moved:
-            copy_over(target.piece, part.piece)
-        self._last_copy = Mark(is_on_gpu=self._is_on_gpu)
-        self._count("to_device", sum(part.piece.nbytes for part, _ in moved))
+        self._carry([(target.piece, part.piece) for part, target in moved], "to_device")
         return there
+
+    def _carry(self, pairs: Sequence[tuple[Tensor, Tensor]], way: str) -> None:
+        """Start to copy over the bus: to each target its source."""
+        for target, source in pairs:
+            copy_over(target, source)
+        self._last_copy = Mark(is_on_gpu=self._is_on_gpu)
+        self._count(way, sum(source.nbytes for _, source in pairs))
 
     def settle(self) -> None:
         """Return when no copy is under way: what was on its way to the host is there, and masters may be written."""

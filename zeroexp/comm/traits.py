@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 MIB = 1 << 20
-OPTIMIZER, ALL = "optimizer", "all"  # what may rest on the host (Options.offload)
+ALL = "all"  # Options.offload: parameters rest on the host, too
 ON_DEVICE, ON_HOST = 0, 1  # places of masters; so are those above, of a file
 
 

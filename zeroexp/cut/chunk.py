@@ -29,6 +29,7 @@ class ParameterSpec:
         ""  # what all parameters of one chunk share: whether, and in which way, they are trained
     )
     layout: str = ""  # its own, a word of LAYOUTS; empty: that of all others
+    rows: int = 1  # the size of its first dimension, for layouts that cut between rows
 
 
 @dataclass(frozen=True)

@@ -126,7 +126,6 @@ def options_of(strategy: StrategyConfig) -> Options:
         words["outer"] = OuterOptimizer(
             strategy.outer.every, strategy.outer.lr, strategy.outer.momentum
         )
-    words["masters_rest"] = strategy.masters_rest
     if strategy.codes:
         words["gather_codec"] = strategy.codes
     return Options(**{word: value for word, value in words.items() if value is not None})

@@ -22,9 +22,9 @@ import torch
 from torch import Tensor, nn
 
 from zeroexp.comm.base import ReducePart, part_of
+from zeroexp.comm.collectives import Collectives
 from zeroexp.cut.bucket import BucketPart
-from zeroexp.cut.stage import Placement, Stage
-from zeroexp.process.world import World
+from zeroexp.cut.stage import Move, Placement, Stage
 from zeroexp.zero.held import Held, unguarded
 from zeroexp.zero.options import Dtypes
 
@@ -35,17 +35,20 @@ class ChunkGradients:
     """All gradients of one chunk under one stage."""
 
     def __init__(
-        self, held: Held, stage: Stage, dtypes: Dtypes, world: World, *, each_microbatch: bool
+        self, held: Held, stage: Stage, dtypes: Dtypes, wire: Collectives, *, each_microbatch: bool
     ):
         """each_microbatch: it is reduced, so that nothing is added up in the parameters."""
         self._chunk = held.chunk
         self._parameters = held.parameters
         self._owned, self._summed = held.owned, held.summed
         self._elements_of, self._summed_of = held.elements_of, held.summed_of
-        self._rank, self._device = world.rank, world.device
+        self._rank, self._device = wire.group.rank, wire.group.device
+        # What the reduction of a part of a bucket is given, and a call that keeps its sums once they are there.
+        scatters = stage.reduction is Move.REDUCE_SCATTER
+        self.to_reduce = self._to_scatter if scatters else self._to_sum
         self._rests = stage.gradients
         self._dtype = dtypes.reduce
-        self._is_alone = world.size == 1  # grouping.py, [Note: world of one]
+        self._is_alone = wire.group.size == 1  # grouping.py, [Note: world of one]
         self._wide = torch.promote_types(dtypes.compute, dtypes.reduce)
         for parameter in self._parameters:
             parameter.grad_dtype = self._wide
@@ -88,7 +91,7 @@ class ChunkGradients:
                 parameter.grad = None if gradient is None else gradient.to(self._wide)
         self._as_it_comes.clear()
 
-    def to_scatter(self, part: BucketPart) -> ReducePart:
+    def _to_scatter(self, part: BucketPart) -> tuple[ReducePart, Keep]:
         """Return what partial -> sharded moves: the elements, and where this rank's share of their sum goes."""
         accumulate = self._count_reduced(part)
         terms = self._take_gradients(part)
@@ -105,7 +108,7 @@ class ChunkGradients:
             return [part_of(self._sums[index], own.start, own.stop) for index, own in own_ranges]
 
         self._drop_reduced(part)
-        return ReducePart(
+        given = ReducePart(
             part.chunk,
             terms,
             accumulate=accumulate,
@@ -113,8 +116,9 @@ class ChunkGradients:
             dtype=self._dtype,
             allocate=allocate,
         )
+        return given, lambda: None  # the sums are where they rest
 
-    def to_sum(self, part: BucketPart) -> tuple[ReducePart, Keep]:
+    def _to_sum(self, part: BucketPart) -> tuple[ReducePart, Keep]:
         """Return what partial -> replicated sums in place, and a call that keeps the sums once they are there."""
         accumulate = self._count_reduced(part)
         terms = self._take_gradients(part)

@@ -128,7 +128,9 @@ def specs_of(group: Group) -> list[ParameterSpec]:
     for name, p in group.parameters.items():
         kind = group.kinds.get(p, "trainable") if p.requires_grad else FROZEN
         layout = group.layouts.get(p, "") if p.requires_grad else ""
-        specs.append(ParameterSpec(name, p.numel(), p.itemsize, kind, layout))
+        specs.append(
+            ParameterSpec(name, p.numel(), p.itemsize, kind, layout, len(p) if p.ndim else 1)
+        )
     return specs
 
 

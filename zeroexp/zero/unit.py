@@ -77,7 +77,7 @@ class Unit:
         self.reduces = bool(self.trainable) and wire.group.size > 1
         # Gradients that rest partial are summed on the way to the optimizer.
         self.reduces_for_hand_over = stage.hand_over is Move.REDUCE_SCATTER
-        self._sums_by = stage.hand_over if self.reduces_for_hand_over else stage.reduce
+        self._scatters = stage.reduction is Move.REDUCE_SCATTER
         self._gathers_published = stage.publish is Move.ALL_GATHER and bool(self.trainable)
         self._wire = wire
         self._exposure: int | None = None
@@ -85,7 +85,7 @@ class Unit:
         self._parts = [GatherPart(h.chunk, h.full, h.piece) for h in held if h.full is not None]
         self._parts_published = [part for part in self._parts if part.chunk.kind != FROZEN]
         self.gradients = [
-            ChunkGradients(h, stage, dtypes, wire.group, each_microbatch=each_microbatch)
+            ChunkGradients(h, stage, dtypes, wire, each_microbatch=each_microbatch)
             for h in self.trainable
         ]
         cut = partial(cut_in_buckets, itemsize=dtypes.reduce.itemsize, max_bytes=bucket_bytes)
@@ -97,7 +97,7 @@ class Unit:
         if wire.shares_updates:
             self._cut_between_replicas(cut([held.fine for held in self.trainable]))
         # By bucket, what rounding left out of gradients that this rank has sent, in float32.
-        scattered = self.buckets if self._sums_by is Move.REDUCE_SCATTER else []
+        scattered = self.buckets if self._scatters else []
         chunks = ([part.chunk for part in bucket.parts] for bucket in scattered)
         self._residuals = [wire.new_error_feedback(each) for each in chunks]
 
@@ -197,18 +197,19 @@ class Unit:
         last: the microbatch is the last of its step. With replicas its sums are summed between these too.
         """
         with meter.timing("hand_over" if self.reduces_for_hand_over else "reduce", str(self)):
-            if self._sums_by is Move.REDUCE_SCATTER:
-                parts = [self.gradients[part.index].to_scatter(part) for part in bucket.parts]
+            given = [self.gradients[part.index].to_reduce(part) for part in bucket.parts]
+            parts, keeps = [part for part, _ in given], [keep for _, keep in given]
+            if self._scatters:
                 index = self.buckets.index(bucket)
                 left_out, shares = self._residuals[index], self._shares[index]
-                return self._wire.reduce_scatter(
+                summed = self._wire.reduce_scatter(
                     parts, "reduce", str(self), last=last, residuals=left_out, shares=shares
                 )
-            sums = [self.gradients[part.index].to_sum(part) for part in bucket.parts]
-            summed = self._wire.all_reduce([part for part, _ in sums], "reduce", str(self))
+            else:
+                summed = self._wire.all_reduce(parts, "reduce", str(self))
 
         def keep() -> None:
-            for _, keep_one in sums:
+            for keep_one in keeps:
                 keep_one()
 
         return Pending([summed], keep)

@@ -12,10 +12,9 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from zeroexp.comm.collectives import TRANSPORTS
-from zeroexp.comm.traits import ALL, OPTIMIZER
-from zeroexp.cut.codec_bytes import CODE_BITS
+from zeroexp.comm.traits import ALL
+from zeroexp.config.keys import ENGINE_SETTINGS
 from zeroexp.cut.layout import LAYOUTS
-from zeroexp.cut.matrix_step import MATRIX_STEPS
 from zeroexp.cut.owners import OWNERS
 from zeroexp.cut.stage import (
     Move,
@@ -36,15 +35,13 @@ from zeroexp.zero_safety.guard import is_guarded
 WORDS = {
     "layout": LAYOUTS,
     "owners": OWNERS,
-    "unit": ("model", "block", "layer", "module"),
-    "keep": ("none", "last", "all"),
-    "reduce_each": ("microbatch", "step", None),
     "transport": TRANSPORTS,
-    "matrix_step": MATRIX_STEPS,
-    "publish": ("step", "forward"),
-    **dict.fromkeys(("gather_codec", "reduce_codec"), (*CODE_BITS, None)),
-    "offload": (OPTIMIZER, ALL, None),
     "optimizer_over": ("group", "all"),
+    **{
+        name: each["choices"] + (() if each["stands_for"] else (None,))
+        for name, each in ENGINE_SETTINGS.items()
+        if each.get("choices")
+    },
 }
 TRAINED_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _Replicated = DataParallel | DistributedDataParallel
