@@ -78,11 +78,16 @@ def test_the_peak_is_told_by_cause(tmp_path: Path, text: str) -> None:
     less = {**peak, "num_bytes": MIB, "bytes_by_cause": {"logits": MIB}}
     run = write_run(tmp_path / "a")
     change(run / "summary.json", {"memory.peaks": [less, peak]})
-    chart = charts_of(tmp_path)["causes"]
-    assert bars(chart) == {"parameters": {"a": 2.0}, "activations": {"a": 3.0}}
+    drawn = charts_of(tmp_path)
+    chart, held = drawn["causes"], {"parameters": {"a": 2.0}, "activations": {"a": 3.0}}
+    of_any_step = bars(drawn["memory"])["peak of any step"]  # not the 5 MiB of the watched step
+    assert bars(chart) == {**held, "peak of any step": of_any_step} and of_any_step["a"] > 5
+    assert "That was step 2, counted from 0. The line" in chart["caption"]
     assert chart["caption"].endswith("in TanhBackward0 of the backward phase of blocks.1.")
-    change(run / "summary.json", {"memory.peaks": [{**peak, "operator": "", "unit": None}]})
+    first = {**peak, "step": 0, "operator": "", "unit": None}
+    change(run / "summary.json", {"memory.peaks": [first]})
     caption = charts_of(tmp_path)["causes"]["caption"]
+    assert "That was step 0, counted from 0: in step 0 the optimizer has no moments" in caption
     assert caption.endswith("It comes outside of torch's operators in the backward phase.")
 
 

@@ -15,8 +15,6 @@ from zeroexp.report.palette import CAUSE_COLOURS, KIND_LOOKS, RED, part_colour
 
 
 def memory_chart(points: Sequence[MeasuredPoint]) -> Chart:
-    done = {point.name: point.summary for point in points if point.summary}
-    peaks = {row: s.memory.peak.fullest / MIB for row, s in done.items() if s.memory.peak}
     held = {point.name: point.held_bytes for point in points if point.summary}
     looks = [KIND_LOOKS[kind] for kind in kinds_in(held.values())]
     return row_chart(
@@ -33,9 +31,15 @@ def memory_chart(points: Sequence[MeasuredPoint]) -> Chart:
         colours=dict(looks),
         marks=[
             *_closed_forms(points, MOMENT),
-            row_marks("peak of any step", peaks, "line-ns-open", INK),
+            _peaks_of_any_step(points),
         ],
     )
+
+
+def _peaks_of_any_step(points: Sequence[MeasuredPoint]) -> Trace:
+    done = {point.name: point.summary.memory.peak for point in points if point.summary}
+    peaks = {row: peak.fullest / MIB for row, peak in done.items() if peak}
+    return row_marks("peak of any step", peaks, "line-ns-open", INK)
 
 
 def _closed_forms(points: Sequence[MeasuredPoint], planned: str) -> list[Trace]:
@@ -57,11 +61,13 @@ def causes_chart(points: Sequence[MeasuredPoint]) -> Chart:
         "causes",
         "What makes the peak",
         "Everything that the fullest rank had allocated at the moment of its peak, by what it is for, in a step that "
-        f"was watched for it. {_where_peaks_come(peaks)}",
+        f"was watched for it. {_steps_watched(peaks)} The line is the most that was allocated at once in any step, by "
+        f"any rank. {_where_peaks_come(peaks)}",
         axis="MiB of the fullest rank",
         numbers={name: peak.bytes_by_cause for name, peak in peaks.items()},
         scale=1 / MIB,
         colours={cause: CAUSE_COLOURS[cause] for cause in CAUSES},
+        marks=[_peaks_of_any_step([point for point in points if point.name in peaks])],
         nothing="No run tells its peak by cause: its memory was not watched, or an older version ran it.",
     )
 
@@ -77,6 +83,13 @@ def _where_peaks_come(peaks: Mapping[str, Peak]) -> str:
     for name, peak in peaks.items():
         moments.setdefault(where_peak_comes(peak), []).append(name)
     return f"It comes {describe_values(moments)}." if moments else ""
+
+
+def _steps_watched(peaks: Mapping[str, Peak]) -> str:
+    steps = sorted({peak.step for peak in peaks.values()})
+    text = f"That was step {' or '.join(map(str, steps))}, counted from 0"
+    fresh = "in step 0 the optimizer has no moments yet; train.warmup_steps=2 watches a later one"
+    return f"{text}: {fresh}." if 0 in steps else f"{text}."
 
 
 def where_peak_comes(peak: Peak) -> str:
