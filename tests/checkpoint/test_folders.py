@@ -5,9 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 
 from zeroexp.checkpoint import folders
 from zeroexp.checkpoint.manifest import MANIFEST, CheckpointError
+from zeroexp.config.keys import ConfigError
 from zeroexp.tracking.json_files import write_json
 
 
@@ -113,3 +115,15 @@ def test_an_outdated_attempt_can_not_commit(run):
     assert steps_of(run) == []
     commit(run, 6, attempt=2)
     assert steps_of(run) == [6]
+
+
+def test_a_file_that_torch_can_not_close_is_told_as_a_full_disk(tmp_path):
+    """What is on the disk at its end is a size; a file on a full one, as /dev/full, takes nothing."""
+    line = f"--to={tmp_path}/x: No space left on device; make room there, or set --to"
+    with pytest.raises(ConfigError, match=line), folders.asked_for(tmp_path / "x") as folder:
+        (folder / "full").symlink_to("/dev/full")
+        with (folder / "full").open("wb", buffering=0) as file:
+            torch.save({"w": torch.ones(100)}, file)
+    with pytest.raises(RuntimeError, match="ours"), folders.asked_for(tmp_path / "y"):
+        raise RuntimeError("ours")
+    assert not [*tmp_path.iterdir()]

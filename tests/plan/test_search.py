@@ -6,7 +6,7 @@ import pytest
 
 from tests.composing import composed
 from zeroexp.config.keys import resolve
-from zeroexp.plan.changes import planned_change, with_settings
+from zeroexp.plan.changes import MICRO, planned_change, with_settings
 from zeroexp.plan.fit import fewest_ranks, largest
 from zeroexp.plan.outcome import PlannedPoint, plan_point
 from zeroexp.plan.peak import with_rehearsal
@@ -86,3 +86,12 @@ def test_what_the_line_names_stays_and_what_it_leaves_open_follows_the_stage(nam
         if found:
             again = composed(*words, found.outcome.name, *named)
             assert found.config == resolve(again)
+
+
+def test_a_stage_of_a_name_of_ones_own_stays():
+    """What a YAML of one's own calls its strategy is no stage to change to, and is the line's own."""
+    config = composed(
+        "model=mlp_tiny", "strategy=zero3", "strategy.name=mine", "strategy.unit=layer"
+    )
+    found = with_settings(config, {"strategy": "mine", MICRO: 1})
+    assert found.strategy == resolve(config).strategy

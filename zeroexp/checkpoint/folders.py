@@ -88,9 +88,19 @@ def asked_for(target: Path) -> Iterator[Path]:
             yield folder
             for path in folder.rglob("*"):
                 sync(path)
-    except OSError as error:
-        remedy = _remedy(error, "set --to to a folder that can be made")
-        raise ConfigError(f"--to={target}: {error.strerror or error}; {remedy}") from error
+    except Exception as error:
+        if (reason := _failure_of_the_disk(error)) is None:
+            raise
+        remedy = _remedy(reason, "set --to to a folder that can be made")
+        raise ConfigError(f"--to={target}: {reason.strerror or reason}; {remedy}") from error
+
+
+def _failure_of_the_disk(error: BaseException | None) -> OSError | None:
+    """Return the error of a file, also where torch fails once more as it closes what could not be written."""
+    if isinstance(error, RuntimeError) and "unexpected pos" in str(error):  # by its writer in C++
+        closed = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return _failure_of_the_disk(error.__context__) or closed
+    return error if isinstance(error, OSError) else None
 
 
 def register_attempt(run: Path, attempt: int) -> None:

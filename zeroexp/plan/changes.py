@@ -77,10 +77,10 @@ def _set(config: Config, key: str, value: Any, named: Collection[str]) -> None:
 
 
 def _set_stage(config: Config, stage: str, named: Collection[str]) -> None:
-    strategy, row = config.strategy, STAGES[stage]
-    if stage == strategy.name:
+    strategy = config.strategy
+    if stage == strategy.name:  # perhaps a name of the user's own
         return
-    strategy.name = stage
+    strategy.name, row = stage, STAGES[stage]
     placements = row.parameters, row.gradients, row.optimizer
     for each, placement in zip(strategy.rows, placements, strict=True):
         each.placement = placement.value

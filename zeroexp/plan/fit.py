@@ -133,10 +133,15 @@ def fewest_ranks(point: PlannedPoint) -> PlannedPoint | None:
 def _most_work(at: PlannedPoint) -> tuple[int | None, int | None]:
     """Return the largest micro-batch, alone in a step, and the longest sequence that fit. Raises ConfigError."""
     config, limit = at.config, at.outcome.limit_bytes
+    unit, size = unit_of([limit])
 
     def peak(settings: dict[str, int]) -> int:
         changed = plan_point(with_settings(config, settings), at.model, at.machines.device)
-        return rehearse_point(changed).fullest.needed_bytes
+        needed = rehearse_point(changed).fullest.needed_bytes
+        words = " ".join(f"{key}={value}" for key, value in settings.items())
+        peaks = f"{needed / size:,.1f} of {limit / size:,.1f} {unit}"
+        print(f"{words}: {peaks}", file=sys.stderr, flush=True)  # some models take minutes
+        return needed
 
     def peak_of_samples(samples: int) -> int:
         return peak({MICRO: samples, BATCH: samples * config.world_size})
