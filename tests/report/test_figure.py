@@ -14,8 +14,9 @@ from zeroexp.report.conclusions import conclude
 from zeroexp.report.figure import draw_figure, save_figure
 from zeroexp.report.measured_points import MeasuredPoint
 from zeroexp.report.page import CHARTS, chart_of
+from zeroexp.report.page.byte_charts import MESSAGES
 from zeroexp.report.page.chart import row_chart
-from zeroexp.report.palette import CAUSE_COLOURS
+from zeroexp.report.palette import CAUSE_COLOURS, GREY, PART_COLOURS
 
 STRATEGIES = ("ddp", "zero1", "zero2", "zero3")
 
@@ -57,6 +58,21 @@ def test_no_two_parts_of_a_row_look_alike() -> None:
     (axes,) = draw_figure(chart).axes
     hatches = [stack.patches[0].get_hatch() for stack in axes.containers]
     assert len({*patterns}) == len({*hatches}) == len(CAUSES)
+
+
+def test_no_two_kinds_of_messages_look_alike() -> None:
+    """A colour by its place would be another in each chart, and that of a kind with a colour of its own."""
+    verbs = [*MESSAGES, "hand_over", "quiesce", "by TCP"]
+    assert len({GREY, *(PART_COLOURS[verb] for verb in verbs)}) == 1 + len(verbs)
+
+
+def test_a_mark_hides_no_number_of_its_bar(sweep: list[MeasuredPoint]) -> None:
+    chart = chart_of("exposed", sweep, conclude(sweep))
+    assert chart.data[-1]["marker"]["standoff"] > 9
+    (axes,) = draw_figure(chart).axes
+    (marks,) = axes.lines
+    beside = [row + 0.45 for row in range(len(sweep))]
+    assert list(marks.get_ydata()) == pytest.approx(beside)
 
 
 def test_intervals_of_verdicts_are_drawn(tmp_path: Path) -> None:

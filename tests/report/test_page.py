@@ -88,7 +88,9 @@ def test_the_peak_is_told_by_cause(tmp_path: Path, text: str) -> None:
     change(run / "summary.json", {"memory.peaks": [first]})
     caption = charts_of(tmp_path)["causes"]["caption"]
     assert "That was step 0, counted from 0: in step 0 the optimizer has no moments" in caption
-    assert caption.endswith("It comes outside of torch's operators in the backward phase.")
+    assert caption.endswith(
+        "The watched peak comes outside of torch's operators in the backward phase."
+    )
 
 
 def test_a_step_is_cut_into_what_waits_for_each_verb_and_the_rest(text: str) -> None:

@@ -43,6 +43,7 @@ DASHES: dict[str, Any] = {
     **{"solid": "-", "dash": "--", "dot": ":", "dashdot": "-."},
     **{"longdash": (0, (8, 3)), "longdashdot": (0, (8, 3, 1, 3))},
 }
+BELOW = 0.45  # of a row: a mark that stands off its bar, whose number it would hide
 SMALL = 20  # below this length of the longest row, sums have decimals
 NARROWEST = 0.03  # a part narrower than this fraction of the longest bar shows no number
 
@@ -139,6 +140,8 @@ def _draw_marks(axes: Axes, trace: Trace, rows: Sequence[str]) -> None:
     """Draw dots, lines, or both, with the intervals of dots."""
     across, up = trace["x"], [rows.index(y) if rows else y for y in trace["y"]]
     marker, line, mode = trace.get("marker", {}), trace.get("line", {}), trace["mode"]
+    if "standoff" in marker:
+        up = [row + BELOW for row in up]
     colour = _ink(marker.get("color") or line.get("color"))
     label = trace["name"]
     if "lines" in mode:
@@ -150,7 +153,8 @@ def _draw_marks(axes: Axes, trace: Trace, rows: Sequence[str]) -> None:
         fill = "none" if symbol.endswith("-open") else colour
         look = {"markerfacecolor": fill, "markeredgecolor": colour, "ms": marker.get("size", 6)}
         shape = MARKERS[symbol.removesuffix("-open")]
-        axes.plot(across, up, shape, color=colour, label=label, **look)
+        clips = trace.get("cliponaxis", True)
+        axes.plot(across, up, shape, color=colour, label=label, clip_on=clips, **look)
     if "error_x" in trace:
         ends = [trace["error_x"]["arrayminus"], trace["error_x"]["array"]]
         axes.errorbar(across, up, xerr=ends, fmt="none", ecolor=colour, capsize=3, lw=1.5)

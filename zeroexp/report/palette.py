@@ -44,6 +44,8 @@ PART_COLOURS = {
     "gather": BLUE,
     "secondary": BROWN,
     "reduce": ORANGE,
+    "replicas": "#a58fd0",
+    "matrices": NAVY,
     "publish": GREEN,
     "norm": PINK,
     "loss": YELLOW,

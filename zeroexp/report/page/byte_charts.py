@@ -82,7 +82,7 @@ def _where_peaks_come(peaks: Mapping[str, Peak]) -> str:
     moments: dict[str, list[str]] = {}
     for name, peak in peaks.items():
         moments.setdefault(where_peak_comes(peak), []).append(name)
-    return f"It comes {describe_values(moments)}." if moments else ""
+    return f"The watched peak comes {describe_values(moments)}." if moments else ""
 
 
 def _steps_watched(peaks: Mapping[str, Peak]) -> str:

@@ -68,12 +68,13 @@ def exposed_chart(points: Sequence[MeasuredPoint]) -> Chart:
         parts = {f"{verb}, exposed": seconds for verb, seconds in waits[row].items()}
         numbers[row] = {"all else": rest, **parts}
     hidden = {row: 1e3 * fmean(r.overlapped_seconds for r in ranks) for row, ranks in done.items()}
-    circles = row_marks("overlapped with compute", hidden, "circle", "#fff")
-    # White with a dark edge is seen on a light bar and beside it, in dark mode too.
-    circles["marker"]["line"] = {"width": 1.5, "color": "#1b1b1b"}
+    arrows = row_marks("overlapped with compute", hidden, "triangle-up", "#fff", cliponaxis=False)
+    # From under the bar, whose numbers a mark inside would hide. White with a dark edge is seen on a light bar and
+    # beside it, in dark mode too.
+    arrows["marker"] |= {"standoff": 10, "line": {"width": 1.5, "color": "#1b1b1b"}}
     caption = (
         "Means over measured steps and ranks, of the repeat whose step time is the median. A verb's exposed part is "
-        "the time in which a rank waits for it and does nothing else; the circle is what communication ran beside "
+        "the time in which a rank waits for it and does nothing else; the triangle is what communication ran beside "
         "compute and cost nothing. PyTorch's engines show only what the training loop itself sends: what they wait for "
         "inside is part of the rest."
     )
@@ -85,7 +86,7 @@ def exposed_chart(points: Sequence[MeasuredPoint]) -> Chart:
         numbers=numbers,
         scale=1e3,
         colours={"all else": GREY, **exposed},
-        marks=[circles],
+        marks=[arrows],
         nothing="No run tells its time by verb; runs of this version do.",
     )
 
