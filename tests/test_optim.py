@@ -93,6 +93,18 @@ def test_sgd_with_momentum_and_decay(fused):
     torch.testing.assert_close(stepped(config, start, grads), expected)
 
 
+@pytest.mark.parametrize(("name", "momentum"), [("sgd", 0.0), ("sgd", 0.9), ("adamw", 0.9)])
+def test_a_plan_counts_the_moments_that_the_optimizer_makes(name, momentum):
+    config = OptimizerConfig(name=name, momentum=momentum)
+    weight = nn.Parameter(torch.ones(3))
+    optimizer = optimizer_factory(config)([{"params": [weight]}])
+    weight.grad = torch.ones(3)
+    optimizer.step()
+    kept = [each for each in optimizer.state[weight].values() if isinstance(each, torch.Tensor)]
+    moments = [each for each in kept if each.shape == weight.shape]
+    assert len(moments) == OPTIMIZERS[name].num_moments(config)
+
+
 def test_an_unknown_word_is_one_line():
     with pytest.raises(
         ConfigError, match=r"^optimizer.name=adam: unknown word; use optimizer=adamw"

@@ -129,3 +129,15 @@ def test_what_no_state_can_carry_is_refused_when_it_is_asked_for(factory):
     optimizer.step()
     with pytest.raises(ValueError, match=rf"optimizer {factory.__name__} keeps .* no checkpoint"):
         values.of("p", parameter)
+
+
+def test_what_a_scheduler_sets_between_steps_is_no_value_of_the_optimizer():
+    """The schedule gives it again, where the run goes on; what the optimizer's own step changes nothing else gives."""
+    weight = torch.nn.Parameter(torch.ones(2))
+    optimizer = CountingAverage([weight])
+    values = PythonValues(optimizer, [["weight"]])
+    for rate in (0.1, 0.2):
+        optimizer.param_groups[0]["lr"] = rate
+        weight.grad = torch.ones(2)
+        optimizer.step()
+    assert "lr" not in values._numbers_of("weight") and values._numbers_of("weight")
