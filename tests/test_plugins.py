@@ -183,6 +183,16 @@ def test_words_of_a_plugin_are_options_and_have_settings(tmp_path, monkeypatch, 
     ]
 
 
+def test_a_yaml_file_of_ones_own_changes_settings_without_a_warning(tmp_path, monkeypatch):
+    """Here a warning would be an error."""
+    (tmp_path / "plugin_of_test.py").write_text(PLUGIN)
+    (tmp_path / "conf2/optimizer").mkdir(parents=True)
+    (tmp_path / "conf2/optimizer/optimizer_of_test.yaml").write_text("settings: {rho: 0.25}\n")
+    words = ["optimizer=optimizer_of_test", "world_size=1"]
+    (point,) = points(monkeypatch, "--config-dir", str(tmp_path / "conf2"), *words)
+    assert point.optimizer.settings == {"rho": 0.25}
+
+
 def test_a_rank_imports_plugins_from_where_the_command_was_given(tmp_path, monkeypatch):
     given, run = tmp_path / "given", tmp_path / "run"
     given.mkdir(), run.mkdir()

@@ -9,6 +9,7 @@ import os
 import signal
 import sys
 import threading
+import warnings
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Protocol
@@ -217,6 +218,10 @@ def _know_plugins(arguments: Sequence[str], completed: Sequence[str]) -> None:
         ]
     else:
         plugins.load(plugins.modules_named_in(arguments))
+    # Hydra merges a YAML file of the same name over what is stored (docs/extending.md), and warns that this ends.
+    warnings.filterwarnings(
+        "ignore", r"\s*'.*' is validated against ConfigStore schema", UserWarning
+    )
     for group, name, values in plugins.options_named_in(arguments):
         ConfigStore.instance().store(group=group, name=name, node=values, **REPLACES)
 
