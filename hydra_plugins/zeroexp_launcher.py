@@ -77,6 +77,7 @@ class ZeroexpLauncher(Launcher):
             "overrides.yaml": OmegaConf.to_yaml(overrides),
         }
         line = OverridesParser.create().parse_overrides(list(self.config.hydra.overrides.task))
-        last = {word.get_key_element(): word.is_sweep_override() for word in line}  # it counts
+        # Of a key that is given twice the last word counts.
+        last = {word.get_key_element(): word.is_sweep_override() for word in line}
         fixed = {key for key, is_swept in last.items() if not is_swept}
         return [word for word in overrides if word.partition("=")[0] not in fixed], values, files

@@ -43,9 +43,7 @@ class ChunkGradients:
         self._owned, self._summed = held.owned, held.summed
         self._elements_of, self._summed_of = held.elements_of, held.summed_of
         self._rank, self._device = wire.group.rank, wire.group.device
-        # What the reduction of a part of a bucket is given, and a call that keeps its sums once they are there.
-        scatters = stage.reduction is Move.REDUCE_SCATTER
-        self.to_reduce = self._to_scatter if scatters else self._to_sum
+        self._scatters = stage.reduction is Move.REDUCE_SCATTER
         self._rests = stage.gradients
         self._dtype = dtypes.reduce
         self._is_alone = wire.group.size == 1  # grouping.py, [Note: world of one]
@@ -90,6 +88,10 @@ class ChunkGradients:
                 parameter.grad_dtype = self._wide
                 parameter.grad = None if gradient is None else gradient.to(self._wide)
         self._as_it_comes.clear()
+
+    def to_reduce(self, part: BucketPart) -> tuple[ReducePart, Keep]:
+        """Return what a reduction of the part is given, and a call that keeps its sums once they are there."""
+        return self._to_scatter(part) if self._scatters else self._to_sum(part)
 
     def _to_scatter(self, part: BucketPart) -> tuple[ReducePart, Keep]:
         """Return what partial -> sharded moves: the elements, and where this rank's share of their sum goes."""
