@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import errno
+import io
+import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -117,13 +121,29 @@ def test_an_outdated_attempt_can_not_commit(run):
     assert steps_of(run) == [6]
 
 
-def test_a_file_that_torch_can_not_close_is_told_as_a_full_disk(tmp_path):
-    """What is on the disk at its end is a size; a file on a full one, as /dev/full, takes nothing."""
+class FullDisk(io.RawIOBase):
+    def writable(self) -> bool:
+        return True
+
+    def write(self, content: Any) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+@pytest.mark.parametrize("with_cause", [True, False])
+def test_a_file_that_torch_can_not_close_is_told_as_a_full_disk(with_cause, tmp_path):
+    """Its writer in C++ says where it wanted to be; torch.distributed.checkpoint loses what that came of."""
+    with pytest.raises(RuntimeError) as of_torch:
+        torch.save({"w": torch.ones(100)}, FullDisk())
+    failed = of_torch.value
+    assert isinstance(failed.__context__, OSError)
+    if not with_cause:
+        failed.__context__ = None
     line = f"--to={tmp_path}/x: No space left on device; make room there, or set --to"
-    with pytest.raises(ConfigError, match=line), folders.asked_for(tmp_path / "x") as folder:
-        (folder / "full").symlink_to("/dev/full")
-        with (folder / "full").open("wb", buffering=0) as file:
-            torch.save({"w": torch.ones(100)}, file)
+    with pytest.raises(ConfigError, match=line), folders.asked_for(tmp_path / "x"):
+        raise failed
+
+
+def test_another_failure_is_no_full_disk(tmp_path):
     with pytest.raises(RuntimeError, match="ours"), folders.asked_for(tmp_path / "y"):
         raise RuntimeError("ours")
     assert not [*tmp_path.iterdir()]
