@@ -122,18 +122,23 @@ def test_an_outdated_attempt_can_not_commit(run):
 
 
 class FullDisk(io.RawIOBase):
+    left = 704
+
     def writable(self) -> bool:
         return True
 
     def write(self, content: Any) -> int:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        self.left -= len(content)
+        if self.left < 0:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return len(content)
 
 
 @pytest.mark.parametrize("with_cause", [True, False])
 def test_a_file_that_torch_can_not_close_is_told_as_a_full_disk(with_cause, tmp_path):
     """Its writer in C++ says where it wanted to be; torch.distributed.checkpoint loses what that came of."""
     with pytest.raises(RuntimeError) as of_torch:
-        torch.save({"w": torch.ones(100)}, FullDisk())
+        torch.save({"w": torch.ones(1000)}, FullDisk())
     failed = of_torch.value
     assert isinstance(failed.__context__, OSError)
     if not with_cause:
