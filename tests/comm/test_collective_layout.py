@@ -9,7 +9,7 @@ import torch
 
 from tests.crossed import crossed
 from zeroexp.comm.base import GatherPart, ReducePart
-from zeroexp.comm.collective_layout import OPERATION_BYTES, MessageLayout
+from zeroexp.comm.collective_layout import OPERATION_BYTES, CollectiveLayout
 from zeroexp.comm.packing import (
     join_gradients,
     pack_gradients,
@@ -30,15 +30,15 @@ def chunks_of(family: str, world_size: int, kinds: list[str]) -> tuple[Chunk, ..
     return lay_out(family, [specs], world_size)[0]
 
 
-def layout_of(chunks: tuple[Chunk, ...], in_rows: bool) -> MessageLayout:
+def layout_of(chunks: tuple[Chunk, ...], in_rows: bool) -> CollectiveLayout:
     """The layout of float32, padded to rows or not."""
-    layout = MessageLayout(chunks, 4)
+    layout = CollectiveLayout(chunks, 4)
     layout.__dict__["in_rows"] = in_rows
     return layout
 
 
 def message_by_hand(
-    layout: MessageLayout, flats: list[torch.Tensor], *, padding: float
+    layout: CollectiveLayout, flats: list[torch.Tensor], *, padding: float
 ) -> torch.Tensor:
     """Pad each chunk, cut it for the ranks, and lay the sections of each rank side by side."""
     parts: list[torch.Tensor] = []
@@ -56,8 +56,8 @@ def message_by_hand(
 def test_a_message_with_an_empty_column_is_no_table():
     """Replicas that share an optimizer may leave none of a chunk to a group."""
     full, empty = (Chunk((Member("p", 0, 2 * width),), (0, width, 2 * width)) for width in (4, 0))
-    assert MessageLayout((full, full), 4).is_table
-    assert not MessageLayout((full, empty), 4).is_table
+    assert CollectiveLayout((full, full), 4).is_table
+    assert not CollectiveLayout((full, empty), 4).is_table
 
 
 @crossed(
@@ -88,7 +88,7 @@ def test_gradients_are_packed_and_cast_and_sections_unpacked(family, kinds, worl
         check_parts(layout, message, flats)
 
 
-def check_parts(layout: MessageLayout, message: torch.Tensor, flats: list[torch.Tensor]) -> None:
+def check_parts(layout: CollectiveLayout, message: torch.Tensor, flats: list[torch.Tensor]) -> None:
     fulls = [torch.zeros(chunk.padded_numel) for chunk in layout.chunks]
     for rank in {0, layout.num_ranks // 2, layout.num_ranks - 1}:
         start, stop = layout.part(rank)
@@ -124,7 +124,7 @@ def test_parts_are_padded_where_that_takes_less_time_than_an_operation_each(worl
     limit = OPERATION_BYTES // 4
     for sizes in ([16] * 6, [1 << 20] * 6, [limit + 1, 1], [limit + 2, 1]):
         specs = [ParameterSpec(str(i), numel, 4) for i, numel in enumerate(sizes)]
-        layout = MessageLayout(lay_out("parameter", [specs], world_size)[0], 4)
+        layout = CollectiveLayout(lay_out("parameter", [specs], world_size)[0], 4)
         (chunk,) = layout.chunks
         lengths = [end - start for start, end in pairwise(chunk.cuts)]
         in_rows = 4 * world_size * max(lengths)

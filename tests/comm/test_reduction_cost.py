@@ -18,14 +18,14 @@ SIZES = (1 << 16, 1 << 19, 1 << 22)
 @pytest.mark.parametrize("latency", [0.0, 5e-5, 2e-3])
 @pytest.mark.parametrize("bandwidth", [25e6, 119e6, 6e9])
 def test_points_on_a_line_give_that_line(latency, bandwidth):
-    link = fit_reduction_cost(SIZES, [latency + size / bandwidth for size in SIZES])
-    assert link.latency_seconds == pytest.approx(latency, abs=1e-12)
-    assert link.bytes_per_second == pytest.approx(bandwidth)
+    cost = fit_reduction_cost(SIZES, [latency + size / bandwidth for size in SIZES])
+    assert cost.latency_seconds == pytest.approx(latency, abs=1e-12)
+    assert cost.bytes_per_second == pytest.approx(bandwidth)
 
 
 def test_times_that_fall_with_size_give_neither_a_negative_latency_nor_a_negative_bandwidth():
-    link = fit_reduction_cost(SIZES, [3e-4, 2e-4, 1e-4])
-    assert link.latency_seconds >= 0 and 0 < link.bytes_per_second < math.inf
+    cost = fit_reduction_cost(SIZES, [3e-4, 2e-4, 1e-4])
+    assert cost.latency_seconds >= 0 and 0 < cost.bytes_per_second < math.inf
 
 
 def measured(world: World, transport: str) -> tuple[set[int], list[float]]:

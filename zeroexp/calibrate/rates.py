@@ -72,8 +72,8 @@ def measure_rates(world: World) -> dict[str, Any]:
 
 def _measure_link(world: World, transport: str) -> list[float]:
     """Return latency and bytes per second; a reduction of b bytes sends the part of b that the peers own."""
-    link = fit_reduction_cost(PROBED_BYTES, measure_reductions(world, transport=transport))
-    return [link.latency_seconds, link.bytes_per_second * (world.size - 1) / world.size]
+    cost = fit_reduction_cost(PROBED_BYTES, measure_reductions(world, transport=transport))
+    return [cost.latency_seconds, cost.bytes_per_second * (world.size - 1) / world.size]
 
 
 def _measure_products(dtype: torch.dtype, sizes: Sizes, device: torch.device) -> dict[str, float]:

@@ -43,7 +43,7 @@ class MessageRun:
 
 
 @dataclass(frozen=True)
-class MessageLayout:
+class CollectiveLayout:
     """The message of these chunks, which are cut for the same ranks; `itemsize` is of the elements that travel."""
 
     chunks: tuple[Chunk, ...]
@@ -146,8 +146,8 @@ class MessageLayout:
 
 
 @lru_cache(maxsize=NUM_REMEMBERED)
-def collective_layout_of(chunks: tuple[Chunk, ...], itemsize: int) -> MessageLayout:
-    return MessageLayout(chunks, itemsize)
+def collective_layout_of(chunks: tuple[Chunk, ...], itemsize: int) -> CollectiveLayout:
+    return CollectiveLayout(chunks, itemsize)
 
 
 def _members_in(chunks: tuple[Chunk, ...], section: MessageRun) -> Iterator[MessageRun]:

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from zeroexp.comm.base import Between, GatherPart, Pending, ReducePart, Sent, TimedWork, Transport
-from zeroexp.comm.collective_layout import MessageLayout, collective_layout_of
+from zeroexp.comm.collective_layout import CollectiveLayout, collective_layout_of
 from zeroexp.comm.packing import (
     begin_alike,
     join_gradients,
@@ -123,7 +123,7 @@ class Native(Transport):
         of_ranks = dict(enumerate(received.split(sizes)))
         return self._pending([work]), of_ranks
 
-    def _gather(self, layout: MessageLayout, message: Tensor, mine: Tensor) -> list[Any]:
+    def _gather(self, layout: CollectiveLayout, message: Tensor, mine: Tensor) -> list[Any]:
         """Gather the parts of all ranks into `message`; `mine` is this rank's part, which may lie in it."""
         group = self._world.process_group
         if layout.in_rows:
@@ -135,7 +135,7 @@ class Native(Transport):
         return self._launch(calls, group)
 
     def _reduce(
-        self, layout: MessageLayout, message: Tensor, room: Tensor | None
+        self, layout: CollectiveLayout, message: Tensor, room: Tensor | None
     ) -> tuple[Tensor, list[Any]]:
         """Return where this rank's part of the sums will be, in `room` if that can be, and the works."""
         group = self._reductions.process_group
@@ -146,7 +146,7 @@ class Native(Transport):
         calls = [partial(dist.reduce, part, group_dst=owner) for owner, part in parts.items()]
         return parts.get(self._rank, message[:0]), self._launch(calls, group)
 
-    def _parts_of_owners(self, layout: MessageLayout, message: Tensor) -> dict[int, Tensor]:
+    def _parts_of_owners(self, layout: CollectiveLayout, message: Tensor) -> dict[int, Tensor]:
         places = [layout.part(owner) for owner in layout.owners]
         return dict(zip(layout.owners, views_of(message, places), strict=True))
 

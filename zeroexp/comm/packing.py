@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 from zeroexp.comm.base import GatherPart, ReducePart, part_of
-from zeroexp.comm.collective_layout import MessageLayout
+from zeroexp.comm.collective_layout import CollectiveLayout
 
 
-def join_gradients(layout: MessageLayout, parts: Sequence[ReducePart]) -> None:
+def join_gradients(layout: CollectiveLayout, parts: Sequence[ReducePart]) -> None:
     """Bring each chunk's gradients together where `pack_gradients` needs that.
 
     Called before the message is allocated: gradients that rest nowhere are freed by it, so that two copies of them are
@@ -27,7 +27,7 @@ def join_gradients(layout: MessageLayout, parts: Sequence[ReducePart]) -> None:
             part.gradients[:] = [part.gradients[0].to(part.sent_dtype)]
 
 
-def pack_gradients(layout: MessageLayout, message: Tensor, parts: Sequence[ReducePart]) -> None:
+def pack_gradients(layout: CollectiveLayout, message: Tensor, parts: Sequence[ReducePart]) -> None:
     """Copy the gradients, joined by `join_gradients`, into the message of any dtype; padding may hold anything."""
     if layout.is_table and not layout.is_chunk:
         chunks = [part.gradients[0] for part in parts]
@@ -42,7 +42,7 @@ def pack_gradients(layout: MessageLayout, message: Tensor, parts: Sequence[Reduc
         torch._foreach_copy_(views_of(message, [run.place for run in layout.members]), sources)
 
 
-def pack_pieces(layout: MessageLayout, rank: int, parts: Sequence[GatherPart]) -> Tensor:
+def pack_pieces(layout: CollectiveLayout, rank: int, parts: Sequence[GatherPart]) -> Tensor:
     """Return this rank's part of the message: the piece itself, or pieces and padding side by side."""
     pieces = [part.piece for part in parts]
     rest = layout.part_numel(rank) - sum(piece.numel() for piece in pieces)
@@ -51,7 +51,7 @@ def pack_pieces(layout: MessageLayout, rank: int, parts: Sequence[GatherPart]) -
     return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
 
 
-def unpack_sections(layout: MessageLayout, message: Tensor, parts: Sequence[GatherPart]) -> None:
+def unpack_sections(layout: CollectiveLayout, message: Tensor, parts: Sequence[GatherPart]) -> None:
     """Copy every section of the message to its place in the full chunks."""
     rows = [part.by_rank for part in parts if part.by_rank is not None]
     if len(rows) == len(parts):

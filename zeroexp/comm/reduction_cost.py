@@ -29,7 +29,7 @@ NUM_REPEATS = 9
 
 @dataclass(frozen=True)
 class ReductionCost:
-    """A link tells what a reduction costs the slowest rank of one world."""
+    """What a reduction costs the slowest rank of one world: a latency, and seconds for each byte."""
 
     latency_seconds: float
     bytes_per_second: float  # of gradient on each rank, whatever part of it travels
