@@ -14,6 +14,7 @@ from zeroexp.report.statistics import (
     Interval,
     TimeVerdict,
     _interval_of_median,
+    compare_quality,
     compare_step_times,
     judge_interval,
     judge_losses,
@@ -94,6 +95,17 @@ def test_the_interval_is_students() -> None:
     assert found.low == pytest.approx(math.exp(-0.22325 - 0.03106), rel=1e-3)
     assert found.high == pytest.approx(math.exp(-0.22325 + 0.03106), rel=1e-3)
     assert against_one(0.5, 0.5, 0.5).high == 0.5
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_a_seed_that_diverged_is_said_so_and_nothing_else_is_judged(bad: float) -> None:
+    whole, diverged = {0: 2.0, 1: 3.0, 2: 4.0}, {0: 2.0, 1: bad, 2: 4.0}
+    texts = [
+        compare_quality("point", "loss", values, reference, 1).text
+        for values, reference in ((diverged, whole), (diverged, None), (whole, diverged))
+    ]
+    what = f"{bad} (3 seeds): diverged"
+    assert texts == [what, what, "3.0000 ± 1.0000 (3 seeds)"]
 
 
 @pytest.mark.parametrize("num_runs", [3, 5])

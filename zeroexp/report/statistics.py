@@ -135,7 +135,7 @@ class Quality:
     name: str
     metric: str
     num_seeds: int
-    mean: float
+    mean: float  # not finite where a seed diverged, and then nothing is judged
     deviation: float | None  # of one seed; None for a single one
     low: float | None  # the interval of the difference to the reference, over the reference's mean
     high: float | None
@@ -149,6 +149,8 @@ class Quality:
 
     @property
     def verdict(self) -> str | None:
+        if not math.isfinite(self.mean):
+            return "diverged"
         if self.low is None or self.high is None:
             return None
         if self.low <= 0 <= self.high:
@@ -166,12 +168,15 @@ def compare_quality(
 ) -> Quality:
     """Compare values by seed with those of the reference: equal seeds have the same weights and batches."""
     mean = fmean(values.values())
-    deviation = stdev(values.values()) if len(values) > 1 else None
+    whole = fmean(reference.values()) if reference else math.nan
     seeds = sorted(values.keys() & reference.keys()) if reference else []
-    low = high = None
-    if reference and len(seeds) >= FEWEST:
-        whole = abs(fmean(reference.values())) or 1.0
-        apart = [(values[seed] - reference[seed]) / whole for seed in seeds]
+    deviation = low = high = None
+    # Python's stdev raises AttributeError for nan.
+    if len(values) > 1 and math.isfinite(mean):
+        deviation = stdev(values.values())
+    if reference and len(seeds) >= FEWEST and math.isfinite(mean + whole):
+        base = abs(whole) or 1.0
+        apart = [(values[seed] - reference[seed]) / base for seed in seeds]
         low, high = _interval_of_mean(apart, ALPHA / max(1, num_comparisons))
     return Quality(name, metric, len(values), mean, deviation, low, high)
 
