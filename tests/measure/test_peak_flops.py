@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -70,3 +71,21 @@ def measured_unless_one_can_not(world: World) -> dict[str, Any]:
 
 def test_a_rank_that_can_not_measure_loses_the_peak_alone(ranks):
     assert ranks(measured_unless_one_can_not) == [{}, {}]
+
+
+def peak_of_unlike_gpus(world: World, *names: str) -> dict[str, Any]:
+    """Products take rank 1 twice as long."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.cuda, "get_device_name", lambda _: names[world.rank])
+        patch.setattr(peaks, "measure_peak_flops", lambda *_: 4e12 / (1 + world.rank))
+        return peak_flops(replace(world, device=torch.device("cuda")), torch.bfloat16)
+
+
+def test_ranks_of_unlike_gpus_find_one_peak(ranks):
+    """Else the one whose GPU has no data sheet here waits for the other, to measure at once."""
+    mean, *others = ranks(peak_of_unlike_gpus, "NVIDIA H100 NVL", "Tesla V100-SXM2-16GB")
+    assert (mean["peak_flops_per_second"], mean["peak_flops_source"]) == (3e12, "calibrated")
+    assert [each["peak_flops_per_second"] for each in others] == [3e12]
+    known = ranks(peak_of_unlike_gpus, "NVIDIA H100 NVL", "NVIDIA A100-SXM4-80GB")
+    name = "NVIDIA H100 NVL and NVIDIA A100-SXM4-80GB, dense bfloat16"
+    assert [[*each.values()] for each in known] == [[573.75e12, "datasheet", name]] * 2

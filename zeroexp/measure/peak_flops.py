@@ -1,8 +1,8 @@
 """Peak of a rank: the most operations per second that it could compute; it has a name.
 
     cluster.peak_tflops=400    named: whoever ran it says so
-    a GPU of DENSE             datasheet: the dense figure for the dtype, without sparsity and without TF32
-    any other device           calibrated: the fastest of some products of matrices, measured on all ranks at once
+    GPUs of DENSE alone        datasheet: the dense figure for the dtype, without sparsity and without TF32
+    any other devices          calibrated: the fastest of some products of matrices, measured on all ranks at once
 
 Utilisation means nothing without the name of the peak that it is a share of, so the two are never apart.
 """
@@ -17,7 +17,7 @@ import torch
 
 from zeroexp.config.gpus import DENSE
 from zeroexp.process import world as worlds
-from zeroexp.process.world import World, barrier
+from zeroexp.process.world import World
 
 NUM_TRIALS = 12  # the fastest counts, since whatever else runs only slows a product down
 MOST_SECONDS = 0.3  # after which a size is not tried again: a finished run waits for it
@@ -37,11 +37,13 @@ def peak_flops(
     """
     if named_tflops is not None:
         return _fields(1e12 * named_tflops, "named", f"cluster.peak_tflops={named_tflops:g}")
-    if world.device.type == "cuda":
-        device = torch.cuda.get_device_name(world.device)
-        if peak := datasheet(device, dtype):
-            return _fields(peak, "datasheet", f"{device}, dense {_word(dtype)}")
-    barrier()  # ranks that share cores slow one another down here as they do in training
+    # All ranks decide alike, also where their GPUs differ, and measure at once: those that share cores slow one another
+    # down as in training.
+    names = worlds.gather_objects(_device_name(world))
+    devices = " and ".join(dict.fromkeys(names))
+    peaks = [peak for name in names if (peak := datasheet(name, dtype))]
+    if len(peaks) == world.size:
+        return _fields(fmean(peaks), "datasheet", f"{devices}, dense {_word(dtype)}")
     try:
         mine = measure_peak_flops(world, dtype)
     except Exception as error:  # no memory for it, or no such product in this dtype
@@ -50,7 +52,7 @@ def peak_flops(
     measured = [one for one in worlds.gather_objects(mine) if one is not None]
     if len(measured) < world.size:
         return {}
-    return _fields(fmean(measured), "calibrated", _product(world, dtype))
+    return _fields(fmean(measured), "calibrated", _product(world, dtype, devices))
 
 
 def _fields(flops_per_second: float, source: str, name: str) -> dict[str, Any]:
@@ -85,14 +87,18 @@ def measure_peak_flops(world: World, dtype: torch.dtype) -> float:
     return max(rates)
 
 
-def _product(world: World, dtype: torch.dtype) -> str:
+def _product(world: World, dtype: torch.dtype, devices: str) -> str:
     """Say what was measured, and on what; not of which size, since noise picks one, and points are compared by name."""
     word = _word(dtype)
     ranks = "1 rank" if world.size == 1 else f"{world.size} ranks at once"
+    return f"fastest product of matrices in {word}, {ranks}, {devices}"
+
+
+def _device_name(world: World) -> str:
+    if world.device.type == "cuda":
+        return torch.cuda.get_device_name(world.device)
     threads = torch.get_num_threads()
-    cores = f"CPU, {threads} {'thread' if threads == 1 else 'threads'} a rank"
-    device = torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else cores
-    return f"fastest product of matrices in {word}, {ranks}, {device}"
+    return f"CPU, {threads} {'thread' if threads == 1 else 'threads'} a rank"
 
 
 def _seconds(left: torch.Tensor, right: torch.Tensor) -> float:
