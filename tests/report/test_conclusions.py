@@ -16,8 +16,9 @@ from zeroexp.report.conclusions import (
     lines_of_moved,
     points_that_moved,
 )
+from zeroexp.report.page.losses import loss_chart
 from zeroexp.report.results_table import render
-from zeroexp.report.statistics import why_doubtful
+from zeroexp.report.statistics import losses_of, why_doubtful
 from zeroexp.report.words import headline_cards
 
 
@@ -121,6 +122,30 @@ def test_what_points_reach_is_compared_seed_by_seed(tmp_path: Path, metric: str)
     assert zero3 == "  zero3  2.8750 ± 0.8541 (4 seeds): equal within 0.084 %"
 
 
+@pytest.fixture
+def seeds(tmp_path: Path) -> Path:
+    """Sweeps `one` (seed 0 of zero3 failed), `other` (seed 1) and `third` (seed 2); each seed has losses of its own."""
+    for sweep, strategy, seed in (
+        *[("one", strategy, seed) for strategy in ("ddp", "zero3") for seed in (0, 1)],
+        ("other", "ddp", 1),
+        ("third", "ddp", 2),
+    ):
+        status = "failed" if (strategy, seed) == ("zero3", 0) else "done"
+        run = write_run(tmp_path / sweep / f"{strategy}-seed{seed}", strategy, status=status)
+        edit(run / "config.yaml", "seed: 0", f"seed: {seed}")
+        edit(run / "records.jsonl", '"loss": 7.0,', f'"loss": {7.0 + seed},')
+    return tmp_path
+
+
+def test_losses_are_compared_of_a_seed_that_points_share(seeds: Path) -> None:
+    verdict = losses_of(points(seeds / "one"))
+    assert verdict and {c.point: c.difference for c in verdict.curves} == {"ddp": 0, "zero3": 0}
+    apart = [*points(seeds / "one"), *points(seeds / "third")]
+    verdict = losses_of(apart)
+    assert verdict and [curve.point for curve in verdict.curves] == ["ddp", "zero3"]
+    assert loss_chart(apart).caption.endswith(" Of another seed, and left out: ddp-seed2.")
+
+
 # ---- two sweeps
 
 
@@ -177,6 +202,16 @@ def test_a_peak_moves_a_point_and_what_a_thread_frees_late_does_not(sweeps: Path
         pairs, _ = points_that_moved(points(sweeps / "before"), points(sweeps / "after"))
         (ddp,) = [one for one in pairs if one.name == "ddp"]
         assert ddp.changes == words
+
+
+def test_another_seed_moves_no_point(seeds: Path) -> None:
+    one, other, third = (points(seeds / sweep) for sweep in ("one", "other", "third"))
+    for before, after in ((one, other), (other, one), (one, third)):
+        ((ddp,), _) = points_that_moved(before, after)
+        assert ddp.changes == []
+    edit(seeds / "other/ddp-seed1/records.jsonl", '"loss": 8.0,', '"loss": 8.5,')
+    ((ddp,), _) = points_that_moved(one, points(seeds / "other"))
+    assert ddp.changes == ["losses part at step 0: 8.0 and 8.5"]
 
 
 def test_a_byte_and_a_bit_of_a_loss_move_a_point(sweeps: Path) -> None:

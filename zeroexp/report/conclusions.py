@@ -21,6 +21,7 @@ from zeroexp.report.measured_points import (
     MeasuredPoint,
     Round,
     distinguishing_keys,
+    of_one_seed,
     seed_of,
     settings_of,
 )
@@ -80,7 +81,6 @@ def lines_of_varied_numbers(point: MeasuredPoint) -> list[str]:
     are those of the same seed, where sums have one order.
     """
     first, *others = point.finished_runs or [point.run]
-    of_seed = {seed_of(run): run for run in reversed(point.finished_runs)}
     has_one_order = (
         first.engine.get("transport") not in INEXACT
         and first.config.get("cluster.device") != "cuda"
@@ -89,7 +89,7 @@ def lines_of_varied_numbers(point: MeasuredPoint) -> list[str]:
     for other in others:
         changes = [(first, change) for change in _changed_numbers(first, other)]
         if has_one_order:
-            mate = of_seed[seed_of(other)]
+            mate = point.of_seeds[seed_of(other)].run
             curves = ([record.loss for record in records_of(run)] for run in (mate, other))
             changes += [(mate, change) for change in _changed_losses(*curves)]
         lines += [f"{point.name}: {change} ({one.name}, {other.name})" for one, change in changes]
@@ -240,9 +240,11 @@ def _moved(
     number: int,
 ) -> Moved:
     changes = [*_changed_numbers(old.run, new.run), *_changed_peaks(old.run, new.run)]
-    changes += _changed_losses(old.losses, new.losses)
-    if len(old.losses) != len(new.losses):
-        changes.append(f"steps: {len(old.losses)} and {len(new.losses)}")
+    curves = [point.losses for point in of_one_seed([old, new])]
+    if len(curves) == 2:
+        changes += _changed_losses(*curves)
+        if len(curves[0]) != len(curves[1]):
+            changes.append(f"steps: {len(curves[0])} and {len(curves[1])}")
     before, after = old.seconds_by_round, new.seconds_by_round
     if unchanged and new is not unchanged[1]:
         before, after = _over(before, unchanged[0]), _over(after, unchanged[1])

@@ -7,6 +7,7 @@ by seed.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cache, cached_property
@@ -77,10 +78,21 @@ class MeasuredPoint:
                 seconds[seed_of(run), number] = run.summary.step_seconds_median
         return seconds
 
+    @cached_property
+    def of_seeds(self) -> dict[int, MeasuredPoint]:
+        """The point by seed, with its runs of that seed alone."""
+        runs: dict[int, list[Run]] = {}
+        for run in self.runs:
+            runs.setdefault(seed_of(run), []).append(run)
+        return {
+            seed: replace(self, runs=tuple(each)) if len(runs) > 1 else self
+            for seed, each in runs.items()
+        }
+
     @property
     def by_seed(self) -> dict[int, RunSummary]:
         """The results of the first finished run of each seed."""
-        return {seed_of(run): run.summary for run in reversed(self.finished_runs) if run.summary}
+        return {seed: each.summary for seed, each in self.of_seeds.items() if each.summary}
 
     @cached_property
     def records(self) -> list[StepRecord]:
@@ -161,6 +173,17 @@ def points_of(runs: Sequence[Run]) -> list[MeasuredPoint]:
         MeasuredPoint(f"{sweeps[group[0].folder.parent]}{_name(group)}", tuple(group))
         for group in groups.values()
     ]
+
+
+def of_one_seed(points: Sequence[MeasuredPoint]) -> list[MeasuredPoint]:
+    """Return the points with their runs of one seed, of which most have results; points without such runs are left out.
+
+    Losses of two seeds are never alike.
+    """
+    seeds = Counter(seed for point in points for seed in point.by_seed)
+    seeds = seeds or Counter(seed for point in points for seed in point.of_seeds)
+    most = max(seeds, key=seeds.__getitem__, default=0)  # of equal ones the first
+    return [point.of_seeds[most] for point in points if most in point.of_seeds]
 
 
 def seed_of(run: Run) -> int:

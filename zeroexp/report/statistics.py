@@ -23,7 +23,7 @@ from statistics import fmean, stdev
 from typing import Any
 
 from zeroexp.measure.drift import STEP_TIME
-from zeroexp.report.measured_points import MeasuredPoint
+from zeroexp.report.measured_points import MeasuredPoint, of_one_seed
 from zeroexp.tracking.run import Run
 
 ALPHA = 0.05
@@ -382,12 +382,12 @@ def judge_losses(
 
 
 def in_order_of_losses(points: Sequence[MeasuredPoint]) -> list[MeasuredPoint]:
-    """Return the points that recorded losses, in their order but for those that nothing is compared with.
+    """Return the points with losses of one seed (`of_one_seed`), in their order but for those nothing is compared with.
 
     Behind the others stand those with a loss that is no number, and last seldom synchronised replicas.
     """
     return sorted(
-        (point for point in points if point.losses),
+        (point for point in of_one_seed(points) if point.losses),
         key=lambda p: (p.outer_every is not None, not all(map(math.isfinite, p.losses))),
     )
 

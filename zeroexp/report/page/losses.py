@@ -52,6 +52,9 @@ def loss_chart(points: Sequence[MeasuredPoint]) -> Chart:
         layout["yaxis2"] = axis_of("relative distance", domain=[0, 0.32], **powers)
     if apart:
         caption = f"{caption} In no comparison, by design not equal: {', '.join(apart)}."
+    others = [point.name for point in points if point.losses and point.name not in lines]
+    if others:
+        caption = f"{caption} Of another seed, and left out: {', '.join(others)}."
     layout["showlegend"] = len(lines) <= MANY
     return Chart("losses", "Loss curves", caption, data, layout, height)
 
