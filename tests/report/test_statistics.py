@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+import time
 
 import pytest
 
@@ -131,6 +132,10 @@ def test_the_interval_of_a_median_holds_it_from_both_sides() -> None:
     """Of 11 values the 2nd and 10th hold it with 98.8 %; the 3rd and 9th with 93.5 %, each of them with 96.7 %."""
     assert _interval_of_median(range(11)) == Interval(1, 9, "steps")
     assert _interval_of_median(range(5)) is None
+    # Of 20,000 the normal distribution says 10,000 ∓ 1.96 √20,000 / 2. Exact binomials of that size take long seconds.
+    began = time.process_time()
+    assert _interval_of_median(range(20_000)) == Interval(9860, 10139, "steps")
+    assert time.process_time() - began < 1
 
 
 def test_the_interval_is_over_runs_once_there_are_three(tmp_path) -> None:

@@ -252,8 +252,11 @@ def _reach_of_student(scatter: float, number: int, alpha: float) -> float:
 def _interval_of_median(ordered: Sequence[float]) -> Interval | None:
     """Return the narrowest pair of order statistics, symmetric in rank, that holds the median with 95 %."""
     number = len(ordered)
-    # The probability that at most so many values lie below the median; scipy's takes a third of a second to import.
-    below = accumulate(math.comb(number, rank) / 2**number for rank in range(number // 2))
+    # The probability that at most so many values lie below the median: number over rank, by 2**number, by logarithms,
+    # since of long runs these are numbers of thousands of digits. scipy's takes a third of a second to import.
+    whole = math.lgamma(number + 1) - number * math.log(2)
+    logs = (whole - math.lgamma(n + 1) - math.lgamma(number - n + 1) for n in range(number // 2))
+    below = accumulate(map(math.exp, logs))
     ranks = [rank for rank, probability in enumerate(below) if 2 * probability <= ALPHA]
     return Interval(ordered[ranks[-1]], ordered[number - 1 - ranks[-1]], "steps") if ranks else None
 
