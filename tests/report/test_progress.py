@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import io
 import re
+from pathlib import Path
 
 import pytest
 
-from tests.run_folders import record
+from tests.run_folders import record, write_run
+from zeroexp.cluster.follow import ShownRun
+from zeroexp.cluster.job import Job
 from zeroexp.report.sweep_progress import MAX_RUNNING_LINES, SweepProgress, duration
+from zeroexp.tracking.files import RecordWriter
 
 
 class Clock:
@@ -87,6 +91,23 @@ def test_a_run_that_goes_on_counts_the_steps_that_it_has_seen() -> None:
     first, last = [line for line in pipe.getvalue().splitlines() if "step" in line]
     assert "step 51/100" in first and "left" not in first
     assert "step 56/100" in last and last.endswith("44 s left")
+
+
+def test_steps_from_before_it_was_followed_took_none_of_the_time(tmp_path: Path) -> None:
+    """Also of a run that was away, whose records are cut and read again."""
+    folder = write_run(tmp_path / "run", status="running", num_steps=10)
+    pipe, clock = io.StringIO(), Clock()
+    shown = ShownRun(1, Job(folder), SweepProgress(1, pipe, clock), lambda _: None)
+    shown.start()
+    shown.show_steps()
+    for from_step, seconds in ((10, 5.0), (6, 100.0), (7, 8.0)):
+        clock.now += seconds
+        with RecordWriter(folder, from_step=from_step) as writer:
+            writer.write(record(from_step))
+        shown.show_steps()
+    # Of 23 steps 12 are left of 5 s, then 15 of 8 s.
+    left = re.findall(r"\d[\w ]+ left", pipe.getvalue())
+    assert left == ["1 min 00 s left", "2 min 00 s left"]
 
 
 def test_what_drifts_is_named_every_three_hundred_steps_while_the_run_goes_on() -> None:

@@ -181,8 +181,9 @@ class ShownRun:
         self._started = True
 
     def show_steps(self) -> None:
-        for row in read_rows(self._records.new_lines() if self._started else ()):
-            self._progress.step(self._number, step_record(row))
+        rows = read_rows(self._records.new_lines() if self._started else ())
+        for row in rows:
+            self._progress.step(self._number, step_record(row), is_newest=row is rows[-1])
             self._on_step(self.job)
         for line in self._log.new_lines():
             if error := json.loads(line)["error"]:

@@ -30,7 +30,7 @@ class _ShownPoint:
     num_steps: int
     started: float
     record: StepRecord | None = None
-    # When a step was seen first, and how many were done then.
+    # When steps were seen first, and how many were done then.
     first_seen: tuple[float, int] | None = None
     line_shown: float = float("-inf")
     recent: list[StepRecord] = field(default_factory=list[StepRecord])  # that were not judged yet
@@ -72,15 +72,19 @@ class SweepProgress:
         self._running[number] = _ShownPoint(number, name, num_steps, started=self._clock())
         self.note(f"[{number}/{self._num_points}] {name}: started")
 
-    def step(self, number: int, record: StepRecord) -> None:
+    def step(self, number: int, record: StepRecord, *, is_newest: bool = True) -> None:
+        """is_newest: no later step was read at the same time, as of a run that had begun before."""
         point, now = self._running[number], self._clock()
+        if record.step < point.num_done:  # it goes on from a checkpoint, and was away
+            point.first_seen = None
         point.record = record
         point.recent.append(record)
         if len(point.recent) == STEPS_OF_DRIFT:
             for what, how in rising(point.recent).items():
                 self.note(f"[{number}/{self._num_points}] {point.name}: {what} {how}")
             point.recent.clear()
-        point.first_seen = point.first_seen or (now, point.num_done)
+        if is_newest:
+            point.first_seen = point.first_seen or (now, point.num_done)
         if self._live:
             self._draw(now)
         elif (
