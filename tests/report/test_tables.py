@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import json
+import resource
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -374,3 +375,23 @@ def test_only_what_stands_between_the_markers_is_replaced(tmp_path: Path) -> Non
     with pytest.raises(ConfigError, match=r"README\.md: has no place for it; add the lines"):
         replace_in(page, "new")
     assert page.read_text() == f"{BEGIN}\nno end"
+
+
+def test_the_rest_of_a_page_stays_as_it_is_to_the_byte(tmp_path: Path) -> None:
+    """Ends of lines as on Windows, an encoding of its own, and whatever happens where the disk is full."""
+    page, link = tmp_path / "page.md", tmp_path / "link.md"
+    page.write_bytes(f"caf\xe9\r\n{BEGIN}\r\nold\r\n{END}\r\n".encode("latin-1"))
+    page.chmod(0o640)
+    link.symlink_to(page)
+    replace_in(link, "one\ntwo")
+    whole = f"caf\xe9\r\n{BEGIN}\r\none\r\ntwo\r\n{END}\r\n".encode("latin-1")
+    assert (page.read_bytes(), page.stat().st_mode & 0o777) == (whole, 0o640)
+    assert link.is_symlink()
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, hard))
+    try:
+        with pytest.raises(ConfigError, match=r"--write .*: File too large; "):
+            replace_in(page, "x" * 2000)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert page.read_bytes() == whole and {*tmp_path.iterdir()} == {page, link}

@@ -21,8 +21,12 @@ def write_durably(path: Path, content: bytes) -> None:
 def replace_durably(path: Path, content: bytes) -> None:
     """Write a file that appears whole: a reader sees the old content or the new one, even after a power cut."""
     beside = path.with_name(f".{path.name}.{os.getpid()}")
-    write_durably(beside, content)
-    beside.replace(path)
+    try:
+        write_durably(beside, content)
+        beside.replace(path)
+    except OSError:
+        beside.unlink(missing_ok=True)
+        raise
 
 
 def sync(path: Path) -> None:

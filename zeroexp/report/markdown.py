@@ -8,6 +8,7 @@ from pathlib import Path
 from textwrap import wrap
 
 from zeroexp.config.keys import ConfigError
+from zeroexp.process.durable import replace_durably
 from zeroexp.report.columns import STATUS, Column, beside_names, point_columns
 from zeroexp.report.measured_points import MeasuredPoint
 from zeroexp.report.statistics import DOUBT, why_doubtful
@@ -38,13 +39,19 @@ def replace_in(page: Path, text: str, name: str = MEASURED) -> None:
     """Put `text` between the markers of this name. Raises ConfigError if the page has none or cannot be written."""
     begin, end = (f"<!-- {name}: {word} -->" for word in ("begin", "end"))
     with writing("write", page, "use a page that is there"):
-        before, _, rest = page.read_text(encoding="utf-8").partition(begin)
-        _, marker, after = rest.partition(end)
+        # In bytes: the ends of lines and the encoding of the rest are the page's own. r+ refuses what is read-only.
+        with page.open("r+b") as file:
+            before, _, rest = file.read().partition(begin.encode())
+        old, marker, after = rest.partition(end.encode())
         if not marker:
             raise ConfigError(
                 f"--write {page}: has no place for it; add the lines {begin} and {end}"
             )
-        page.write_text(f"{before}{begin}\n{text}\n{end}{after}", encoding="utf-8")
+        newline = "\r\n" if old.startswith(b"\r\n") else "\n"
+        content = newline.join([begin, *text.split("\n"), end]).encode()
+        mode = page.stat().st_mode
+        replace_durably(page.resolve(), before + content + after)
+        page.chmod(mode)
 
 
 def wrapped(sentence: str) -> str:
