@@ -306,6 +306,12 @@ def _check_chakra(folder: Path, target: Path) -> None:
     assert orders[0] == orders[1]
 
 
+def test_a_torn_timeline_is_no_step_to_simulate(tmp_path):
+    (tmp_path / "trace.0.2.json").write_text('{"otherData": {"ra')
+    with pytest.raises(ConfigError, match=r"trace\.0\.2\.json: damaged, .*; trace it again"):
+        write_chakra(tmp_path, 2, tmp_path)
+
+
 def test_no_rank_begins_a_step_while_another_writes_what_it_saw_of_the_last(local, tmp_path):
     """Else the next step, which counts in times, would wait for a file."""
     job = make_job(tmp_path / "run", train__trace_steps=[2])

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from zeroexp.config.engines import ENGINES
-from zeroexp.registry.errors import ConfigError
+from zeroexp.registry.errors import ConfigError, DamagedFile
 
 COMPUTE, COLLECTIVE = 4, 7  # NodeType
 COMM_TYPES = {"all_reduce": 0, "all_gather": 2, "all_to_all": 6, "reduce_scatter": 7}
@@ -38,10 +38,10 @@ def traced_step(run: Path, step: int | None = None) -> int:
 def write_chakra(run: Path, step: int, folder: Path) -> None:
     """Write chakra.<rank>.et of every rank, and GROUPS where some ranks have moves of their own.
 
-    Raises ConfigError where a rank's timeline is missing or does not tell what it sent.
+    Raises ConfigError where a rank's timeline is missing, damaged or does not tell what it sent.
     """
     paths = sorted(run.glob(f"trace.*.{step}.json"), key=lambda path: int(path.name.split(".")[1]))
-    traces = [json.loads(path.read_text(encoding="utf-8")) for path in paths]
+    traces = [_read(path) for path in paths]
     moves = [e["args"] for each in traces for e in each["traceEvents"] if e.get("cat") == "verb"]
     size, engine = (traces[0]["otherData"].get(key) for key in ("world_size", "implementation"))
     if engine in ENGINES or any("collective" not in move for move in moves):
@@ -59,6 +59,13 @@ def write_chakra(run: Path, step: int, folder: Path) -> None:
     if groups:
         listed = {str(number): ranks for ranks, number in groups.items()}
         (folder / GROUPS).write_text(json.dumps(listed), encoding="utf-8")
+
+
+def _read(path: Path) -> Event:
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:  # a part, as of a run that filled the disk
+        raise DamagedFile(path, "no JSON", "trace it again") from error
 
 
 def nodes_of(trace: Event) -> list[Event]:
