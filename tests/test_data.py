@@ -316,6 +316,7 @@ WRITERS = [write_csv, write_archive, write_jsonl, write_parquet, write_saved]
 @pytest.mark.parametrize("write", [*WRITERS, write_tsv, write_json, write_folders])
 def test_reviews_of_local_files(write: Callable[[Path], Path], tmp_path):
     path = str(write(tmp_path))
+    there = sorted(tmp_path.rglob("*"))
     data = opened("yelp", "smollm2_360m_yelp", path=path, seq_len=24)
     assert (data.num_samples, data.vocab_size, data.source) == (6, 2048, f"local: {path}")
     step = in_stored_order(data)
@@ -325,6 +326,7 @@ def test_reviews_of_local_files(write: Callable[[Path], Path], tmp_path):
         assert turn.labels.tolist() == [label]
     assert (step.num_valid, step.num_tokens) == (6, sum(map(len, rows)))
     assert opened("yelp", "smollm2_360m_yelp", path=path, limit=2).num_samples == 2
+    assert sorted(tmp_path.rglob("*")) == there, "nothing is written beside the data"
 
 
 TWO = {"train.csv": "text\na\n", "test.csv": "text\nb\n"}

@@ -120,9 +120,17 @@ def holds_texts(table: Table, column: str) -> bool:
     return str(getattr(table.features[column], "dtype", "")) in ("string", "large_string")
 
 
-def map_batches(table: Table, function: Any) -> Table:
+def map_batches(table: Table, function: Any, scratch: Path) -> Table:
+    """Return what `function` makes of batches of rows, which lies in `scratch`.
+
+    By itself the library puts it beside the file that it read: in a folder of the user's, where it would pass for data.
+    """
     return table.map(
-        function, batched=True, remove_columns=table.column_names, load_from_cache_file=False
+        function,
+        batched=True,
+        remove_columns=table.column_names,
+        load_from_cache_file=False,
+        cache_file_name=str(scratch / "mapped.arrow"),
     )
 
 

@@ -47,7 +47,7 @@ def write_packed(
     tokenizer = _tokenizer_of(words)
     texts, source = _read_texts(config, files, folder / SCRATCH)
     packer = _Packer(tokenizer, words, config.seq_len, texts, config)
-    packed = map_batches(first_rows(texts, config.limit), packer)
+    packed = map_batches(first_rows(texts, config.limit), packer, folder / SCRATCH)
     if len(packed) == 0:
         raise ConfigError(
             f"data.seq_len={config.seq_len}: the text is shorter than one sample; choose a smaller one"
@@ -78,7 +78,7 @@ def write_labelled(
         labels = [number[value] for value in batch[label]]
         return {"tokens": rows, "lengths": [len(row) for row in ids], "labels": labels}
 
-    padded = map_batches(first_rows(table, config.limit), pad)
+    padded = map_batches(first_rows(table, config.limit), pad, folder / SCRATCH)
     save_column(folder / "tokens.npy", padded, "tokens", (config.seq_len,), _dtype(tokenizer))
     save_column(folder / "labels.npy", padded, "labels", (), np.dtype(np.int64))
     save_column(folder / "lengths.npy", padded, "lengths", (), np.dtype(np.int64))
