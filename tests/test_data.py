@@ -32,6 +32,7 @@ from zeroexp.config.keys import ConfigError, DataConfig, ModelConfig
 from zeroexp.cut.rank_grid import RankGrid
 from zeroexp.data import StepBatch, packed_cache, table_rows
 from zeroexp.data.batches import Data, build_data, sample_indices
+from zeroexp.data.classes import classes_of
 from zeroexp.data.sources import CORPUS, choose_tokenizer
 from zeroexp.models import find_weights
 
@@ -534,6 +535,13 @@ def test_names_that_a_data_set_knows_are_its_classes(tmp_path):
     data, model = configs("yelp", "smollm2_360m_yelp", path=str(tmp_path / "named"))
     with pytest.raises(ConfigError, match=r"has 5 classes \(worst,.*; set model.num_labels=5"):
         build_data(data, replace(model, num_labels=2), 0)
+
+
+@pytest.mark.parametrize("asked", [None, ["no", "yes"]])
+def test_rows_without_a_label_are_refused_by_their_value(asked):
+    """As of SNLI, and of the test splits of GLUE."""
+    with pytest.raises(ConfigError, match=r"data.label_column=label: holds -1, which is no class"):
+        classes_of([0, -1, 1], 2, column="label", asked=asked, names=["no", "yes"])
 
 
 @pytest.mark.parametrize("shape", ["cached", "cached_parts"])

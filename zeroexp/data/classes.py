@@ -29,6 +29,11 @@ def classes_of(
     values: all that occur in the column. asked: data.labels. names: what the data set calls its values 0, 1, ...
     """
     where = f"data.label_column={column}"
+    if names and (other := [value for value in values if value not in range(len(names))]):
+        raise ConfigError(
+            f"{where}: holds {_list_values(other)}, which is no class; remove these rows, "
+            "or use another split"
+        )
     if asked is not None:
         return _as_asked(values, asked, names)
     if names is not None:
