@@ -18,6 +18,7 @@ from zeroexp.config.keys import ConfigError
 from zeroexp.process.json_output import answer
 from zeroexp.tracking.json_files import dumps
 from zeroexp.tracking.mlflow_uploads import Uploads, open_uploads
+from zeroexp.tracking.run import run_folders
 
 
 def main() -> int:
@@ -46,7 +47,7 @@ def _sync(told: list[str] | None) -> int:
 
 def jobs_of(sweep: Path) -> list[Job]:
     """Return the jobs of a sweep in the order in which they were submitted. Raises ConfigError if there are none."""
-    jobs = [Job(path.parent) for path in sweep.glob("*/config.yaml")]
+    jobs = [Job(run) for run in run_folders(sweep)]
     if not jobs:
         raise ConfigError(f"{sweep}: no run in there; give the folder of a sweep, outputs/<sweep>")
     return sorted(jobs, key=lambda job: (job.state.get("pending_at", 0.0), job.name))

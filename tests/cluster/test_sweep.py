@@ -25,9 +25,10 @@ from tests.warm import Warm
 from zeroexp.check.sweep_points import point_of, require_points
 from zeroexp.cluster.job import Job
 from zeroexp.cluster.sweep import MAKING, Sweep, put_back
-from zeroexp.config.keys import Config, StudyConfig
+from zeroexp.config.keys import Config, ConfigError, StudyConfig
 from zeroexp.report import reading
 from zeroexp.report.measured_points import points_of
+from zeroexp.sync import jobs_of
 from zeroexp.tracking.files import read_records, read_summary, write_json
 from zeroexp.tracking.run import read_run, read_runs
 
@@ -389,6 +390,13 @@ def test_a_batch_gets_all_of_its_folders_or_none(tmp_path, monkeypatch, ends):
             sweep.run(batch)
         assert made and list((tmp_path / "outputs").iterdir()) == []
         assert sweep.conclude() == 0, "there is nothing to tell of"
+
+
+@pytest.mark.parametrize("read", [lambda run: Sweep([]).rerun(run), jobs_of, reading.read_runs])
+def test_the_folder_of_a_run_is_no_sweep_whose_run_is_hydras_own_folder(tmp_path, read):
+    write_run(tmp_path / ".hydra", status="failed")
+    with pytest.raises(ConfigError, match=r"no run in there; give .*outputs/<sweep>"):
+        read(tmp_path)
 
 
 def test_a_rerun_says_that_a_kill_left_points_without_a_folder(tmp_path, monkeypatch, capsys):

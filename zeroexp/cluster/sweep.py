@@ -56,7 +56,7 @@ from zeroexp.tracking.json_files import reserve
 from zeroexp.tracking.mlflow_labels import LINK
 from zeroexp.tracking.mlflow_store import with_store
 from zeroexp.tracking.mlflow_uploads import Uploads, open_uploads
-from zeroexp.tracking.run import LOAD_FILE, UNFINISHED, Run, read_runs
+from zeroexp.tracking.run import LOAD_FILE, UNFINISHED, Run, read_runs, run_folders
 
 FINE = ("done", "skipped")
 MAKING = ".making"  # in a sweep's folder while those of its points are made
@@ -130,7 +130,7 @@ class Sweep:
         Raises ConfigError if the process that runs them may be alive, or if no point is unfinished.
         """
         require_writable(f"--rerun {folder}", folder, "run it as who started the sweep")
-        every = [Job(path.parent) for path in folder.glob("*/config.yaml")]
+        every = [Job(run) for run in run_folders(folder)]
         jobs = [job for job in every if self._can_be_read(job)]
         jobs.sort(key=lambda job: job.state.get("pending_at", 0.0))
         if (folder / MAKING).exists():
@@ -145,8 +145,9 @@ class Sweep:
         going_on = unfinished(jobs).values()  # jobs that go on in Slurm
         again = [job for job in jobs if job.status not in FINE and job not in going_on]
         if not again and not self._num_damaged:
-            remedy = "there is nothing to run again" if every else "give a sweep's folder"
-            raise ConfigError(f"--rerun {folder}: nothing there has failed; {remedy}")
+            none = "no run in there; give the folder of a sweep, outputs/<sweep>"
+            problem = "nothing there has failed; there is nothing to run again" if every else none
+            raise ConfigError(f"--rerun {folder}: {problem}")
         for job in again:
             plugins.load(job.config.plugins, working_folder_of(job.folder))
         self._jobs, self._folder = jobs, folder

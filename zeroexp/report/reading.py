@@ -13,7 +13,7 @@ from zeroexp.config.keys import ConfigError
 from zeroexp.measure.formats import NewerFormat, from_json
 from zeroexp.measure.record import RunSummary, StepRecord
 from zeroexp.tracking.files import RECORDS, SUMMARY, read_records
-from zeroexp.tracking.run import Run, order_of, read_run
+from zeroexp.tracking.run import Run, order_of, read_run, run_folders
 
 MUST_EQUAL = "study.must_equal"
 # Torn files, and files of other versions, end in one of these.
@@ -26,17 +26,17 @@ def read_runs(folder: Path) -> tuple[list[Run], list[str]]:
 
     Raises ConfigError for a folder that holds no run at all, or only unreadable ones.
     """
-    configs = [*folder.glob("config.yaml")] or sorted(folder.glob("*/config.yaml"))
+    own = [config.parent for config in folder.glob("config.yaml")]
     runs: list[Run] = []
     problems: list[str] = []
-    for config in configs:
+    for each in own or sorted(run_folders(folder)):
         try:
-            runs.append(_checked(read_run(config.parent)))
+            runs.append(_checked(read_run(each)))
             problems += [*runs[-1].left_out, *_files_left_out(runs[-1])]
         except NewerFormat as error:
-            problems.append(f"{config.parent}: left out, {error}")
+            problems.append(f"{each}: left out, {error}")
         except UNREADABLE as error:
-            problems.append(_why_left_out(config.parent, error))
+            problems.append(_why_left_out(each, error))
     if not runs:
         raise ConfigError([*problems, f"{folder}: no run in there; give outputs/<sweep>"][0])
     return sorted(runs, key=order_of), problems

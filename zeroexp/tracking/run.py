@@ -105,6 +105,11 @@ def read_state(folder: Path) -> dict[str, Any]:
     return state
 
 
+def run_folders(sweep: Path) -> list[Path]:
+    """Return the folders of a sweep's runs. `.hydra` in a run is none, which has a config.yaml too."""
+    return [config.parent for config in sweep.glob("[!.]*/config.yaml")]
+
+
 def read_runs(folders: Iterable[Path]) -> list[Run]:
     """Read runs, in their order; a line on standard error names one whose files are damaged, or of a later version."""
     runs: list[Run] = []
