@@ -169,6 +169,13 @@ def test_on_gpus_a_line_that_leaves_it_open_means_what_people_run(monkeypatch, t
         assert (config.precision.name, data.seq_len, data.global_batch_size) == expected
 
 
+@pytest.mark.parametrize(("micro", "batch"), [(1, 16), (3, 12), (5, 10), (16, 32)])
+def test_a_batch_that_is_left_open_is_one_of_whole_microbatches(micro, batch):
+    words = (f"{MICRO}={micro}", f"{BATCH}={2 * micro}")
+    planned = plan_point(composed(*WORDS, *words), None, "cpu")
+    assert advise_module._with_defaults(planned, {MICRO}).data.global_batch_size == batch
+
+
 def test_a_named_gpu_sets_the_limit_and_the_speed():
     config = composed(*WORDS, "cluster.gpu=L4", "cluster.reserved_gib=2")
     assert plan_point(config, None, "cuda").outcome.memory_gib == 22

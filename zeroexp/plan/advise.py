@@ -10,7 +10,7 @@ would be named is rehearsed in full before it is: where that finds more bytes or
 
 [Note: defaults] What the line leaves open is what people run on the device. On GPUs that is bf16 with fp32 masters,
 sequences as long as the model's own context, and the memory of an H100. A batch that is not named has eight samples for
-each rank.
+each rank, or what a named micro-batch divides: six of three.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
+from zeroexp.check.sweep_points import fitting_batch
 from zeroexp.config.gpus import USUAL_GPU
 from zeroexp.config.keys import Config, ConfigError
 from zeroexp.models.outline import longest_sequence
@@ -156,8 +157,7 @@ def _with_defaults(planned: PlannedPoint, named: Collection[str]) -> Config:
             settings["cluster.gpu"] = USUAL_GPU
     if BATCH not in named:
         settings[MICRO] = config.data.micro_batch_size if MICRO in named else 1
-        each = max(SAMPLES_PER_RANK, settings[MICRO])
-        settings[BATCH] = each * config.world_size
+        settings[BATCH] = fitting_batch(SAMPLES_PER_RANK, settings[MICRO]) * config.world_size
     return with_settings(config, settings)
 
 
