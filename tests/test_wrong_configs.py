@@ -46,6 +46,7 @@ WRONG, WRONG_VALUES = wrong_lines().values()
 LONG = "x" * 300
 WRONG[f"resume={LONG}"] = "resume=xxxx", "File name too long"
 WRONG_VALUES[f"study.name={LONG}"] = "study.name=xxxx", "at most 100"
+WRONG_VALUES[f'study.name="{"実" * 100}"'] = "study.name=実", "over 200 bytes, and a folder"
 
 
 @pytest.fixture(autouse=True)

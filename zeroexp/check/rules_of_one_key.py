@@ -12,7 +12,7 @@ from dataclasses import asdict, fields, replace
 from typing import Any
 
 from zeroexp.check.refusal import Refusal, as_typed, value_of
-from zeroexp.config.keys import KEYS, Config, StrategyConfig
+from zeroexp.config.keys import KEYS, LONGEST_NAME_BYTES, Config, StrategyConfig
 from zeroexp.config.optimizer import OF_ENGINE, OPTIMIZERS, ROW_KEYS, OptimizerKind, rows_of
 from zeroexp.config.parameter_kinds import KINDS, is_pattern
 from zeroexp.config.plugins import REGISTRIES
@@ -253,9 +253,12 @@ def check_sbatch_options(config: Config) -> Iterator[Refusal]:
 
 
 def check_study(config: Config) -> Iterator[Refusal]:
-    """Require that every key of an include row exists, and that must_equal names keys, groups or facts of a run."""
+    """Require a name that a folder may have, keys that exist in rows, and keys, groups or facts in must_equal."""
     for key in (key for row in config.study.include for key in row):
         value_of(config, key, INCLUDE)
+    if len((config.study.name or "").encode()) > LONGEST_NAME_BYTES:
+        problem = f"over {LONGEST_NAME_BYTES} bytes, and a folder has this name"
+        yield "study.name", problem, "use a shorter one"
     if config.study.plan_must_hold and config.train.warmup_steps + config.train.steps < 2:
         problem = "the only step of a run is its first, which makes moments and is not as planned"
         yield "study.plan_must_hold=true", problem, "use train.warmup_steps=2"

@@ -18,6 +18,7 @@ from zeroexp.check.rules_of_one_key import INCLUDE
 from zeroexp.checkpoint.resume import resolve_resume
 from zeroexp.config import plugins
 from zeroexp.config.keys import (
+    LONGEST_NAME_BYTES,
     Config,
     ConfigError,
     DataConfig,
@@ -31,7 +32,6 @@ BATCH = "data.global_batch_size"
 IN_EVERY_NAME = ("strategy", "strategy.implementation", "world_size")
 TOO_LONG_FOR_A_NAME = ("resume",)
 MOST_RANKS = 1 << 16
-LONGEST_NAME_BYTES = 200  # of a point's folder; file systems allow 255, and a number may follow
 
 
 # One point from Hydra: its overrides, its composed config, and the files of .hydra/ by name.

@@ -35,8 +35,9 @@ REMOVED = (("model", "tied_rows"), ("train", "hash_steps"), ("cluster", "world_s
 DTYPES = ("float32", "bfloat16")
 MASTER = "master"  # a dtype of parameters at rest: that of the masters
 TASKS = ("causal", "classification", "regression")
-# Names of folders and of objects in MLflow: without a path separator, and of a length that file systems accept.
+# Names of folders and of objects in MLflow: without a path separator.
 NAME = r"\w[\w .+-]{0,99}", "no name", "use letters, digits, spaces and . _ + -, at most 100 in all"
+LONGEST_NAME_BYTES = 200  # of a folder; file systems allow 255, and a number may follow
 # Slurm would refuse other names after the submission, or read another word.
 OF_SLURM = r"\w[\w.,+@:-]{0,199}", "no name that Slurm could have", "use the site's, or null"
 FEATURES = r"[\w(\[][\w.,+@:*&|()\[\]!-]{0,199}", *OF_SLURM[1:]  # man sbatch, --constraint
