@@ -13,6 +13,7 @@ import pytest
 
 from tests.run_folders import record, write_run
 from zeroexp.config.keys import TrackingConfig
+from zeroexp.measure.formats import refuse_newer_format
 from zeroexp.tracking import mlflow_uploads
 from zeroexp.tracking.files import RecordWriter, write_json
 from zeroexp.tracking.mlflow_uploads import Uploads
@@ -74,3 +75,13 @@ def test_a_store_that_is_away_costs_a_complaint_and_nothing_else(
     printed = capsys.readouterr().out
     assert printed.startswith("\nMLflow did not take the runs (")
     assert printed.endswith(f"zeroexp sync {os.path.relpath(folder.parent)}\n")
+
+
+def test_a_run_of_a_later_version_keeps_no_other_from_the_store(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    worker, sent = mlflow_uploads._Worker(), list[str]()
+    worker.do(lambda: refuse_newer_format({"format": 99}, "summary.json"))
+    worker.do(lambda: sent.append("the next"))
+    assert worker.wait(60.0) and worker.error is None and sent == ["the next"]
+    assert "MLflow lacks a run: summary.json has format 99" in capsys.readouterr().err

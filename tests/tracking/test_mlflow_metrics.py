@@ -161,13 +161,15 @@ def test_samples_of_a_node_become_system_metrics(tmp_path: Path) -> None:
     assert len(lines) >= 2 and all(0 < row["system_memory_usage_percentage"] < 100 for row in lines)
     assert all(0 <= row["cpu_utilization_percentage"] <= 100 for row in lines)
     with (tmp_path / "system.node-3.jsonl").open("a") as torn:
-        torn.write('{"written_at": 1')
+        again = json.dumps(lines[0])
+        torn.write(f'{{"written_at": 1{again}\n{again}\n{{"written_at": 1')
     made = mlflow_metrics.system_entries(tmp_path)
     keys = {entry.key for entry in made}
     assert "system/node-3/cpu_utilization_percentage" in keys
     assert "system/node-3/network_receive_megabytes" in keys
     assert [e.step for e in made if e.key.endswith("cpu_utilization_percentage")] == [
-        *range(len(lines))
+        *range(len(lines)),
+        len(lines) + 1,
     ]
 
 

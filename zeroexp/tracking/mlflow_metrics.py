@@ -8,6 +8,7 @@ rows. Names contain the units, since MLflow has none.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from statistics import fmean
 from typing import NamedTuple
@@ -95,14 +96,16 @@ def summary_entries(at: float, summary: RunSummary) -> list[Entry]:
 
 
 def system_entries(folder: Path) -> list[Entry]:
-    """Return what nodes were busy with, under the names of MLflow's own system metrics, without a torn last line."""
+    """Return what nodes were busy with, under the names of MLflow's own system metrics, without torn lines."""
     made: list[Entry] = []
     for path in sorted(folder.glob("system.*.jsonl")):
         node = path.name.removeprefix("system.").removesuffix(".jsonl")
         for number, line in enumerate(path.read_text(encoding="utf-8").split("\n")[:-1]):
-            row = loads(line)
-            at = row.pop("written_at")
-            made += _entries({f"system/{node}/{name}": n for name, n in row.items()}, at, number)
+            with suppress(ValueError):  # cut by a full disk; another attempt wrote behind it
+                row = loads(line)
+                at = row.pop("written_at")
+                named = {f"system/{node}/{name}": n for name, n in row.items()}
+                made += _entries(named, at, number)
     return made
 
 

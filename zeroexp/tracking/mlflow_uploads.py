@@ -17,6 +17,7 @@ from pathlib import Path
 from queue import Queue
 
 from zeroexp.config.keys import DamagedFile, TrackingConfig, load
+from zeroexp.measure.formats import NewerFormat
 from zeroexp.process import signals
 from zeroexp.process.reachable import without_password
 from zeroexp.tracking.mlflow import MlflowTracker
@@ -137,7 +138,7 @@ class _Worker:
             try:
                 if self.error is None:
                     action()
-            except DamagedFile as error:  # of one run: the others are sent
+            except (DamagedFile, NewerFormat) as error:  # of one run: the others are sent
                 print(f"zeroexp: MLflow lacks a run: {error}", file=sys.stderr)
             except Exception as error:  # a database, a server or the network may raise anything
                 self.error = error
