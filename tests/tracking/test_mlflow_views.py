@@ -58,18 +58,20 @@ def test_the_envelope_and_the_link_fit_together() -> None:
     state = state_of(envelope)
     assert state["searchFilter"] == "tags.sweep = 'my sweep/2'"
     assert state["runsHiddenMode"] == "SHOW_ALL"
-    assert table.tag == "mlflow.sharedViewState.zeroexp.my-sweep-2.table"
+    assert re.fullmatch(r"zeroexp\.my-sweep-2-[0-9a-f]{8}\.table", table.key)
+    assert table.tag == f"mlflow.sharedViewState.{table.key}"
     url = table.url("http://127.0.0.1:5000", "7")
     assert url == (
         "http://127.0.0.1:5000/#/experiments/7/runs?workflowType=machine_learning"
-        "&viewStateShareKey=zeroexp.my-sweep-2.table"
+        f"&viewStateShareKey={table.key}"
     )
     assert scatter.url("http://h", "7").endswith("&compareRunsMode=CHART")
 
 
 def test_views_of_a_sweep_have_keys_of_their_own() -> None:
-    keys = {view.key for sweep in ("a", "b") for view in mlflow_views.of_sweep(sweep)}
-    assert len(keys) == 2 * 6
+    sweeps = ("a", "b", "a b", "a.b", "実験一", "実験二")
+    keys = {view.key for sweep in sweeps for view in mlflow_views.of_sweep(sweep)}
+    assert len(keys) == len(sweeps) * 6 and "zeroexp.a.table" in keys
 
 
 def _tags(ages: dict[str, float]) -> dict[str, str]:

@@ -8,12 +8,15 @@ from __future__ import annotations
 
 import base64
 import json
+import os
 import re
 import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import urlencode
+
+from zeroexp.process.content_hash import hash_of
 
 TAG_PREFIX = "mlflow.sharedViewState."
 KEY_PREFIX = "zeroexp."
@@ -55,6 +58,8 @@ class ChartView:
     @property
     def key(self) -> str:
         sweep = re.sub(r"[^A-Za-z0-9_-]+", "-", self.sweep)
+        if sweep != self.sweep:  # as another may read
+            sweep += f"-{hash_of([os.fsencode(self.sweep)])[:8]}"
         return f"{KEY_PREFIX}{sweep}.{re.sub(r'[^a-z]+', '-', self.title.lower())}"
 
     @property
