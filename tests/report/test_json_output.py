@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import subprocess
 import sys
 from pathlib import Path
 
@@ -11,6 +12,7 @@ import pytest
 from tests.run_folders import write_run
 from zeroexp import __main__ as sweeps
 from zeroexp import export, sync, watch
+from zeroexp.process.json_output import json_alone
 
 # watch opens a store: a warning that ended the set-up of mlflow's tables would end that of every later test.
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
@@ -51,3 +53,11 @@ def test_sync_and_export_say_what_they_did(call, tmp_path: Path) -> None:
 def test_a_refused_line_is_null_and_its_reason_is_for_people(call) -> None:
     code, told, said = call(sweeps, "data.seq_len=0")
     assert (code, told) == (2, None) and said.startswith("zeroexp: data.seq_len=0")
+
+
+def test_what_a_command_of_the_user_prints_is_for_people_too(capfd) -> None:
+    """As that of events.tell."""
+    with json_alone(True) as told:
+        subprocess.run(["echo", "a word"], check=True)
+        told.append("{}")
+    assert capfd.readouterr() == ("{}\n", "a word\n")

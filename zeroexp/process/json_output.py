@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import sys
 from collections.abc import Callable, Generator
 
@@ -38,7 +39,13 @@ def wants_json() -> bool:
 def json_alone(wanted: bool) -> Generator[list[str]]:
     """Print the text that the block puts into the list, if JSON is wanted, and nothing else on standard output."""
     told: list[str] = []
-    with contextlib.redirect_stdout(sys.stderr) if wanted else contextlib.nullcontext():
+    with contextlib.ExitStack() as aside:
+        if wanted:
+            kept = os.dup(1)
+            aside.callback(os.close, kept)
+            aside.callback(os.dup2, kept, 1)
+            os.dup2(2, 1)  # for processes that the block starts
+            aside.enter_context(contextlib.redirect_stdout(sys.stderr))
         yield told
     if wanted:
         print(*(told or ["null"]), sep="\n")
