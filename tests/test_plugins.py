@@ -193,9 +193,10 @@ def test_a_yaml_file_of_ones_own_changes_settings_without_a_warning(tmp_path, mo
     assert point.optimizer.settings == {"rho": 0.25}
 
 
-def test_a_rank_imports_plugins_from_where_the_command_was_given(tmp_path, monkeypatch):
+def test_a_rank_finds_data_and_plugins_where_the_command_was_given(tmp_path, monkeypatch):
     given, run = tmp_path / "given", tmp_path / "run"
     given.mkdir(), run.mkdir()
+    monkeypatch.chdir(tmp_path)
     (given / "plugin_of_test.py").write_text(PLUGIN)
     save(replace(Config(), plugins=["plugin_of_test"]), run / "config.yaml")
     with pytest.raises(ConfigError, match="no module plugin_of_test"):
@@ -203,6 +204,7 @@ def test_a_rank_imports_plugins_from_where_the_command_was_given(tmp_path, monke
     write_json(run / "environment.json", {"folder": str(given)})
     rank._config(run)
     assert "late_of_test" in STAGES
+    assert Path.cwd() == given
 
 
 def test_jobs_get_the_plugin_that_was_submitted(tmp_path, monkeypatch):

@@ -153,9 +153,14 @@ def add_rehearsal(folder: Path, *, device: str) -> None:
 
 
 def _config(folder: Path) -> Config:
-    """Return the run's config, with its plugins imported. Raises ConfigError."""
-    config = configs.load(folder / "config.yaml")
-    plugins.load(config.plugins, working_folder_of(folder))
+    """Return the run's config, with its plugins imported. Raises ConfigError.
+
+    From here on this process stands where the command was given, and not where a rerun is: paths may be relative.
+    """
+    config, given_in = configs.load(folder / "config.yaml"), working_folder_of(folder)
+    with contextlib.suppress(OSError):  # it may be gone, with the sweep moved
+        os.chdir(given_in or ".")
+    plugins.load(config.plugins, given_in)
     return config
 
 
