@@ -26,7 +26,8 @@ def outputs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     write_run(tmp_path / "outputs/older/a", "ddp", "torch")
     write_run(tmp_path / "outputs/newer/a", "zero3", "buffer")
     write_run(tmp_path / "outputs/newer/b", "zero2", "tensor")
-    os.utime(tmp_path / "outputs/older", (1, 1))
+    os.utime(tmp_path / "outputs/older/a/config.yaml", (1, 1))
+    (tmp_path / "outputs/older/page.html").touch()  # its folder has changed since
     return tmp_path / "outputs"
 
 

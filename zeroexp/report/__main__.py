@@ -148,10 +148,11 @@ def _put(option: str, where: str, text: str) -> None:
 
 
 def _newest(outputs: Path) -> list[Path]:
-    sweeps = {config.parent.parent for config in outputs.glob("*/*/config.yaml")}
-    if not sweeps:
+    configs = [*outputs.glob("*/*/config.yaml")]
+    if not configs:
         raise ConfigError("outputs/ holds no sweep; run one first: zeroexp")
-    return sorted(sweeps, key=lambda sweep: sweep.stat().st_mtime)[-1:]
+    # A page that is written again renews the folder of its sweep, and the config of no run.
+    return [max(configs, key=lambda config: config.stat().st_mtime).parent.parent]
 
 
 def _arguments() -> argparse.Namespace:
