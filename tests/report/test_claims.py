@@ -12,10 +12,10 @@ from tests.report.made import change, edit, points
 from tests.run_folders import write_run
 from zeroexp.report.conclusions import conclude
 from zeroexp.report.exports import as_json
+from zeroexp.report.loss_agreement import losses_of
 from zeroexp.report.page import render
 from zeroexp.report.page.losses import loss_chart
 from zeroexp.report.results_table import render as table
-from zeroexp.report.statistics import losses_of
 
 MIB = 2**20
 

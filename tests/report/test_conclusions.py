@@ -16,9 +16,10 @@ from zeroexp.report.conclusions import (
     lines_of_moved,
     points_that_moved,
 )
+from zeroexp.report.loss_agreement import losses_of
 from zeroexp.report.page.losses import loss_chart
 from zeroexp.report.results_table import render
-from zeroexp.report.statistics import losses_of, why_doubtful
+from zeroexp.report.statistics import why_doubtful
 from zeroexp.report.words import headline_cards
 
 

@@ -9,6 +9,7 @@ import time
 import pytest
 
 from tests.report.made import points, timed
+from zeroexp.report.loss_agreement import judge_losses, loss_falls
 from zeroexp.report.statistics import (
     MARGIN,
     Comparison,
@@ -18,8 +19,6 @@ from zeroexp.report.statistics import (
     compare_quality,
     compare_step_times,
     judge_interval,
-    judge_losses,
-    loss_falls,
     step_time_interval,
     why_doubtful,
 )

@@ -39,10 +39,11 @@ from zeroexp.config.keys import ClusterConfig, Config, ConfigError, DamagedFile,
 from zeroexp.measure.record import RunSummary
 from zeroexp.process.writable import require_writable
 from zeroexp.report.exports import runs_as_json
+from zeroexp.report.loss_agreement import losses_of
 from zeroexp.report.measured_points import MeasuredPoint
 from zeroexp.report.measured_points import points_of as runs_as_points
 from zeroexp.report.results_table import print_lines, print_table
-from zeroexp.report.statistics import AGAIN, in_doubt, losses_of
+from zeroexp.report.statistics import AGAIN, in_doubt
 from zeroexp.report.sweep_progress import SweepProgress
 from zeroexp.tracking import owner
 from zeroexp.tracking.files import (

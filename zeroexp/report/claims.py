@@ -17,8 +17,8 @@ from dataclasses import dataclass
 from functools import partial
 
 from zeroexp.measure.record import RunSummary
+from zeroexp.report.loss_agreement import losses_of
 from zeroexp.report.measured_points import MeasuredPoint
-from zeroexp.report.statistics import losses_of
 from zeroexp.tracking.run import UNFINISHED
 
 PEAK_BYTES, PEAK_SHARE = 1 << 20, 0.001  # of a rehearsed peak, whichever is more

@@ -10,8 +10,8 @@ from typing import Any
 
 from zeroexp.report.columns import Column, exported_columns
 from zeroexp.report.conclusions import Conclusions, conclude, differences
+from zeroexp.report.loss_agreement import losses_of
 from zeroexp.report.measured_points import MeasuredPoint, points_of
-from zeroexp.report.statistics import losses_of
 from zeroexp.tracking.json_files import dumps
 from zeroexp.tracking.run import Run
 

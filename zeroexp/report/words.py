@@ -7,8 +7,9 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from zeroexp.report.columns import Column, all_columns
+from zeroexp.report.loss_agreement import losses_of
 from zeroexp.report.measured_points import MeasuredPoint
-from zeroexp.report.statistics import drift_lines, losses_of
+from zeroexp.report.statistics import drift_lines
 
 LEAST = {  # label of a card -> the column whose least number it shows
     "least memory": "total_bytes",

@@ -6,9 +6,9 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+from zeroexp.report.loss_agreement import in_order_of_losses, losses_of, relative_distance
 from zeroexp.report.measured_points import MeasuredPoint
 from zeroexp.report.page.chart import MANY, Chart, Trace, axis_of, line_style, scatter
-from zeroexp.report.statistics import in_order_of_losses, losses_of, relative_distance
 
 WIDEST, THIN, MOST_STRIPES = 10.0, 1.5, 12
 BELOW = "The lower half shows each step's distance; equal losses leave a gap."

@@ -1,0 +1,179 @@
+"""Whether loss curves agree, and whether they fall.
+
+Every point of a comparison has the same weights and the same global batches, so that loss curves differ only by
+rounding. Their measure is the largest relative difference |loss − reference| / |reference| over all steps.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from statistics import fmean
+
+from zeroexp.report.measured_points import MeasuredPoint, of_one_seed
+
+MUST_FALL, AGREEMENT = "study.loss_must_fall", "study.loss_agreement"
+
+
+@dataclass(frozen=True)
+class Curve:
+    """One loss curve beside the reference."""
+
+    point: str
+    difference: float  # the largest relative one; inf if a step is missing or not finite
+    step: int  # at which it is largest
+    falls: bool
+    # Whether it lies within the bound, which one that is apart never does; None without a bound.
+    agrees: bool | None
+    is_apart: bool = False  # by design not equal to the reference: its distance is no verdict
+
+
+@dataclass(frozen=True)
+class LossVerdict:
+    reference: str
+    bound: float | None  # None: agreement is not required
+    must_fall: bool
+    curves: list[Curve]
+
+    @property
+    def off(self) -> list[Curve]:
+        """The curves that break the bound, the farthest first."""
+        off = [curve for curve in self.compared if curve.agrees is False]
+        return sorted(off, key=lambda curve: -curve.difference)
+
+    @property
+    def agree(self) -> bool:
+        return not self.off
+
+    @property
+    def compared(self) -> list[Curve]:
+        """The curves that are meant to be equal; of seldom synchronised replicas no equality is claimed."""
+        return [curve for curve in self.curves if not curve.is_apart]
+
+    @property
+    def _worst(self) -> Curve:
+        return max(self.compared or self.curves, key=lambda curve: curve.difference)
+
+    @property
+    def distance(self) -> tuple[str, str] | None:
+        """Return in a word, and where, how far the curves lie from the first at most; None for one alone."""
+        worst, number = self._worst, len(self.compared)
+        if number < 2:
+            return None
+        if worst.difference == 0:
+            return "equal", f"all {number} curves, to the last bit"
+        if math.isinf(worst.difference):
+            return "not alike", f"{worst.point} from step {worst.step} on"
+        where = f"{worst.point} at step {worst.step}, relative, the most of {number} curves"
+        return f"{worst.difference:.1e} apart", where
+
+    @property
+    def agreement(self) -> str | None:
+        """The sentence about the bound; None without one."""
+        if self.bound is None:
+            return None
+        if self.agree and len(self.compared) == 1:
+            return "1 loss curve, and no other one to compare it with"
+        agree, worst = "agree" if self.agree else "DISAGREE", self._worst
+        return (
+            f"{len(self.compared)} loss curves {agree}: largest relative difference to {self.reference} "
+            f"{worst.difference:.1e} ({worst.point}, step {worst.step}), allowed {self.bound:.1e}"
+        )
+
+    @property
+    def fall(self) -> str | None:
+        """The sentence about how many fall; None where they need not."""
+        falling = sum(curve.falls for curve in self.curves)
+        return f"{falling} of {len(self.curves)} losses fall" if self.must_fall else None
+
+    def lines_of_curves(self) -> list[str]:
+        """Return one line for each curve that breaks the verdict, or is in none."""
+        lines: list[str] = []
+        for curve in self.curves:
+            off = f"off by {curve.difference:.1e} at step {curve.step}"
+            if curve.is_apart:
+                apart = "in no verdict, by design not equal to one process"
+                lines.append(f"  {curve.point}: {apart}; {off}")
+            elif curve.agrees is False:
+                lines.append(f"  {curve.point}: {off}")
+            if self.must_fall and not curve.falls:
+                lines.append(f"  {curve.point}: its loss does not fall")
+        return lines
+
+
+def losses_of(points: Sequence[MeasuredPoint]) -> LossVerdict | None:
+    """Judge the curves of runs that came to their end by the first point's study.loss_agreement and loss_must_fall.
+
+    None where there is no such curve.
+    """
+    if not (recorded := [p for p in in_order_of_losses(points) if p.summary]):
+        return None
+    study = points[0].run.config
+    agreement, must_fall = study.get(AGREEMENT, "null"), study.get(MUST_FALL) == "true"
+    bound = None if agreement == "null" else float(agreement)
+    curves = {point.name: point.losses for point in recorded}
+    apart = [point.name for point in recorded if point.outer_every]
+    return judge_losses(curves, apart, bound=bound, must_fall=must_fall)
+
+
+def judge_losses(
+    curves: Mapping[str, Sequence[float]],
+    apart: Collection[str] = (),
+    *,
+    bound: float | None,
+    must_fall: bool = False,
+) -> LossVerdict:
+    """Judge curves, one loss for each step by the name of its point, beside the first one.
+
+    apart: those that are by design not equal (strategy.outer).
+    """
+    reference, first = next(iter(curves.items()))
+    judged = [
+        _judge_curve(name, curve, first, bound, is_apart=name in apart)
+        for name, curve in curves.items()
+    ]
+    return LossVerdict(reference, bound, must_fall, judged)
+
+
+def in_order_of_losses(points: Sequence[MeasuredPoint]) -> list[MeasuredPoint]:
+    """Return the points with losses of one seed (`of_one_seed`), in their order but for those nothing is compared with.
+
+    Behind the others stand those with a loss that is no number, and last seldom synchronised replicas.
+    """
+    return sorted(
+        (point for point in of_one_seed(points) if point.losses),
+        key=lambda p: (p.outer_every is not None, not all(map(math.isfinite, p.losses))),
+    )
+
+
+def relative_distance(value: float, reference: float) -> float:
+    """Return |value − reference| / |reference|; inf where either is no number."""
+    if not (math.isfinite(value) and math.isfinite(reference)):
+        return math.inf
+    if value == reference:
+        return 0.0
+    return abs(value - reference) / abs(reference) if reference else math.inf
+
+
+def loss_falls(losses: Sequence[float]) -> bool:
+    """Tell whether the mean of the last quarter is below that of the first; single steps are too noisy to compare."""
+    quarter = max(1, len(losses) // 4)
+    return len(losses) > 1 and fmean(losses[-quarter:]) < fmean(losses[:quarter])
+
+
+def _judge_curve(
+    name: str,
+    curve: Sequence[float],
+    reference: Sequence[float],
+    bound: float | None,
+    *,
+    is_apart: bool,
+) -> Curve:
+    distances = [relative_distance(a, b) for a, b in zip(curve, reference, strict=False)]
+    worst = max(distances, default=math.inf)
+    step = distances.index(worst) if distances else 0
+    if len(curve) != len(reference):
+        worst, step = math.inf, len(distances)
+    agrees = None if bound is None else not is_apart and worst <= bound
+    return Curve(name, worst, step, loss_falls(curve), agrees, is_apart)
