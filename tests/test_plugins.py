@@ -16,7 +16,7 @@ from zeroexp import __main__ as zeroexp
 from zeroexp.check import check
 from zeroexp.check.sweep_points import point_of
 from zeroexp.check.try_points import try_points
-from zeroexp.check.try_strategy import check_strategy
+from zeroexp.check.try_strategy import check_custom_layout_and_optimizer
 from zeroexp.cluster.code_snapshot import snapshot_code
 from zeroexp.cluster.sweep import Sweep
 from zeroexp.config import plugins
@@ -476,4 +476,4 @@ def test_a_number_of_moments_is_a_number(monkeypatch):
     with pytest.raises(
         ConfigError, match=r"num_moments returns \"OptimizerConfig.*; return how many"
     ):
-        check_strategy(mine)
+        check_custom_layout_and_optimizer(mine)

@@ -17,7 +17,7 @@ from tests.composing import composed
 from tests.oracle import Recipe, build_on_rank
 from tests.strategies.engine import Ours
 from zeroexp.check import check
-from zeroexp.check.try_strategy import check_strategy
+from zeroexp.check.try_strategy import check_custom_layout_and_optimizer
 from zeroexp.config.keys import ConfigError, OptimizerConfig
 from zeroexp.config.optimizer import parameter_groups
 from zeroexp.cut.stage import STAGES
@@ -136,7 +136,7 @@ def test_the_config_refuses_in_a_line(words) -> None:
     with pytest.raises(ConfigError, match=LINES[words]):
         config = composed(*words.split())
         check(config)
-        check_strategy(config)
+        check_custom_layout_and_optimizer(config)
 
 
 @pytest.mark.parametrize("row", ROWS)
@@ -145,7 +145,7 @@ def test_the_config_refuses_a_row_of_a_kind_in_a_line(row) -> None:
         word, _, value = row.partition("=")
         config = composed(f"+optimizer.kinds={{{word}: {value}}}", "world_size=2")
         check(config)
-        check_strategy(config)
+        check_custom_layout_and_optimizer(config)
 
 
 @pytest.mark.parametrize("row", ["gradients", "optimizer"])
@@ -260,7 +260,7 @@ def test_the_library_refuses_options_in_a_line(stage, size, options, line) -> No
     ("over", "replicas", "line"),
     [
         ("every", 2, "param_groups: over=every: use group, all"),
-        ("all", 1, "one group is all ranks"),
+        ("all", 1, "param_groups: over=all: one group is all ranks"),
     ],
 )
 def test_the_library_refuses_ranks_of_a_kind(over, replicas, line) -> None:

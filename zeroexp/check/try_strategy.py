@@ -23,13 +23,13 @@ from zeroexp.zero.grouping import group_parameters, specs_of
 def refused_strategy(config: Config) -> str | None:
     """Return why a sweep skips the point, or None. Raises ConfigError for code of others that is wrong by itself."""
     try:
-        check_strategy(config)
+        check_custom_layout_and_optimizer(config)
     except UndefinedCombination as error:
         return str(error)
     return None
 
 
-def check_strategy(config: Config) -> None:
+def check_custom_layout_and_optimizer(config: Config) -> None:
     """Raise ConfigError for code of others that returns the wrong thing.
 
     Raises UndefinedCombination, which skips the point, for an optimizer that is wrong on what ranks would hold.

@@ -31,7 +31,7 @@ from torch.optim import Optimizer
 
 from zeroexp.config.deepspeed_settings import LABELS, SETTINGS, bucket_numel
 from zeroexp.config.keys import Config, UndefinedCombination
-from zeroexp.engines.per_parameter_optimizer import OneNumberEach, Part, PerParameterOptimizer
+from zeroexp.engines.per_parameter_optimizer import Part, PerParameterOptimizer, SharedNumbers
 from zeroexp.interface.canonical import moments_of
 from zeroexp.interface.elementwise import make_optimizer, moments_kept, refuse_unless_elementwise
 from zeroexp.interface.held_pieces import HeldPiece
@@ -110,7 +110,7 @@ class DeepSpeed:
         _put_in(self._parts.parts, unrounded)
         self._has_gradients = False
         optimizer: Any = self._parts  # all that is read of it
-        python = OneNumberEach(optimizer, names)
+        python = SharedNumbers(optimizer, names)
         self._saved = SavedState(module, world, optimizer, names, kept, python)
 
     @contextmanager

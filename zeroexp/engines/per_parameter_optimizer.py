@@ -97,8 +97,8 @@ class PerParameterOptimizer:
         self._optimizer.state.update(states)
 
 
-class OneNumberEach(PythonValues):
-    """Python values, and the numbers of whole parameters, as the step: a flat tensor has one for all."""
+class SharedNumbers(PythonValues):
+    """Python values, and numbers of parameters, as the step: a flat tensor has one for all, and others are refused."""
 
     def require(self, state: CanonicalState) -> None:
         super().require(state)

@@ -160,7 +160,7 @@ def require_fitting_weights(config: ModelConfig, folder: Path) -> None:
 
     If the data decides the model's vocabulary size, the weights' size is assumed.
     """
-    words = vocabulary(config) or huggingface_weights_check.num_words(config, folder)
+    words = vocabulary(config) or huggingface_weights_check.vocab_size_of(config, folder)
     with torch.device("meta"):
         module = build(config, words)
     huggingface_weights_check.require_fitting(config, folder, module)

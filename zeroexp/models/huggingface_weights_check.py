@@ -60,7 +60,7 @@ def require_fitting(config: ModelConfig, folder: Path, module: Any) -> dict[str,
     return headers
 
 
-def num_words(config: ModelConfig, folder: Path) -> int | None:
+def vocab_size_of(config: ModelConfig, folder: Path) -> int | None:
     """Return the vocabulary size in the folder's config.json."""
     words = read_folder(folder, _named(config)).get("vocab_size")
     return words if isinstance(words, int) else None

@@ -14,7 +14,7 @@ from typing import Any
 
 from zeroexp.check import check
 from zeroexp.check.sweep_points import fitting_batch
-from zeroexp.check.try_strategy import check_strategy
+from zeroexp.check.try_strategy import check_custom_layout_and_optimizer
 from zeroexp.config.keys import (
     ENGINE_SETTINGS,
     MASTER,
@@ -44,7 +44,7 @@ def planned_change(
     words = " ".join(f"{key}={_word(value)}" for key, value in settings.items())
     try:
         check(config, on_paper=True)
-        check_strategy(config)
+        check_custom_layout_and_optimizer(config)
         return plan_point(config, of.model, of.machines.device, words)
     except ConfigError:
         return None

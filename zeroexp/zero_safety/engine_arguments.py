@@ -244,7 +244,10 @@ def _refuse_options(options: Options, stage: Stage, world_size: int) -> None:
     for problems in (_of_values, _of_moves, _of_host, _of_groups, _of_outer):
         for key, problem in problems(options, stage, world_size):
             value = getattr(options, key)
-            raise ValueError(f"options.{key}={value if key in WORDS else repr(value)}: {problem}")
+            named = f"options.{key}={value if key in WORDS else repr(value)}"
+            if key == "over_of_kinds":  # which the groups set
+                named = "param_groups: over=all"
+            raise ValueError(f"{named}: {problem}")
 
 
 Problems = Iterator[tuple[str, str]]  # an option, and what is wrong with its value
