@@ -164,6 +164,8 @@ class Transport:
         """
         return 0
 
+    # The moves, in native.py over NCCL and in direct.py on CPU.
+
     def all_gather(self, parts: Sequence[GatherPart], exposure: int | None, what: str) -> Sent:
         raise NotImplementedError
 

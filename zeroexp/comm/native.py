@@ -57,7 +57,7 @@ class Native(Transport):
         layout = collective_layout_of(tuple(part.chunk for part in parts), piece.itemsize)
         mine = pack_pieces(layout, self._rank, parts)
         message = parts[0].full if layout.is_chunk else piece.new_empty(layout.numel)
-        works = self._gather(layout, message, mine)
+        works = self._issue_gather(layout, message, mine)
         unpack = None if layout.is_chunk else partial(unpack_sections, layout, message, parts)
         num_bytes = (self._size - 1) * layout.part_numel(self._rank) * piece.itemsize
         return self._pending(works, unpack), num_bytes
@@ -73,7 +73,7 @@ class Native(Transport):
             part.gradients.clear()  # the message holds copies; what rests nowhere is freed by this
         outs = [(out, part.accumulate) for part in parts for out in part.sums()]
         room = _room_for(message.dtype, layout.part_numel(self._rank), outs)
-        own, works = self._reduce(layout, message, room)
+        own, works = self._issue_reduction(layout, message, room)
         hand_out = None
         if own is not room:
             hand_out = partial(unpack_sums, own, layout.spans(self._rank), outs)
@@ -123,7 +123,7 @@ class Native(Transport):
         of_ranks = dict(enumerate(received.split(sizes)))
         return self._pending([work]), of_ranks
 
-    def _gather(self, layout: CollectiveLayout, message: Tensor, mine: Tensor) -> list[Any]:
+    def _issue_gather(self, layout: CollectiveLayout, message: Tensor, mine: Tensor) -> list[Any]:
         """Gather the parts of all ranks into `message`; `mine` is this rank's part, which may lie in it."""
         group = self._world.process_group
         if layout.in_rows:
@@ -134,7 +134,7 @@ class Native(Transport):
         calls = [partial(dist.broadcast, part, group_src=owner) for owner, part in parts.items()]
         return self._launch(calls, group)
 
-    def _reduce(
+    def _issue_reduction(
         self, layout: CollectiveLayout, message: Tensor, room: Tensor | None
     ) -> tuple[Tensor, list[Any]]:
         """Return where this rank's part of the sums will be, in `room` if that can be, and the works."""

@@ -93,7 +93,7 @@ class Stage:
         return move_between(self.gradients, self.optimizer)
 
     @property
-    def reduction(self) -> Move:
+    def summing_move(self) -> Move:
         """The move that sums gradients: in backward, or on the way to the optimizer where they rest partial."""
         return self.reduce if self.reduce is not Move.NOTHING else self.hand_over
 

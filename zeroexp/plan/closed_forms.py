@@ -282,7 +282,7 @@ class EngineForm(ClosedForm):
             peers = (rank for rank in range(self.group_size) if rank != place)
             terms = (sum(chunk.real_numel(rank) for chunk in chunks) for rank in peers)
             return sum(encoded_bytes(codec, numel) for numel in terms)
-        if self.stage.reduction is Move.ALL_REDUCE:
+        if self.stage.summing_move is Move.ALL_REDUCE:
             total, own = self._all_reduced_numel(chunks), sum(c.real_numel(place) for c in chunks)
             return self._all_reduce_bytes(total, own, self.group_size, self._reduce)
         total, own = self._moved_numel(chunks, place, self._reduce)
@@ -308,7 +308,7 @@ class EngineForm(ClosedForm):
         shared = [p.chunk for p in fine.parts if p.chunk.over_all]
         if self.replicas == 1:
             return
-        if self.stage.reduction is not Move.REDUCE_SCATTER or not shared:
+        if self.stage.summing_move is not Move.REDUCE_SCATTER or not shared:
             yield self._bytes_of_sums(bucket, rank)
             return
         if others := tuple(each for each in bucket.parts if not each.chunk.over_all):
@@ -319,7 +319,7 @@ class EngineForm(ClosedForm):
     def _bytes_of_sums(self, bucket: Bucket, rank: int) -> int:
         replica, place = self.grid.group_number(rank), self.grid.place(rank)
         chunk = sums_of(bucket, place, self.replicas)
-        total, all_reduces = chunk.unpadded_numel, self.stage.reduction is Move.ALL_REDUCE
+        total, all_reduces = chunk.unpadded_numel, self.stage.summing_move is Move.ALL_REDUCE
         if self.traits.is_collective and all_reduces and self.options.outer is None:
             total = self._all_reduced_numel([p.chunk for p in bucket.parts]) // self.group_size
         own = chunk.real_numel(replica)
@@ -376,7 +376,7 @@ class EngineForm(ClosedForm):
     @property
     def _num_sums_between(self) -> int:
         """Sums between replicas of one bucket in a step: what rests sharded is summed in the last microbatch."""
-        each = self.stage.reduction is Move.ALL_REDUCE and self.options.outer is None
+        each = self.stage.summing_move is Move.ALL_REDUCE and self.options.outer is None
         return self._num_reductions if each else 1
 
     @cached_property
@@ -531,7 +531,7 @@ class EngineForm(ClosedForm):
 
     def _residual_bytes(self, place: int) -> int:
         """Return the bytes of what the codes of gradients leave out, of all elements that other ranks sum."""
-        if not self.options.error_feedback or self.stage.reduction is not Move.REDUCE_SCATTER:
+        if not self.options.error_feedback or self.stage.summing_move is not Move.REDUCE_SCATTER:
             return 0
         return ITEMSIZE["float32"] * sum(
             num * (chunk.unpadded_numel - chunk.real_numel(place))

@@ -180,7 +180,7 @@ class _Run:
                 if last:
                     step.read_memory("after_forward", strategy)
                 step.enter(progress.BACKWARD)
-                strategy.backward(loss)
+                strategy.backward(loss)  # of ours in zero/engine.py
             step.loss += loss.detach()
         step.read_memory("after_backward", strategy)
         return batch.num_tokens

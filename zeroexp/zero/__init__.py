@@ -10,12 +10,13 @@ uses. Every collective takes a tensor from where it rests to where it is needed 
     before use *    gather     P -> replicate  -           -           -            -            all-gather
     after use *     free       replicate -> P  -           -           -            -            drop
     gradients ready reduce     partial -> G    all-reduce  all-reduce  -            red.-scatter red.-scatter
-    before step     hand_over  G -> O          -           own slice   red.-scatter -            -
+    before step **  hand_over  G -> O          -           own slice   red.-scatter -            -
     optimizer step  (torch's)  on its pieces   all         1/N         1/N          1/N          1/N
     after step      publish    O -> P          -           all-gather  all-gather   all-gather   -
     bytes sent, x P (N-1)/N                    2           3           2            2            3
 
-    * in forward, and again in backward
+    *  in forward, and again in backward
+    ** zero1's reduce-scatter is begun by `reduce`, beside the last microbatch's backward
 
 Every reduction is a sum: the training loop has divided the loss by the number of all ranks' labels
 (interface/strategy.py, [Note: who divides]).
@@ -35,7 +36,10 @@ The drawing shows what each of two ranks holds after backward (# held, . not hel
     rank 1       P ########  G ########  P ########  G ....####  P ....####  G ....####
                  O ....####              O ....####              O ....####
 
-Read zeroexp/cut/ first, then the files with a star: they are the algorithm. Imports run in the order of this list.
+Read zeroexp/cut/ first, then the files with a star: they are the algorithm. Imports run in the order of this list;
+options.py is to be looked up. In all of them `wire` is what moves bytes (comm/collectives.py), in the `group` of ranks
+that shard among themselves; `holders` are the ranks with the same pieces, one of each group, `stepping` those that take
+a step together, `twins` those that update the same elements, and the `bus` runs between a device and its host.
 
     options.py          dtypes of parameters, gradients and masters; how a stage is carried out
     grouping.py         which parameters of a module move together

@@ -6,7 +6,7 @@ layout. The step below is the whole algorithm; the other files of this folder de
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence, Set
+from collections.abc import Callable, Iterator, Sequence, Set
 from contextlib import contextmanager
 from typing import Any
 
@@ -309,18 +309,13 @@ class Engine:
     def _update(self, handed: Sequence[OptimizerInput], scale: Tensor | None) -> None:
         """Run one step of the optimizer on all masters that have a gradient, one place after the other."""
         self._outer.before_update()
-        bus, groups = self.wire.bus, self.optimizer.param_groups
+        bus = self.wire.bus
         # Copied before an update of the device begins, for whose end they would wait.
         scales = {p: scale if scale is None else scale.to(bus.device_of(p)) for p in bus.places}
-        options, numbers = [dict(group) for group in groups], _numbers_of(self.optimizer)
+        rewind = _rewinder(self.optimizer)
         for place, own_scale in scales.items():
-            if place != bus.places[0]:  # steps that are counted, in groups or beside them, are one
-                for name in _numbers_of(self.optimizer):
-                    delattr(self.optimizer, name)
-                vars(self.optimizer).update(numbers)
-                for group, own in zip(groups, options, strict=True):
-                    group.clear()
-                    group.update(own)
+            if place != bus.places[0]:  # the updates of all places are one step
+                rewind()
             there = [each for each in handed if bus.place_of(each.master) == place]
             with bus.at(place):
                 gradients = bus.gradients([(e.master, e.gradient) for e in there], place)
@@ -340,6 +335,22 @@ class Engine:
             with unguarded():
                 for master in masters:
                     master.grad = None
+
+
+def _rewinder(optimizer: torch.optim.Optimizer) -> Callable[[], None]:
+    """Return a call that sets what the optimizer counts, in its groups or as attributes, back to what it is now."""
+    options = [dict(group) for group in optimizer.param_groups]
+    numbers = _numbers_of(optimizer)
+
+    def rewind() -> None:
+        for name in _numbers_of(optimizer):
+            delattr(optimizer, name)
+        vars(optimizer).update(numbers)
+        for group, own in zip(optimizer.param_groups, options, strict=True):
+            group.clear()
+            group.update(own)
+
+    return rewind
 
 
 def _numbers_of(optimizer: torch.optim.Optimizer) -> dict[str, float]:

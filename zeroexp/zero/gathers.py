@@ -34,33 +34,35 @@ class GatherOrder:
         # beside the logits.
         self._backward_from: int | None = None
         self._position = 0
-        self._lost = False
+        self._guess_failed = False
 
     def rewind(self) -> None:
-        if self._lost:
+        if self._guess_failed:
             self.units, self._backward_from = [], None
         self._position = 0
-        self._lost = False
+        self._guess_failed = False
 
     def record(self, unit: Unit) -> None:
-        """Record that `unit` is needed now. An unexpected unit switches guessing off until the next microbatch."""
-        if self._lost:
+        """Record that `unit` is needed now. An unexpected unit ends guessing, and the next microbatch records anew."""
+        if self._guess_failed:
             return
         if current_task() != NO_TASK and self._backward_from is None:
             self._backward_from = self._position
         if self._position == len(self.units):
             self.units.append(unit)
-        self._lost = self.units[self._position] is not unit
-        self._position += not self._lost
+        if self.units[self._position] is unit:
+            self._position += 1
+        else:
+            self._guess_failed = True
 
     def units_after(self, depth: int) -> list[Unit]:
         stop = self._position + depth
         if self._backward_from is not None and self._position <= self._backward_from:
             stop = min(stop, self._backward_from)
-        return [] if self._lost else self.units[self._position : stop]
+        return [] if self._guess_failed else self.units[self._position : stop]
 
     def first_units(self, depth: int) -> list[Unit]:
-        return [] if self._lost else self.units[:depth]
+        return [] if self._guess_failed else self.units[:depth]
 
 
 class Gathers:
@@ -175,6 +177,11 @@ class Gathers:
 def current_task() -> int:
     """Return autograd's task id of the backward that runs in this thread, or NO_TASK."""
     return torch._C._current_graph_task_id()
+
+
+def has_ended(task: int) -> bool:
+    """Tell whether this backward has ended: one inside another has the greater id, and NO_TASK is below all."""
+    return task > current_task()
 
 
 def _refuse_in_transform(unit: Unit) -> None:

@@ -9,7 +9,8 @@ one, which is added.
 [Note: dtype of accumulation] bfloat16 keeps three digits of a sum, so what autograd adds up, over uses of a weight in a
 forward and over backwards, it adds up in the dtype of the reduction. Where every microbatch is reduced, the gradient of
 a weight that the graph of its loss uses once is no sum of autograd's: it stays as it comes, half the bytes, until it is
-packed. A hook computes with the wider one.
+packed. Computed in bfloat16 and reduced in float32, it takes 2 bytes an element until then, and one that is used twice
+takes 4. A hook computes with the wider one.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ class ChunkGradients:
         self._owned, self._summed = held.owned, held.summed
         self._elements_of, self._summed_of = held.elements_of, held.summed_of
         self._rank, self._device = wire.group.rank, wire.group.device
-        self._scatters = stage.reduction is Move.REDUCE_SCATTER
+        self._scatters = stage.summing_move is Move.REDUCE_SCATTER
         self._rests = stage.gradients
         self._dtype = dtypes.reduce
         self._is_alone = wire.group.size == 1  # grouping.py, [Note: world of one]
@@ -104,6 +105,7 @@ class ChunkGradients:
                 span = self._summed[index]
                 self._sums[index] = self._whole[span.member][span.start : span.stop]
 
+        # Called when the message holds copies and the gradients are freed, see ReducePart.
         def allocate() -> list[Tensor]:
             if own_ranges and not self._sums:
                 self._allocate_sums()

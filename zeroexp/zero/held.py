@@ -8,7 +8,9 @@ Rank 1 of 4 holds this ('#' real memory, '.' not held):
     master of the same dtype    views of piece / full
     parameters rest as codes    piece in the master's dtype, masters are its views; the unit has the codes (unit.py)
 
-Where the optimizer rests over all ranks of several groups, masters are of a share of the piece (comm/replicas.py).
+Where the optimizer rests over all ranks of several groups, masters are of a share of the piece (comm/replicas.py):
+
+    rank 1 of two groups of 2   piece  # #  is cut for its group (`chunk`); master  #  is cut for all (`fine`)
 """
 
 from __future__ import annotations
@@ -58,10 +60,10 @@ class Held:
     piece: Tensor  # this rank's section, flat, compute dtype; where codes rest, the master's
     owned_memory: Tensor  # flat, which offsets of `owned` index: the piece, or all parameters
     owned: tuple[Span, ...]  # the elements whose weight this rank keeps: its own, or all
-    # Those whose gradients it sums in its group: `owned`, or more where the optimizer is sharded over all replicas.
-    summed: tuple[Span, ...]
-    fine: Chunk  # the chunk cut for every rank that updates it: `chunk`, but for such an optimizer
     shared_by: World  # the ranks with the same weights and optimizer state of it
+    # Where the optimizer rests over all ranks of several groups, two differ from the above, and else do not.
+    summed: tuple[Span, ...]  # the elements whose gradients it sums in its group: `owned`, or more
+    fine: Chunk  # the chunk cut for every rank that updates it: `chunk`, or cut finer
     report: Callable[..., None]  # the observer's `showing`
     device: torch.device  # of full parameters
     dtype: torch.dtype  # of full parameters

@@ -177,7 +177,8 @@ class SavedViews:
         return SavedView(weakref.ref(self._schedule), weakref.ref(unit), unit.generation, *where)
 
 
-_open: list[SavedViews] = []  # of the engines whose microbatches are open, see [Note: saved places]
+# Of the engines whose microbatches are open: autograd asks the hooks of one alone, see [Note: saved places].
+_open: list[SavedViews] = []
 
 
 def _pack(tensor: Tensor) -> SavedView | SavedTensor:

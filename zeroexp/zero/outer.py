@@ -11,7 +11,8 @@ and mu = 0 is local SGD, the plain mean). All replicas cut alike, so each rank s
 the same, in the buckets of the reductions: 2 (K-1)/K P/S bytes from each rank in H steps instead of in each.
 
 A replica's gradients count K times, since the loss is divided by K times the labels of its ranks (as many as all ranks
-have, where each has as many): so a step of it is that of a world of its ranks alone. What an inner optimizer keeps
+have, where each has as many): K * (sum of its ranks' terms / (K * labels)), so that a step of it is that of a world of
+its ranks alone. What an inner optimizer keeps
 stays the replica's own. Buffers of the module are shared when replicas are joined.
 
 [Note: no memory in between] Nothing needs the weights that the change was taken from, so the change lies in their

@@ -20,7 +20,8 @@ ordered, so that a gradient may start one between two events. What one rank alon
 
 [Note: when a unit is closed] Among the nodes that are ready, autograd runs the one created last. So when the gradient
 of a module's output is about to be used, everything created after that output has run already: a unit whose first use
-began after that module ended gets no further gradient and needs its parameters no more.
+began after that module ended gets no further gradient and needs its parameters no more. Where block 0 was used from
+tick 1 to 2 and block 1 from 3 to 4, the gradient of block 0's output closes block 1, since 3 > 2.
 
 [Note: which backward] Only the backward that `Strategy.backward` runs closes units and starts reductions. Another
 backward (`torch.autograd.grad`, a plain `loss.backward()`) gathers units where it needs them; the gradients it leaves
@@ -48,7 +49,7 @@ from torch import Tensor
 from zeroexp.comm.base import Pending
 from zeroexp.comm.collectives import Collectives
 from zeroexp.cut.bucket import Bucket
-from zeroexp.zero.gathers import Gathers, current_task
+from zeroexp.zero.gathers import Gathers, current_task, has_ended
 from zeroexp.zero.gradients import uses_of_leaves
 from zeroexp.zero.held import GatherState
 from zeroexp.zero.observer import Observer
@@ -98,8 +99,9 @@ class Schedule:
         self.watched = list(units) if moves or scales_loss else []
         self._keep = options.keep
         self._overlap = options.overlap
-        # Whether reductions start only at events, see [Note: one order].
-        self._at_events_only = bool(self.gathers.sharded) and not wire.traits.gathers_alone
+        # Whether a gather is of all ranks (NCCL, gloo), and no rank's own copy out of shared memory: reductions then
+        # start only at events, see [Note: one order].
+        self._gathers_together = bool(self.gathers.sharded) and not wire.traits.gathers_alone
         of_units = (gradients for unit in units for gradients in unit.gradients)
         self._of_two_dtypes = [each for each in of_units if each.has_two_dtypes]
         self._progress = {unit: UnitProgress() for unit in units}
@@ -206,8 +208,8 @@ class Schedule:
         closes = self._closing.is_current()
         for other in self._first_used_after(ended):
             # A parameter that usually gets a gradient and has none yet may get it where no module tells of it.
-            missing = self._progress[other].missing
-            if closes and (self._at_events_only or missing <= self._silent[other]):
+            still_expected = self._progress[other].missing - self._silent[other]
+            if closes and (self._gathers_together or not still_expected):
                 self._close(other)
             else:
                 self._after_backward(other)
@@ -260,7 +262,7 @@ class Schedule:
         if not self._closing.is_current():
             return
         progress.missing.discard(index)
-        if self._at_events_only:
+        if self._gathers_together:
             return
         for bucket in self._buckets_of[unit][index]:
             progress.missing_in[bucket] -= 1
@@ -335,7 +337,7 @@ class Schedule:
 
     def _release_root(self) -> None:
         """Free the root until it is used, see [Note: release of the root]."""
-        if self._at_events_only or self._keep == "all" or self._root_needed_again:
+        if self._gathers_together or self._keep == "all" or self._root_needed_again:
             return
         if self._root_released or not self._is_idle(self._root) or self._root.is_pinned:
             return
@@ -350,10 +352,10 @@ class Schedule:
 
     def _free_after_inner_backward(self) -> None:
         """Free what was gathered by a backward that ran inside the closing one, or before it, and has ended."""
-        if self._at_events_only and not self._closing.is_open:
+        if self._gathers_together and not self._closing.is_open:
             return
         for unit, task in list(self._inner.items()):
-            if task > current_task():  # a backward inside another has the greater id
+            if has_ended(task):
                 del self._inner[unit]
                 if not self._progress[unit].open_forwards:
                     self._after_backward(unit)
@@ -374,12 +376,12 @@ class Schedule:
                 if progress.missing_in[index] and not progress.closed:
                     return
                 progress.num_launched += 1
-                self._reduce(unit, unit.buckets[index])
+                self._start_reduction(unit, unit.buckets[index])
             if not progress.closed:
                 return
             self._next_to_reduce += 1
 
-    def _reduce(self, unit: Unit, bucket: Bucket) -> None:
+    def _start_reduction(self, unit: Unit, bucket: Bucket) -> None:
         """Start the bucket's reduce-scatter or all-reduce, and wait for the oldest where too many are in flight."""
         if not (self._last or self._reduces_each_microbatch):
             return

@@ -57,7 +57,8 @@ class StepSums:
         # Memory that is not pinned would be copied while the host waits.
         terms = torch.tensor(self._contributed, dtype=torch.float64, pin_memory=self._is_on_gpu)
         self._sums = terms.to(wire.world.device, non_blocking=True)
-        # Of the ranks that update by the same gradients, all or the replicas, only the first contributes their squares.
+        # Of the ranks that update by the same gradients, all or the replicas, only the first contributes their squares;
+        # where replicas step by themselves each has gradients of its own.
         counted = [
             each.gradient for each in handed if not wire.sums_each_step or each.shared_by.rank == 0
         ]

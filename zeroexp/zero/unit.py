@@ -77,7 +77,7 @@ class Unit:
         self.reduces = bool(self.trainable) and wire.group.size > 1
         # Gradients that rest partial are summed on the way to the optimizer.
         self.reduces_for_hand_over = stage.hand_over is Move.REDUCE_SCATTER
-        self._scatters = stage.reduction is Move.REDUCE_SCATTER
+        self._scatters = stage.summing_move is Move.REDUCE_SCATTER
         self._gathers_published = stage.publish is Move.ALL_GATHER and bool(self.trainable)
         self._wire = wire
         self._exposure: int | None = None
