@@ -111,7 +111,8 @@ def new_error_feedback(world: World, chunks: Sequence[Chunk]) -> Residuals:
     """Return what the rounding of these chunks' gradients has left out so far: nothing, of float32, by peer."""
     peers = (rank for rank in range(world.size) if rank != world.rank)
     numels = {peer: sum(chunk.real_numel(peer) for chunk in chunks) for peer in peers}
-    return {peer: torch.zeros(numel, device=world.device) for peer, numel in numels.items()}
+    place = {"dtype": torch.float32, "device": world.device}
+    return {peer: torch.zeros(numel, **place) for peer, numel in numels.items()}
 
 
 def reduce_scatter_encoded(

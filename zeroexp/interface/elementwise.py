@@ -188,6 +188,19 @@ def _chosen(group: Mapping[str, Any], choose: Callable[..., Tensor]) -> Iterable
     return chosen.values()
 
 
+@contextmanager
+def _torch_defaults() -> Iterator[None]:
+    """Make tensors as torch does at first, whatever dtype and device a program has made its defaults."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float32)
+    try:
+        with torch.device("cpu"):
+            yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+@_torch_defaults()
 def _sample(parameter: Tensor, seed: int) -> _Sample:
     """Return values that are small at the beginning and large at the end, so that norms and means of pieces differ.
 

@@ -55,7 +55,7 @@ class _Buffer:
             return never
         moved = now is not self._seen or _place_of(now) != self._place
         if not moved and self.values is not None:
-            self.always |= not torch.equal(_bytes_of(now), _bytes_of(self.values))
+            self.always |= not torch.equal(bytes_of(now), bytes_of(self.values))
         return int(moved or self.always)
 
     @torch.no_grad()
@@ -115,7 +115,7 @@ class Buffers:
         """Broadcast the buffers as bytes, so that one broadcast takes all dtypes."""
         if not changed:
             return 0
-        mine = [_bytes_of(b.now) for b in changed if b.now is not None]
+        mine = [bytes_of(b.now) for b in changed if b.now is not None]
         sent = torch.cat(mine)
         worlds.broadcast(sent)
         if self._world.rank != 0:
@@ -145,7 +145,7 @@ class Buffers:
         """Load the persistent buffers, all of which the state has."""
         for buffer in (each for each in _buffers_of(self._module) if each.persistent):
             canonical = state[buffer.name][BUFFER]
-            flat = torch.empty(buffer.first.numel(), dtype=canonical.dtype)
+            flat = torch.empty(buffer.first.numel(), dtype=canonical.dtype, device="cpu")
             fill_from_canonical(flat, canonical, name=buffer.name)
             buffer.write(flat)
         for buffer in self._buffers:
@@ -169,5 +169,5 @@ def _place_of(tensor: Tensor) -> tuple[int, int]:
     return version, tensor.data_ptr() if tensor.layout is torch.strided else 0
 
 
-def _bytes_of(tensor: Tensor) -> Tensor:
+def bytes_of(tensor: Tensor) -> Tensor:
     return tensor.detach().reshape(-1).contiguous().view(torch.uint8)

@@ -67,7 +67,7 @@ class PythonValues:
         for key, value in [pair for each in values.values() for pair in each.items()]:
             if not isinstance(value, (int, float, str, type(None))):
                 raise ValueError(self._unknown(key, f"of {name}", value))
-        content = torch.tensor([*json.dumps(values).encode()], dtype=torch.uint8)
+        content = torch.tensor([*json.dumps(values).encode()], dtype=torch.uint8, device="cpu")
         return {PYTHON: canonical_of_one_rank(content)} if any(values.values()) else {}
 
     def require(self, state: CanonicalState) -> None:
@@ -136,7 +136,7 @@ def own_values(entry: Mapping[str, CanonicalTensor], name: str) -> Values:
 
 
 def _values_from_state(entry: Mapping[str, CanonicalTensor], name: str) -> dict[str, Values]:
-    flat = torch.empty(entry[PYTHON].shape, dtype=torch.uint8)
+    flat = torch.empty(entry[PYTHON].shape, dtype=torch.uint8, device="cpu")
     fill_from_canonical(flat, entry[PYTHON], name=f"{name}.{PYTHON}")
     return json.loads(bytes(flat.tolist()))
 

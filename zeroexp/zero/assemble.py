@@ -9,12 +9,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from zeroexp.comm.collectives import Collectives
 from zeroexp.comm.shared_memory_sizes import slot_bytes, slot_bytes_of_sums
 from zeroexp.cut.chunk import FROZEN, Chunk
 from zeroexp.cut.layout import LAYOUTS, Units
 from zeroexp.cut.stage import Placement, Stage
+from zeroexp.interface.module_buffers import bytes_of
 from zeroexp.interface.values import Read, Values
 from zeroexp.process import world as worlds
 from zeroexp.zero.grouping import Group, specs_of
@@ -38,7 +40,7 @@ def start_alike(
     """Give all ranks the weights of rank 0. Raises ValueError on all of them if settings or models differ."""
     names = {parameter: name for name, parameter in module.named_parameters()}
     groups = [
-        {k: [names[p] for p in v] if k == "params" else v for k, v in group.items()}
+        {k: [names[p] for p in v] if k == "params" else comparable(v) for k, v in group.items()}
         for group in param_groups
     ]
     settings = [*settings, groups]
@@ -48,6 +50,15 @@ def start_alike(
             f"give the same on each; here {settings[0]}, {settings[1]}"
         )
     _agree_on_weights(module, wire, values)
+
+
+def comparable(option: Any) -> Any:
+    """Return an option of a parameter group, or of one that prints an address or the order of a set its type alone.
+
+    Ranks would differ in these, and reading a tensor on a GPU would stop the host.
+    """
+    is_plain = all(isinstance(each, int | float | str | None) for each in tree_leaves(option))
+    return option if is_plain else type(option).__name__
 
 
 def _agree_on_weights(module: nn.Module, wire: Collectives, values: Values | None) -> None:
@@ -66,7 +77,7 @@ def _agree_on_weights(module: nn.Module, wire: Collectives, values: Values | Non
         raise ValueError(
             "ranks have different models (names, shapes, dtypes or what is frozen): build the same model on each"
         )
-    tensors: list[Tensor] = list(module.buffers())
+    tensors = [each for each in module.buffers() if each.layout is torch.strided]
     if values is None:
         tensors += module.parameters()
     elif not wire.same_everywhere(values.fingerprint()):
@@ -79,9 +90,10 @@ def _agree_on_weights(module: nn.Module, wire: Collectives, values: Values | Non
     if wire.world.rank == 0:
         warnings.warn("ranks start from different weights: all take those of rank 0", stacklevel=4)
     for tensor in tensors:
-        whole = tensor.detach().contiguous()
-        worlds.broadcast(whole)
-        tensor.detach().copy_(whole)
+        sent = bytes_of(tensor).clone()  # bytes, since the backend lacks some dtypes
+        worlds.broadcast(sent)
+        if not torch.equal(sent, bytes_of(tensor)):
+            tensor.detach().copy_(sent.view(tensor.dtype).view(tensor.shape))
 
 
 def bit_checksum(tensor: Tensor) -> int:

@@ -77,7 +77,9 @@ class Engine:
         self._observer = self.observed_by()
         trained_by = param_groups, optimizer_factory
         carried_out_by = stage, options, dtypes, max_grad_norm, values, world
-        self._observer.building(module, blocks, *trained_by, *carried_out_by)
+        self._observer.building(
+            module, blocks, *trained_by, *carried_out_by, scales_loss=scales_loss
+        )
         dtypes = (dtypes or own_dtypes(module)).with_masters_of(param_groups)
         stage = stage_for_world(stage, options.grid(world.size).group_size, options.offload)
         if values is not None:
@@ -165,8 +167,13 @@ class Engine:
         self._expect_same_gathers(sums)
         # Without clipping the sum of the norm may arrive during the update.
         scale = self._scale(sums)
-        if self._loss_scale.allows(lambda: self._outer.norm(sums)):
-            self._update(sums.with_gradient(), scale)
+        try:
+            if self._loss_scale.allows(lambda: self._outer.norm(sums)):
+                self._update(sums.with_gradient(), scale)
+        except BaseException:
+            for unit in self.units:  # a program may go on, and peers gather no piece before that
+                unit.expose()
+            raise
         self._may_discard = False
         # What codecs left out is in units of the scale before, and may be inf.
         if self._loss_scale.has_changed:
@@ -196,6 +203,7 @@ class Engine:
         if self._may_discard:
             self._forget_residuals()
         self._may_discard = False
+        self._schedule.finish_reductions()  # what they would keep is cleared
         had = (number for number, has in enumerate(self._have_gradients()) if has)
         self._zeroed = frozenset(() if set_to_none else had)
         for unit in self.units:

@@ -29,6 +29,8 @@ from zeroexp.zero.held import Held, unguarded
 from zeroexp.zero.schedule import Schedule
 from zeroexp.zero.unit import Unit
 
+INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}  # by itemsize
+
 
 @contextmanager
 def gathered(
@@ -137,10 +139,20 @@ def _copy_shown_to_weights(held: Held, rank: int) -> None:
     """Copy what was written into the shown parameters into the weights; the caller publishes them."""
     for master, span in zip(held.masters, held.owned, strict=False):
         if held.master_flat is not None:
-            master.detach().view(-1).copy_(_shown_span(held, span))
+            _write_over(master.detach().view(-1), _shown_span(held, span))
     if held.pinned is not None:
         shown = held.pinned[held.chunk.real_section(rank)]
-        held.piece[: len(shown)].copy_(shown)
+        _write_over(held.piece[: len(shown)], shown)
+
+
+def _write_over(weights: Tensor, shown: Tensor) -> None:
+    """Copy the elements that were written; of the others a wider master keeps the digits that are not shown."""
+    shown = shown.to(weights.device)
+    if weights.dtype is not shown.dtype:
+        before, integers = weights.to(shown.dtype), INTEGERS[shown.itemsize]
+        written = before.view(integers) != shown.view(integers)  # bit for bit, as nan equals itself
+        shown = torch.where(written, shown.to(weights.dtype), weights)
+    weights.copy_(shown)
 
 
 def _restore_moved(held: Held) -> bool:

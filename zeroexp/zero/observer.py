@@ -36,6 +36,8 @@ class Observer:
         max_grad_norm: float | None,
         values: Values | None,
         world: World,
+        *,
+        scales_loss: bool,
     ) -> None:
         """An engine is to be built from these; nothing has been touched."""
 

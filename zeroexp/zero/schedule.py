@@ -277,7 +277,7 @@ class Schedule:
             self._close(unit)
         self._inner.clear()
         if self._last or not self._overlap:
-            self._finish_reductions()
+            self.finish_reductions()
         for compare in self.at_end_of_microbatch:
             compare()
         if not self._agreed:
@@ -302,12 +302,12 @@ class Schedule:
 
     def wait(self) -> None:
         """Wait for all that is in flight. Nothing is issued or freed, so that one rank alone may wait."""
-        self._finish_reductions()
+        self.finish_reductions()
         self.gathers.wait()
 
     def wait_for_weights(self) -> None:
         """Wait for what changes weights and moments, not for gathers ahead, whose peers may have ended meanwhile."""
-        self._finish_reductions()
+        self.finish_reductions()
         self.gathers.await_published()
 
     def wait_and_free_ahead(self) -> None:
@@ -315,7 +315,7 @@ class Schedule:
 
         All ranks call it together: what is freed has to be gathered again.
         """
-        self._finish_reductions()
+        self.finish_reductions()
         self.gathers.wait_and_free_ahead()
 
     # -- how units are closed and freed -----------------------------------------------------------
@@ -390,7 +390,8 @@ class Schedule:
         while len(self._in_flight) > self._most_in_flight:
             self._in_flight.popleft().wait()
 
-    def _finish_reductions(self) -> None:
+    def finish_reductions(self) -> None:
+        """Wait for the reductions in flight, and for sums between replicas; nothing is issued."""
         while self._in_flight:
             self._in_flight.popleft().wait()
         self._wire.finish_sums()
@@ -404,7 +405,7 @@ class Schedule:
         lost = self._reduced
         try:
             if not lost:
-                self._finish_reductions()
+                self.finish_reductions()
         except Exception:
             # A peer is gone; the exception that ended the microbatch is the one to raise.
             lost = True

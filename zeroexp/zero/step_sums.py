@@ -55,7 +55,9 @@ class StepSums:
         checks = [] if issued is None else checksum_terms(issued)
         self._contributed = [0.0, *has_gradient, *checks]
         # Memory that is not pinned would be copied while the host waits.
-        terms = torch.tensor(self._contributed, dtype=torch.float64, pin_memory=self._is_on_gpu)
+        terms = torch.tensor(
+            self._contributed, dtype=torch.float64, device="cpu", pin_memory=self._is_on_gpu
+        )
         self._sums = terms.to(wire.world.device, non_blocking=True)
         # Of the ranks that update by the same gradients, all or the replicas, only the first contributes their squares;
         # where replicas step by themselves each has gradients of its own.

@@ -249,8 +249,7 @@ class Unit:
                 self._wire.bus.write_parameters(elements, masters, place)
         if self._parts_between:  # pieces are exposed below
             self._wire.gather_between(self._parts_between, str(self)).wait()
-        if self.is_sharded:
-            self.expose()
+        self.expose()
         if self.secondary is not None:
             self.secondary.is_current = False
         if self._gathers_published:
@@ -278,6 +277,8 @@ class Unit:
 
     def expose(self) -> None:
         """Allow peers to gather this rank's pieces until the next optimizer step. All ranks call it in one order."""
+        if not self.is_sharded:
+            return
         self._exposure = self._wire.expose(self._parts, self._exposure)
         self._codes = None  # those of the step before go first
         self._codes = self._wire.codes_at_rest(self._parts)

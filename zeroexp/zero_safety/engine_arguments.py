@@ -62,9 +62,14 @@ class EngineArguments(Observer):
         max_grad_norm: float | None,
         values: Values | None,
         world: World,
+        *,
+        scales_loss: bool,
     ) -> None:
         """Raise ValueError in one line that names what is wrong, its value and the remedy."""
         _refuse_options(options, stage, world.size)
+        if scales_loss and options.outer:
+            problem = "with options.outer each replica would find a loss scale of its own"
+            raise ValueError(f"scales_loss=True: {problem}; compute in bfloat16")
         _refuse_dtypes(dtypes)
         _refuse_missing_or_double_values(module, values)
         if max_grad_norm is not None and not (_is_number(max_grad_norm) and max_grad_norm > 0):

@@ -13,11 +13,10 @@ import zlib
 from collections.abc import Sequence
 
 import torch
-from torch.utils._pytree import tree_leaves
 
 from zeroexp.comm.collectives import Collectives
 from zeroexp.process import world as worlds
-from zeroexp.zero.assemble import bit_checksum
+from zeroexp.zero.assemble import bit_checksum, comparable
 from zeroexp.zero.engine import Engine
 from zeroexp.zero.observer import Observer
 from zeroexp.zero.unit import Unit
@@ -46,12 +45,10 @@ class Replicas(Observer):
 
 def _refuse_other_options(optimizer: torch.optim.Optimizer, wire: Collectives) -> None:
     """Raise RuntimeError on all ranks if parameter groups have other options on one of them."""
-    # Reading a tensor on a GPU would stop the host, and objects print other addresses on every rank.
     options = {
-        f"{name} of parameter group {index}": repr(group[name])
+        f"{name} of parameter group {index}": repr(comparable(group.get(name)))
         for index, group in enumerate(optimizer.param_groups)
         for name in optimizer.defaults
-        if all(isinstance(each, int | float | str) for each in tree_leaves(group.get(name)))
     }
     if wire.same_everywhere(zlib.crc32(repr(options).encode()), "a comparison of learning rates"):
         return
