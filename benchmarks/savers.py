@@ -107,7 +107,7 @@ class Distributed:
 
     def __init__(self, strategy: TorchFSDP2, folder: Path, *, beside_training: bool) -> None:
         self._strategy, self._folder, self._beside_training = strategy, folder, beside_training
-        self._group = worlds.background_group() if beside_training else None
+        self._group = worlds.background_group(600.0) if beside_training else None
 
     def save(self) -> Finish:
         state = _state_dicts(self._strategy, StateDictOptions())

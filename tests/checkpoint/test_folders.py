@@ -64,6 +64,14 @@ def test_older_ones_go(run):
     assert names(run) == [".attempt", "step-000004", "step-000006"]
 
 
+def test_a_pin_that_vanishes_or_can_not_be_read_ends_no_save(run, tmp_path):
+    commit(run, 2, 4, 6)
+    (run / "checkpoint" / ".pin.step-000002.gone").symlink_to(tmp_path / "nowhere")  # is not there
+    (run / "checkpoint" / ".pin.step-000004.unread").mkdir()
+    folders.keep_newest(run, 1)
+    assert steps_of(run) == [4, 6]
+
+
 def test_one_that_a_run_waits_for_stays_until_that_run_has_ended(run, tmp_path):
     (tmp_path / "waiting").mkdir()
     commit(run, 2, 4, 6)

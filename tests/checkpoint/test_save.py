@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import errno
+import io
 import json
 import random
 import re
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -150,6 +153,26 @@ def test_pieces_of_all_ranks_make_each_tensor_whole():
     assert random_states == {}
     with pytest.raises(ValueError, match=r"state/a\.b/weight: 4 of 6 elements"):
         join_pieces([written(0, 4)])
+
+
+def out_of_room(*_: object) -> int:
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+
+class FullDisk(io.StringIO):
+    write = out_of_room
+
+
+def test_a_save_that_fails_on_the_disk_of_its_log_ends_all_the_same(saver, tmp_path, monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setattr(sys, "stderr", FullDisk())
+        patch.setattr(folders, "commit", out_of_room)
+        saver.save(1)
+        saver.save(2)  # waits for the one before
+        with pytest.raises(CheckpointError, match=r"step 2 failed: .*No space left"):
+            saver.finish()
+    saver.save_now(3)
+    assert steps_of(tmp_path) == [3]
 
 
 # -- copies -----------------------------------------------------------------------------------------

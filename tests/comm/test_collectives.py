@@ -7,7 +7,11 @@ of another order of sums.
 
 from __future__ import annotations
 
+import inspect
+from dataclasses import replace
+from datetime import timedelta
 from functools import lru_cache, reduce
+from unittest import mock
 
 import pytest
 import torch
@@ -30,6 +34,7 @@ from zeroexp.measure.tcp_bytes import wire_meter
 from zeroexp.plan.closed_forms import EngineForm
 from zeroexp.plan.form_terms import PrecisionForm
 from zeroexp.process import progress
+from zeroexp.process import world as worlds
 from zeroexp.process.watchdog.differs import Moves
 from zeroexp.process.world import World, barrier, current, fake_world, leave_process_group
 
@@ -469,3 +474,17 @@ def test_a_group_takes_one_transport_however_its_backend_was_named(backend, monk
                 current("cuda:0")
     finally:
         leave_process_group()
+
+
+def limits_of_groups(world: World) -> list[object]:
+    """What torch is told for a group of ours, and for one of a background thread."""
+    patient = replace(world, timeout_seconds=77.0).with_communicator("patience")
+    with mock.patch.object(dist, "new_group", wraps=dist.new_group) as made:
+        patient.join()
+        dist.destroy_process_group(worlds.background_group(77.0))
+    told = inspect.signature(dist.new_group)
+    return [told.bind(*each.args, **each.kwargs).arguments["timeout"] for each in made.mock_calls]
+
+
+def test_groups_of_ranks_are_as_patient_as_the_run(ranks):
+    assert ranks(limits_of_groups) == 2 * [2 * [timedelta(seconds=77)]]

@@ -160,12 +160,17 @@ def pin(checkpoint: Path, run: Path) -> None:
 def _holds(path: Path) -> bool:
     """Tell whether the run of this pin has not ended, and remove the pin if it has.
 
-    A pin without a name is one whose writer was killed.
+    A pin without a name is one whose writer was killed. One that can not be read, or whose run can not, holds.
     """
-    name = os.fsdecode(path.read_bytes())
-    if name and Path(name).exists() and state_of(Path(name))["status"] in GOES_ON:
+    try:
+        name = os.fsdecode(path.read_bytes())
+        if name and Path(name).exists() and state_of(Path(name))["status"] in GOES_ON:
+            return True
+        path.unlink()
+    except FileNotFoundError:  # another command has removed it meanwhile
+        return False
+    except OSError:
         return True
-    path.unlink(missing_ok=True)
     return False
 
 

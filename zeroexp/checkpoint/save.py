@@ -19,6 +19,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -91,7 +92,7 @@ class Saver:
         if not self._prepared:
             self._prepare()
         if self._group is None:
-            self._group = worlds.background_group()
+            self._group = worlds.background_group(self._world.timeout_seconds)
         staged = self._staging.copy(self._flat_state())
         blocked = time.perf_counter() - began
         self._blocked_seconds += blocked
@@ -200,7 +201,8 @@ class Saver:
 
     def _tell(self, saved: SaveRecord) -> None:
         if saved.error is not None:
-            print(saved.error, file=sys.stderr)
+            with suppress(OSError):  # the log may be on the same full disk
+                print(saved.error, file=sys.stderr, flush=True)
             unfinished = folders.unfinished_folder(self._run, saved.step, self._attempt)
             shutil.rmtree(unfinished, ignore_errors=True)
         folders.append_to_log(self._run, asdict(saved))
@@ -208,7 +210,14 @@ class Saver:
 
 def _in_background(action: Callable[[], SaveRecord]) -> Future[SaveRecord]:
     future: Future[SaveRecord] = Future()
-    threading.Thread(target=lambda: future.set_result(action()), daemon=True).start()
+
+    def run() -> None:
+        try:
+            future.set_result(action())
+        except BaseException as error:  # else whoever waits for it would wait for ever
+            future.set_exception(error)
+
+    threading.Thread(target=run, daemon=True).start()
     return future
 
 

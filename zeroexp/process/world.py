@@ -67,7 +67,8 @@ class World:
         if not self._is_own or self._key in groups:
             return
         progress.count_move()
-        group = dist.new_group(list(self.numbers), use_local_synchronization=True)
+        timeout = timedelta(seconds=self.timeout_seconds)
+        group = dist.new_group([*self.numbers], timeout, use_local_synchronization=True)
         assert isinstance(group, dist.ProcessGroup)
         groups[self._key] = group
 
@@ -178,8 +179,8 @@ def current(
     """Return the world of a process that called `init_process_group` itself, as a user of the library does.
 
     device: the model, or the device on which it lies.
-    timeout_seconds: ranks of one host give up waiting for each other after it. A wait for a message ends after the
-    `timeout` that was given to `init_process_group`.
+    timeout_seconds: ranks of one host, and those of a group (replicas, nodes), give up waiting for each other after it.
+    A wait for a message of any rank ends after the `timeout` that was given to `init_process_group`.
     """
     if isinstance(device, nn.Module):
         device = next(device.parameters()).device
@@ -233,13 +234,13 @@ def barrier() -> None:
     dist.barrier()
 
 
-def background_group() -> dist.ProcessGroup:
+def background_group(timeout_seconds: float) -> dist.ProcessGroup:
     """Make a second group of all ranks, over gloo, whose messages never mix with those of training.
 
     A background thread uses it. All ranks call this together.
     """
     progress.count_move()
-    group = dist.new_group(backend="gloo")
+    group = dist.new_group(timeout=timedelta(seconds=timeout_seconds), backend="gloo")
     assert isinstance(group, dist.ProcessGroup)
     return group
 
