@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
 from pathlib import Path
 
@@ -61,3 +62,25 @@ def test_a_sweep_of_somebody_else_is_one_line(
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith(f"zeroexp: {sweep}/zero2-buffer-n2/")
     assert line.endswith(": Permission denied; watch as the user who submitted the sweep")
+
+
+# As the console script does, whose imports Ctrl-C should end in silence.
+INTERRUPTED = """
+import os, signal, sys
+signal.signal(signal.SIGINT, signal.SIG_DFL)
+from zeroexp import watch
+
+def follow(arguments):
+    os.kill(os.getpid(), signal.SIGINT)
+    raise AssertionError("not interrupted")
+
+watch.watch = follow
+sys.exit(watch.main())
+"""
+
+
+def test_ctrl_c_leaves_the_jobs_alone_and_says_so(tmp_path: Path) -> None:
+    run_of(tmp_path, "zero2", "running")
+    words = [sys.executable, "-c", INTERRUPTED, str(tmp_path)]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stderr) == (watch.EVERYTHING_FINE, "left; the jobs go on\n")

@@ -22,6 +22,7 @@ from zeroexp.cluster.job import Job
 from zeroexp.cluster.submit import is_held_back, slurm_id
 from zeroexp.cluster.sweep import Sweep
 from zeroexp.config.keys import ConfigError
+from zeroexp.process import signals
 from zeroexp.process.json_output import answer
 from zeroexp.report.exports import runs_as_json
 from zeroexp.report.measured_points import points_of
@@ -37,6 +38,7 @@ EVERYTHING_FINE, SOMETHING_FAILED, INTERRUPTED = 0, 1, 130
 
 
 def main() -> int:
+    signals.handle_ctrl_c()  # which the console script ends at once else
     return answer(_watch)
 
 

@@ -20,7 +20,7 @@ from zeroexp.config.optimizer import optimizer_factory, parameter_groups
 from zeroexp.engines.torch_ddp import TorchDDP
 from zeroexp.engines.torch_fsdp2 import TorchFSDP2
 from zeroexp.interface.strategy import CanonicalState
-from zeroexp.process.world import World
+from zeroexp.process.world import World, gather_objects
 
 LABELS = {
     "ddp": "everything replicated",
@@ -47,6 +47,52 @@ def test_settings_say_what_rests_where(ranks):
 )
 def test_models_of_transformers(ranks, engine, model):
     check(ranks, NATIVE[engine], Recipe(model=model))
+
+
+class TiedWithABias(nn.Module):
+    """A head that shares its weight with the embedding, and has a bias of its own, as in BERT."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embedding, self.block = nn.Embedding(8, 6), nn.Linear(6, 6)
+        self.head = nn.Linear(6, 8)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, words: Tensor) -> Tensor:
+        return self.head(torch.tanh(self.block(self.embedding(words))))
+
+
+def train_tied(world: World, stage: str) -> dict[str, dict[str, Tensor]]:
+    model = TiedWithABias()
+    strategy = TorchFSDP2(
+        model,
+        blocks=["block"],
+        param_groups=[{"params": [*model.parameters()]}],
+        optimizer_factory=partial(torch.optim.SGD, lr=0.01),
+        world=world,
+        reshard_after_forward=stage == "zero3",
+        unit="layer",
+    )
+    for _ in range(3):
+        with strategy.microbatch(last=True):
+            strategy.backward(model(torch.arange(8)[world.rank :: world.size]).square().sum())
+        strategy.step()
+        strategy.zero_grad()
+    return assembled([*gather_objects(pieces_of(strategy))])
+
+
+@pytest.mark.parametrize("stage", ["zero2", "zero3"])
+def test_fsdp2_by_layers_ties_a_head_that_has_a_bias_of_its_own(ranks, stage):
+    plain = TiedWithABias()
+    optimizer = torch.optim.SGD(plain.parameters(), lr=0.01)
+    for _ in range(3):
+        plain(torch.arange(8)).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    for weights in ranks(train_tied, stage):
+        for name, parameter in plain.named_parameters():
+            torch.testing.assert_close(weights[name]["weight"], parameter.detach())
 
 
 @crossed(

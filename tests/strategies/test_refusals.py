@@ -114,6 +114,12 @@ ROWS = {
     "vectors={moments: int4}": "use one of bfloat16, int8",
     "vectors={name: sgd, moments: bfloat16}": "sgd keeps none",
     "vectors={betas: [0.9]}": "not two numbers",
+    "vectors={betas: [low, high]}": "not two numbers",
+    "vectors={name: [muon]}": "unknown word",
+    # Of a row behind another, which is checked first.
+    "embeddings={lr: 1e-4}, vectors={mometum: 0.9}": "reads no such key",
+    "embeddings={lr: 1e-4}, vectors=5": "use some such as",
+    "embeddings={lr: 1e-4}, vectors={settings: null}": "no such setting",
     "vectors={betas: [0.9, 0.999], moments: bfloat16}": "rounding takes back",
     "vectors={settings: {nesterov: true}}": "no such setting",
     "matrices={name: muon}": "Muon needs one between 0 and 1",
@@ -142,8 +148,7 @@ def test_the_config_refuses_in_a_line(words) -> None:
 @pytest.mark.parametrize("row", ROWS)
 def test_the_config_refuses_a_row_of_a_kind_in_a_line(row) -> None:
     with pytest.raises(ConfigError, match=ROWS[row]):
-        word, _, value = row.partition("=")
-        config = composed(f"+optimizer.kinds={{{word}: {value}}}", "world_size=2")
+        config = composed(f"+optimizer.kinds={{{row.replace('=', ': ')}}}", "world_size=2")
         check(config)
         check_custom_layout_and_optimizer(config)
 

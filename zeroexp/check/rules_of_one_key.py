@@ -149,8 +149,8 @@ def check_kinds(config: Config) -> Iterator[Refusal]:
 
 def _check_row(config: Config, row: str, own: dict[str, Any]) -> Iterator[Refusal]:
     name, group = own.get("name", config.optimizer.name), f"optimizer.kinds.{row}"
-    if name not in OPTIMIZERS:
-        yield f"{group}.name={name}", "unknown word", suggest_nearest(name, OPTIMIZERS)
+    if not isinstance(name, str) or name not in OPTIMIZERS:
+        yield f"{group}.name={name}", "unknown word", suggest_nearest(str(name), OPTIMIZERS)
     kind = OPTIMIZERS[name]
     read = (*ROW_KEYS, *kind.keys)
     for key, value in own.items():
@@ -161,7 +161,8 @@ def _check_row(config: Config, row: str, own: dict[str, Any]) -> Iterator[Refusa
         of_engine = _wrong_for_engine(config, key, value) if key in OF_ENGINE else ()
         for problem, remedy in (*_wrong_in_row(key, value, kind), *of_engine):
             yield named, problem, remedy
-    chosen = replace(config, optimizer=rows_of(config.optimizer)[row])
+    # Of this row alone: nobody has checked those behind it.
+    chosen = replace(config, optimizer=rows_of(replace(config.optimizer, kinds={row: own}))[row])
     for rule in (check_betas, check_momentum):
         for key, problem, remedy in rule(chosen):
             value = value_of(chosen, key)
@@ -176,12 +177,16 @@ def _wrong_in_row(key: str, value: Any, kind: OptimizerKind) -> Iterator[tuple[s
         for word in value if isinstance(value, dict) else [value]:
             if word not in kind.settings:
                 yield f"no such setting as {word}", suggest_nearest(word, kind.settings)
-    elif key == "betas" and not isinstance(value, list):
+    elif key == "betas" and not (isinstance(value, list) and all(map(_is_number, value))):
         yield "not two numbers in [0, 1)", "use [0.9, 0.95]"
-    elif isinstance(default, float) and type(value) not in (int, float):
+    elif isinstance(default, float) and not _is_number(value):
         yield "no number", f"use one such as {default}"
     else:
         yield from _wrong_value(of_all, value, {**choices_of_keys(), OF_ALL["layout"]: [*LAYOUTS]})
+
+
+def _is_number(value: object) -> bool:
+    return type(value) in (int, float)
 
 
 def _wrong_for_engine(config: Config, key: str, value: Any) -> Iterator[tuple[str, str]]:

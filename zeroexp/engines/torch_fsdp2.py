@@ -36,7 +36,7 @@ from zeroexp.interface.saved_state import SavedState, names_in
 from zeroexp.interface.strategy import CanonicalState, ModelStates, OptimizerFactory
 from zeroexp.interface.values import Values
 from zeroexp.process.world import World
-from zeroexp.zero.grouping import group_parameters
+from zeroexp.zero.grouping import group_parameters, with_shared_in_root
 from zeroexp.zero.options import Dtypes
 
 
@@ -74,7 +74,8 @@ class TorchFSDP2:
             parameter.data = parameter.data.to(dtypes.master)
         names = {parameter: name for name, parameter in module.named_parameters()}
         self.model = module
-        units = [group.module for group in group_parameters(module, blocks, unit) if group.name]
+        _, *others = with_shared_in_root(group_parameters(module, blocks, unit))
+        units = [group.module for group in others]
         _shard(module, units, reshard_after_forward, dtypes, world, replicas)
         module.register_forward_hook(_free_without_backward)
         # fully_shard replaces the parameters by new ones; while gathered, the module shows yet other tensors.

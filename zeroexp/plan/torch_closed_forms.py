@@ -26,7 +26,7 @@ from zeroexp.models.module import BuiltModel
 from zeroexp.plan.closed_forms import ClosedForm
 from zeroexp.plan.form_of_config import arguments_of_every_form, without_backward
 from zeroexp.plan.form_terms import HeldElements, Owned, owned_of
-from zeroexp.zero.grouping import group_parameters, named_in
+from zeroexp.zero.grouping import group_parameters, named_in, with_shared_in_root
 
 Dealt = TypeVar("Dealt")
 
@@ -211,7 +211,7 @@ def _ddp_form(config: Config, model: BuiltModel) -> DdpForm:
 def _fsdp_form(config: Config, model: BuiltModel) -> FsdpForm:
     of_optimizer = parameter_groups(model.module, config.optimizer, model.blocks)
     unit = config.strategy.unit or "block"
-    groups = group_parameters(model.module, model.blocks, unit, of_optimizer)
+    groups = with_shared_in_root(group_parameters(model.module, model.blocks, unit, of_optimizer))
     frozen = without_backward(model)
     first = [
         index for index, group in enumerate(groups) if index and frozen >= set(group.parameters)

@@ -12,7 +12,8 @@ autograd left them (`ChunkGradients.owned`), and its modules run without hooks.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import chain
 from typing import Any
 
 from torch import Tensor, nn
@@ -89,6 +90,19 @@ def group_parameters(
         )
     named = (kinds, layouts)
     return [Group(n, module.get_submodule(n), m, *named) for n, m in members.items() if m or not n]
+
+
+def with_shared_in_root(groups: Sequence[Group]) -> list[Group]:
+    """Return the groups for an engine that moves all parameters of a module together, as FSDP2 does.
+
+    A module that shares a parameter with others, and would have a group for the rest, moves with the root.
+    """
+    root, *others = groups
+    shared = set(root.parameters.values())
+    apart = [each for each in others if shared.isdisjoint(each.module.parameters())]
+    moved = (each.parameters for each in others if each not in apart)
+    parameters = dict(chain(root.parameters.items(), *(own.items() for own in moved)))
+    return [replace(root, parameters=parameters), *apart]
 
 
 def named_in(param_groups: Sequence[dict[str, Any]], key: str) -> dict[nn.Parameter, str]:
