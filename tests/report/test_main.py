@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -168,6 +169,13 @@ def test_a_page_names_its_sweep_as_the_command_did(tmp_path, outputs, named):
     edit(folder / "config.yaml", "outputs: outputs", f"outputs: {outputs}")
     page = provenance_table(points(folder.parent))
     assert f"zeroexp report &#x27;{named}/sweep&#x27; --html report.html" in page
+
+
+def test_a_page_of_a_run_at_the_root_names_the_root(tmp_path):
+    """As where a container sees one run's folder."""
+    (point,) = points(write_run(tmp_path / "run"))
+    at_root = replace(point, runs=(replace(point.run, folder=Path("/run")),))
+    assert "zeroexp report / --html report.html" in provenance_table([at_root])
 
 
 def test_a_full_disk_is_asked_for_room():

@@ -83,7 +83,7 @@ def provenance_table(points: Sequence[MeasuredPoint]) -> str:
 
 def _sweep_of(run: Run) -> str:
     """Return the sweep's folder as its command named it; by its own names where it was moved since."""
-    *_, parent, sweep, _ = run.folder.absolute().parts
+    *_, parent, sweep = ("", *run.folder.absolute().parent.parts)  # of /run: nothing, and the root
     outputs = run.config.get("outputs", "")
     return str(Path(outputs if Path(outputs).name == parent else parent, sweep))
 
