@@ -70,6 +70,8 @@ class Tape(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.operations: list[_Operation] = []
+        # Generators of the constructor's own: the state from which noted draws begin, and the one that they have left.
+        self.generators: dict[torch.Generator, tuple[Tensor, Tensor]] = {}
 
     def __enter__(self) -> Tape:
         self._hook = register_module_parameter_registration_hook(self._take)
@@ -93,11 +95,19 @@ class Tape(TorchDispatchMode):
             raise CannotDefer("the random generator is seeded, or its state set, on the way")
 
     def _draw_in_place_of(self, func: Any, kwargs: Any) -> None:
-        """Move torch's generator for a draw that is noted, so that code which sets it back is seen."""
-        if torch.Tag.nondeterministic_seeded in func.tags and kwargs.get("generator") is None:
-            self._require_own_draws()
-            torch.rand(())
-            self._state_of_draws = torch.get_rng_state()
+        """Move the generator of a draw that is noted, so that code which sets it back is seen."""
+        if torch.Tag.nondeterministic_seeded not in func.tags:
+            return
+        if (own := kwargs.get("generator")) is not None:
+            first, left = self.generators.get(own, (own.get_state(), own.get_state()))
+            if not torch.equal(own.get_state(), left):
+                raise CannotDefer("a random generator of its own is seeded or used on the way")
+            torch.rand((), generator=own)
+            self.generators[own] = first, own.get_state()
+            return
+        self._require_own_draws()
+        torch.rand(())
+        self._state_of_draws = torch.get_rng_state()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         with torch._C.DisableTorchFunction():
@@ -109,7 +119,7 @@ class Tape(TorchDispatchMode):
             result = func(*args, **kwargs)
             # Torch brings a number or a list of indices to the device of the tensor that it writes into.
             if any(_is_meta(leaf) for leaf in tree_flatten(result)[0]):
-                self._note(func, (args, kwargs), result)
+                self._note(func, tree_map_only(Tensor, _noted, (args, kwargs)), result)
             return result
         if func._schema.is_mutable and not _is_meta(args[0]):
             raise CannotDefer(f"{func} draws into a tensor that is no parameter")
@@ -143,7 +153,9 @@ class Tape(TorchDispatchMode):
         first: Any = arguments[0][0] if arguments[0] else None
         overwrites = None
         if func in OVERWRITING and _is_meta(first) and _is_all_of_its_memory(first):
-            overwrites = _memory_of(first)
+            read = filter(_is_meta, tree_flatten((arguments[0][1:], arguments[1]))[0])
+            if _memory_of(first) not in map(_memory_of, read):  # as in w.fill_(w[0])
+                overwrites = _memory_of(first)
         self.operations.append(_Operation(func, arguments, made, overwrites))
 
 
@@ -165,8 +177,8 @@ def _is_meta(leaf: object) -> bool:
 
 
 def _noted(tensor: Tensor) -> Tensor:
-    """Return a tensor on meta as it is now: its shape may change in place."""
-    return tensor.detach() if tensor.is_meta else tensor
+    """Return a tensor as it is now: one on meta may change its shape in place, another its values."""
+    return tensor.detach() if tensor.is_meta else tensor.detach().clone()
 
 
 def _memory_of(tensor: Tensor) -> int:
@@ -205,9 +217,15 @@ class Drawn:
     """The values that a seed gives the parameters of a module, of which a tape noted these operations."""
 
     def __init__(
-        self, operations: list[_Operation], parameters: dict[str, Tensor], seed: int
+        self,
+        operations: list[_Operation],
+        parameters: dict[str, Tensor],
+        seed: int,
+        generators: dict[torch.Generator, tuple[Tensor, Tensor]],
     ) -> None:
+        """generators: see Tape."""
         self._operations, self._parameters, self._seed = operations, parameters, seed
+        self._generators = generators
 
     def __iter__(self) -> Iterator[tuple[str, Read]]:
         """Run all operations; yield each parameter once it has its values. It is freed when the next one is asked for.
@@ -215,6 +233,8 @@ class Drawn:
         The caller's random state stays as it is.
         """
         random_state = torch.Generator().manual_seed(self._seed).get_state()
+        for generator, (first, _) in self._generators.items():
+            generator.set_state(first)
         storages: dict[int, torch.UntypedStorage] = {}
         named: dict[int, list[str]] = {}
         for name, tensor in self._parameters.items():
@@ -259,7 +279,7 @@ class Drawn:
                 kept.append(operation)
                 needed |= operation.memories()
                 needed.discard(operation.overwrites or 0)
-        return Drawn(kept[::-1], few, self._seed)
+        return Drawn(kept[::-1], few, self._seed, self._generators)
 
     def fingerprint(self) -> int:
         return zlib.crc32(repr((self._seed, sorted(self._parameters))).encode())
@@ -288,7 +308,7 @@ def defer(
         if not parameter.is_meta:
             raise CannotDefer(f"{name} has values already")
     _require_known(tape.operations)
-    return made, Drawn(tape.operations, parameters, seed)
+    return made, Drawn(tape.operations, parameters, seed, tape.generators)
 
 
 def _require_known(operations: Sequence[_Operation]) -> None:
