@@ -12,8 +12,11 @@ from torch import Tensor, nn
 
 from tests.composing import composed
 from tests.ranks import RankError
+from zeroexp.check import check
 from zeroexp.check.rules_strategy import check_float16
+from zeroexp.config.keys import resolve
 from zeroexp.cut.stage import STAGES
+from zeroexp.engines.build import build_strategy
 from zeroexp.engines.sharded import Sharded
 from zeroexp.engines.torch_fsdp2 import TorchFSDP2
 from zeroexp.interface import loss_scale
@@ -22,7 +25,8 @@ from zeroexp.interface.loss_scale import SCALE
 from zeroexp.interface.strategy import Strategy
 from zeroexp.measure.record import StepRecord
 from zeroexp.measure.summary import diverged_at
-from zeroexp.process.world import World, gather_objects
+from zeroexp.models.module import build_model
+from zeroexp.process.world import World, fake_world, gather_objects
 from zeroexp.zero.options import Dtypes, Options
 
 DTYPES = Dtypes(torch.float16, torch.float32, torch.float32)
@@ -176,3 +180,15 @@ def test_an_engine_that_scales_no_loss_is_refused():
     assert [problem for _, problem, _ in check_float16(config)] == [
         "only ours and FSDP2 scale the loss"
     ]
+
+
+@pytest.mark.parametrize("rests", ["master", "int8", "null"])
+def test_float16_scales_the_loss_whatever_rests(rests):
+    words = "model=tiny strategy=zero3 precision=fp16_master world_size=2 data=synthetic"
+    dtype = "" if rests == "null" else f" strategy.parameters.dtype={rests}"
+    config = resolve(composed(*f"{words}{dtype}".split()))
+    check(config)
+    model = build_model(config.model, seed=0, vocab_size=512)
+    with fake_world(0, 2) as world:
+        strategy = build_strategy(config, model, world)
+    assert strategy.optimizer.param_groups[0][SCALE] == loss_scale.FIRST_SCALE

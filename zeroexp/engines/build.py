@@ -66,7 +66,7 @@ def _sharded(config: Config, model: BuiltModel, world: World, common: dict[str, 
         stage=stage_of(config.strategy),
         dtypes=dtypes_of(config),
         options=options_of(config.strategy),
-        scales_loss=config.strategy.parameters.dtype == "float16",
+        scales_loss=row_dtypes(config)[0] == "float16",
         world=world,
         **common,
     )
