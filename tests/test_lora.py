@@ -209,6 +209,9 @@ WRONG = {
     "model.lora.r=3 model.lora.quantize=int8 strategy.gather_codec=int8": "gather_codec=int8: rounds weights",
     "model.lora.r=3 model.lora.quantize=int4": "model.lora.quantize=int4: ",
     "model.lora.quantize=int8": "no effect, model.lora.r=null; set model.lora.r",
+    "model.lora.r=3 model.lora.target_modules=[q_proj,lm_head] model.lora.quantize=int8": (
+        "=int8: the weight of lm_head is tied to another module's; leave it out of model.lora.target_modules"
+    ),
     "model=gpt2_tiny model.lora.r=3 model.lora.quantize=int8": "lie around no linear layer here",
     "model.lora.r=3 model.lora.layers_to_transform=[7]": "You specified 'layers_to_transform': [7]",
     "model.lora.r=3 model.lora.modules_to_save=[q]": "modules_to_save=q: no such module; name modules",

@@ -50,6 +50,7 @@ from zeroexp.config.keys import Config, ConfigError, ModelConfig, resolve
 from zeroexp.foreign import READERS, WRITERS
 from zeroexp.foreign.__main__ import main
 from zeroexp.foreign.deepspeed_zero import read_deepspeed
+from zeroexp.foreign.found import Place
 from zeroexp.foreign.into_checkpoint import import_checkpoint
 from zeroexp.interface.quantized_moments import to_step
 from zeroexp.interface.strategy import CanonicalState
@@ -197,6 +198,7 @@ def train_ours(world: World, config: Config, run: Path) -> CanonicalState:
 # -- DeepSpeed --------------------------------------------------------------------------------------
 
 # Its ZeRO-3 and ours differ in the last bits of this model, with no checkpoint between.
+OF_RANK_0 = "zero_pp_rank_0_mp_rank_00"
 ATOL = {**dict.fromkeys(DEEPSPEED, 0.0), "deepspeed_zero3": FLOAT32_ROUNDING}
 
 
@@ -296,6 +298,26 @@ def go_on_under_deepspeed(world: World, make: Make, folder: Path) -> CanonicalSt
         state["step"] = state["step"].clone()
     run_steps(strategy, world, RECIPE, range(SAVED, RECIPE.steps))
     return pieces_of(strategy)
+
+
+def test_frozen_parameters_of_zero3_on_one_rank_are_brought_in(tmp_path):
+    """Files as DeepSpeed writes them of an offloaded run: no whole weight, and of what is frozen one fragment."""
+    trained, frozen = torch.arange(6.0), torch.arange(4.0)
+    state = {"fp32_flat_groups": [trained], "partition_count": 1}
+    state["optimizer_state_dict"] = {"state": {0: {"step": torch.tensor(3.0)}}}
+    model = {"module": dict.fromkeys(("trained", "frozen"), torch.empty(0)), "buffer_names": []}
+    model |= {"param_shapes": [{"trained": (2, 3)}], "shared_params": {}}
+    model |= {"frozen_param_shapes": {"frozen": (2, 2)}}
+    torch.save({"optimizer_state_dict": state}, tmp_path / f"{OF_RANK_0}_optim_states.pt")
+    torch.save(
+        {**model, "frozen_param_fragments": {"frozen": frozen}},
+        tmp_path / f"{OF_RANK_0}_model_states.pt",
+    )
+    found = read_deepspeed(tmp_path, set())
+    for name, values in (("trained", trained.view(2, 3)), ("frozen", frozen.view(2, 2))):
+        found.read(Place(name, "weight"), there := torch.full_like(values, -1.0))
+        assert found.tensors[Place(name, "weight")].shape == values.shape
+        assert torch.equal(there, values)
 
 
 # -- what is refused --------------------------------------------------------------------------------
@@ -567,6 +589,21 @@ def turned(heads: Tensor, positions: Tensor, *, in_pairs: bool) -> Tensor:
     one, other = (heads[..., 0::2], heads[..., 1::2]) if in_pairs else heads.split(size, -1)
     whole = torch.complex(one, other) * torch.polar(torch.ones_like(angles), angles)
     return torch.view_as_real(whole)
+
+
+def test_phi_3_whose_own_rows_are_fused_is_brought_in(tmp_path):
+    keys = {"model_type": "phi3", "hidden_size": 8, "intermediate_size": 8, "vocab_size": 11}
+    keys |= {"num_hidden_layers": 1, "num_attention_heads": 2, "pad_token_id": 0}
+    config = config_of()
+    config.model = ModelConfig(family="hf", hf_config=keys)
+    model, optimizer = stepped(config)
+    save_quietly(tmp_path / "theirs", model, optimizer)
+    checkpoint, notes = brought_in(tmp_path / "theirs", tmp_path / "run", config)
+    weights = Weights(checkpoint, read_manifest(checkpoint))
+    assert notes == [] and any(".qkv_proj." in name for name in weights.shapes)
+    for name, parameter in model.named_parameters():
+        for key, each in {"weight": parameter, **optimizer.state[parameter]}.items():
+            assert torch.equal(weights.read(name, key), each), f"{name}.{key}"
 
 
 @pytest.mark.parametrize("qkv", ["", "qkv_linear."])  # of 2024, and of 2026

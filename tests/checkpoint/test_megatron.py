@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import enum
+import re
 import sys
 from argparse import Namespace
+from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
@@ -19,13 +21,16 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
-from tests.checkpoint.test_foreign import brought_in, config_of, stepped
-from zeroexp.checkpoint.manifest import read_manifest
+from tests.checkpoint.test_foreign import brought_in, config_of, save_quietly, stepped
+from zeroexp.checkpoint.manifest import StoredPiece, StoredTensor, read_manifest
 from zeroexp.checkpoint.weights import Weights
-from zeroexp.config.keys import Config, ConfigError, from_mapping
+from zeroexp.config.keys import Config, ConfigError, ModelConfig, from_mapping
 from zeroexp.export import export_whole
 from zeroexp.foreign.megatron_writer import write_megatron
+from zeroexp.interface.quantized_moments import encode
 from zeroexp.measure.memory import AllocationMeter, count_cpu_allocations
+from zeroexp.models.module import build_model
+from zeroexp.process.content_hash import hash_of
 from zeroexp.process.world import World
 
 # Two groups of heads, each of two queries, a key and a value.
@@ -57,6 +62,9 @@ def in_megatrons_words(values: dict[str, Tensor], *, fused_norms: bool) -> dict[
         own = f"decoder.layers.{layer}."
         inside = {
             "self_attn.o_proj.weight": "self_attention.linear_proj.weight",
+            "self_attn.o_proj.bias": "self_attention.linear_proj.bias",
+            "self_attn.q_norm.weight": "self_attention.q_layernorm.weight",
+            "self_attn.k_norm.weight": "self_attention.k_layernorm.weight",
             "mlp.gate_proj.weight": "mlp.linear_fc1.weight_w",
             "mlp.up_proj.weight": "mlp.linear_fc1.weight_v",
             "mlp.down_proj.weight": "mlp.linear_fc2.weight",
@@ -67,13 +75,14 @@ def in_megatrons_words(values: dict[str, Tensor], *, fused_norms: bool) -> dict[
             if fused_norms
             else "pre_mlp_layernorm.weight",
         }
-        if last == "self_attn.q_proj.weight":
+        if last in ("self_attn.q_proj.weight", "self_attn.q_proj.bias"):
+            kind = last.rpartition(".")[2]
             k, v = (values[name.replace("q_proj", each)] for each in ("k_proj", "v_proj"))
             # q1 q2 k1 v1 | q3 q4 k2 v2, as in SelfAttention.get_query_key_value_tensors
             size = len(value) // 4
             q1, q2, q3, q4 = value.split(size)
             (k1, k2), (v1, v2) = (each.split(size) for each in (k, v))
-            theirs[f"{own}self_attention.linear_qkv.weight"] = torch.cat(
+            theirs[f"{own}self_attention.linear_qkv.{kind}"] = torch.cat(
                 [q1, q2, k1, v1, q3, q4, k2, v2]
             )
         elif not last.startswith("self_attn.") or last in inside:
@@ -209,6 +218,54 @@ def test_megatron_is_brought_in_bit_for_bit(ranks, tmp_path, fused, tied):
         with pytest.raises(ConfigError, match=problem):
             brought_in(tmp_path / "theirs", tmp_path / "again", other)
         assert not (tmp_path / "again").exists()
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_biases_and_gains_of_queries_and_keys_turn_with_their_weights(tmp_path):
+    """--rotary-interleaved --add-qkv-bias --qk-layernorm: what stays in pairs scores other tokens."""
+    keys = {"model_type": "qwen3", **HEADS, "hidden_size": 12, "vocab_size": 40}
+    keys |= {"intermediate_size": 8, "num_hidden_layers": 1, "tie_word_embeddings": True}
+    config = config_of()
+    config.model = ModelConfig(family="hf", hf_config={**keys, "attention_bias": True})
+    torch.manual_seed(0)
+    module = build_model(config.model, seed=1).module
+    values = {name: torch.randn_like(p) for name, p in module.named_parameters()}
+    theirs = in_megatrons_words(values, fused_norms=True)
+    heads = {"num_attention_heads": 4, "num_query_groups": 2, "rotary_interleaved": True}
+    state = {"args": Namespace(**heads), "iteration": 7, "model": theirs}
+    dcp.save(state, checkpoint_id=tmp_path / "theirs", no_dist=True)
+    checkpoint, _ = brought_in(tmp_path / "theirs", tmp_path / "run", config)
+    weights = Weights(checkpoint, read_manifest(checkpoint))
+    turned = [name for name in values if re.search(r"\.[qk]_(proj|norm)", name)]
+    assert len(turned) == 6
+    for name, value in values.items():
+        of_pairs = value.unflatten(0, (-1, 4))[:, [0, 2, 1, 3]] if name in turned else value
+        assert torch.equal(weights.read(name), of_pairs.reshape(value.shape)), name
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_moments_that_rest_in_8_bits_leave_decoded(tmp_path):
+    config = config_of(**LLAMA, tie_word_embeddings=True)
+    save_quietly(tmp_path / "alone", *stepped(config))
+    checkpoint, _ = brought_in(tmp_path / "alone", tmp_path / "run", config)
+    whole = Weights(checkpoint, manifest := read_manifest(checkpoint))
+    state, content = deepcopy(manifest.state), bytearray()
+    for name, key in ((name, key) for name in state for key in ("exp_avg", "exp_avg_sq")):
+        codes = encode(whole.read(name, key))
+        own = codes.numpy().tobytes()
+        piece = StoredPiece("codes.bin", len(content), 0, codes.numel(), hash_of([own]))
+        state[name][key] = StoredTensor(tuple(codes.shape), "int8", (piece,))
+        content += own
+    (checkpoint / "codes.bin").write_bytes(content)
+    coded = replace(manifest, state=state)
+    weights = Weights(checkpoint, coded)
+    write_megatron(tmp_path / "out", config, coded, weights)
+    again, _ = brought_in(tmp_path / "out", tmp_path / "back", config)
+    back = Weights(again, read_manifest(again))
+    for name, entry in state.items():
+        assert back.read(name, "step") == 1
+        for key in entry:
+            assert torch.equal(back.read(name, key), weights.read(name, key)), f"{name}.{key}"
 
 
 def save_each(world: World, saved: list[Any]) -> None:

@@ -150,10 +150,12 @@ class TorchFSDP2:
             lambda t: torch.empty_like(t, device=device) if t.is_meta else t.to(device)
         )
         self._named = dict(self.model.named_parameters())
+        empty = dict(self._named)
         for name, read in values:
-            tensor = self._named[name].detach()
+            tensor = empty.pop(name).detach()
             local, start = _local(tensor), self._first_element(tensor)
             local.view(-1).copy_(read(start, start + local.numel()))
+        assert not empty, f"values: there are none of {next(iter(empty))}"
 
     def _first_element(self, tensor: Tensor) -> int:
         """Return the first flat element of this rank's shard; by torch.chunk's rule the last ranks may be short.

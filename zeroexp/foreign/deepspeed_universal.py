@@ -53,7 +53,7 @@ def read_universal(folder: Path, names: Collection[str]) -> Found:
         for path in (folder / "zero").glob("*/*.pt")
     }
     has_steps = any(place.key == STEP for place in parts)
-    parts.update(untrained_parts(folder, model, shapes, ranks_of_zero3 or 1))
+    parts.update(untrained_parts(folder, model, shapes, ranks_of_zero3))
     state = load_mapped(folder / "zero" / "optimizer_state.pt")
     of_first = state.get("optimizer_state_dict", {}).get("state", {}).get(0, {})
     counted = int(of_first.get(STEP, model["global_steps"]))

@@ -54,7 +54,7 @@ def read_deepspeed(folder: Path, names: Collection[str]) -> Found:
         raise CheckpointError(f"{folder}: {problem}; copy what is missing")
     model, shapes = model_states(folder, is_zero3=is_zero3)
     parts = _parts_of_zero3(states, shapes) if is_zero3 else _parts_of_groups(states)
-    parts.update(untrained_parts(folder, model, shapes, len(ranks) if is_zero3 else 1))
+    parts.update(untrained_parts(folder, model, shapes, len(ranks) if is_zero3 else 0))
     return found_of(folder, parts, shapes)
 
 
@@ -76,7 +76,7 @@ def _files_by_rank(folder: Path) -> list[Path]:
 
 
 def untrained_parts(
-    folder: Path, model: dict[str, Any], shapes: Shapes, num_ranks: int
+    folder: Path, model: dict[str, Any], shapes: Shapes, ranks_of_zero3: int
 ) -> Iterator[tuple[Place, list[Piece]]]:
     """Yield the parts of each buffer and frozen parameter, and add their shapes.
 
@@ -85,11 +85,13 @@ def untrained_parts(
     buffers, cut = set(model["buffer_names"]), model.get("frozen_param_shapes") or {}
     trained_or_tied = shapes.keys() | model["shared_params"].keys()
     for name, values in model["module"].items():
-        if name in buffers or (num_ranks == 1 and name not in trained_or_tied):
+        if name in buffers or (not ranks_of_zero3 and name not in trained_or_tied):
             shapes[name] = tuple(values.shape)
             yield Place(name, WEIGHT), [Piece(0, values.reshape(-1))]
-    if num_ranks > 1 and cut:
-        files = [f"zero_pp_rank_{rank}_mp_rank_00_model_states.pt" for rank in range(num_ranks)]
+    if ranks_of_zero3 and cut:
+        files = [
+            f"zero_pp_rank_{rank}_mp_rank_00_model_states.pt" for rank in range(ranks_of_zero3)
+        ]
         fragments = [load_mapped(folder / file)["frozen_param_fragments"] for file in files]
         for name, shape in cut.items():
             shapes[name] = tuple(shape)

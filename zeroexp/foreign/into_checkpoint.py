@@ -70,7 +70,7 @@ def import_checkpoint(
         _require_tied(found, matched, places)
         for ours, theirs in matched.sources.items():
             found.read(theirs, places[ours])
-            if found.in_pairs and theirs.name.endswith(TURNED) and theirs.key != STEP:
+            if found.in_pairs and TURNED.search(theirs.name) and theirs.key != STEP:
                 _part_pairs(places[ours], built)
         state = _stored(places)
         (checkpoint / MANIFEST).write_bytes(to_json(manifest_of(config, step, 1, state)))

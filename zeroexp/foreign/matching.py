@@ -38,8 +38,9 @@ TORCHTITAN = {
     r"(^|\.)norm\.": r"\1model.norm.",
     r"(^|\.)output\.": r"\1lm_head.",
 }
-# Rotary positions turn neighbouring rows of these together there, in transformers rows half a head apart.
-TURNED = (".q_proj.weight", ".k_proj.weight")
+# Rotary positions turn neighbouring rows of these together there, in transformers rows half a head apart: of weights,
+# biases, and gains of the norms before them.
+TURNED = re.compile(r"\.[qk]_(proj|norm)\.(weight|bias)$")
 # Keys of parameter groups that no other trainer has.
 OURS = ("kind", "layout", "master", "over", "lr_scale")
 

@@ -31,8 +31,8 @@ from zeroexp.models.module import BuiltModel
 # A file above the iterations holds the number of the newest, and this is what the folder of one is called.
 LATEST, ITERATION = "latest_checkpointed_iteration.txt", "iter_{:0>7}"
 LAYER = re.compile(r"\bdecoder\.layers\.(\d+)\.")
-# Megatron's names, behind those of its wrappers, and transformers' of a llama; qkv_proj is parted below. Of two names
-# for one the last is written.
+# Megatron's names, behind those of its wrappers, and transformers' of a llama; linear_qkv, which no
+# model of transformers has, is parted below. Of two names for one the last is written.
 OUTSIDE = {
     "embedding.word_embeddings.": "model.embed_tokens.",
     "decoder.final_layernorm.": "model.norm.",
@@ -42,7 +42,7 @@ OF_LAYER = {
     "input_layernorm.": "input_layernorm.",
     "pre_mlp_layernorm.": "post_attention_layernorm.",
     "self_attention.linear_qkv.layer_norm_": "input_layernorm.",
-    "self_attention.linear_qkv.": "self_attn.qkv_proj.",
+    "self_attention.linear_qkv.": "self_attn.linear_qkv.",
     "self_attention.linear_proj.": "self_attn.o_proj.",
     "self_attention.q_layernorm.": "self_attn.q_norm.",
     "self_attention.k_layernorm.": "self_attn.k_norm.",
@@ -53,7 +53,7 @@ OF_LAYER = {
     "mlp.linear_fc1.bias_v": "mlp.up_proj.bias",
     "mlp.linear_fc2.": "mlp.down_proj.",
 }
-ONE = r"\.qkv_proj\."
+ONE = r"\.linear_qkv\."
 PARTS = re.compile(r"\.([qkv])_proj\.")
 
 
@@ -70,7 +70,7 @@ def to_megatron(name: str) -> str | None:
     """Return Megatron's name of a parameter, or of the fused one that it is a part of; None where there is none."""
     head, _, inside = name.removeprefix("model.layers.").partition(".")
     if head.isdecimal():
-        inside = PARTS.sub(".qkv_proj.", inside)
+        inside = PARTS.sub(".linear_qkv.", inside)
         theirs = _renamed(inside, {ours: each for each, ours in OF_LAYER.items()})
         return None if theirs == inside else f"decoder.layers.{head}.{theirs}"
     theirs = _renamed(name, {ours: each for each, ours in OUTSIDE.items()})

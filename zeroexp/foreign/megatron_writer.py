@@ -39,7 +39,7 @@ def write_megatron(folder: Path, config: Config, manifest: Manifest, weights: We
     states: dict[str, dict[str, Tensor]] = defaultdict(dict)
     groups: dict[str, dict[str, int]] = {}
     reads: dict[str, Callable[[], Tensor]] = {}
-    for (theirs, key), parts in _their_tensors(manifest, of_model).items():
+    for (theirs, key), parts in _their_tensors(manifest, of_model, weights).items():
         whole = partial(_whole, parts, key, of_model, weights)
         if key == WEIGHT:
             model[IN_MODEL + theirs] = whole("meta")
@@ -58,7 +58,9 @@ def write_megatron(folder: Path, config: Config, manifest: Manifest, weights: We
     (folder / LATEST).write_text(f"{manifest.step}", encoding="utf-8")
 
 
-def _their_tensors(manifest: Manifest, of_model: Any) -> dict[tuple[str, str], Parts]:
+def _their_tensors(
+    manifest: Manifest, of_model: Any, weights: Weights
+) -> dict[tuple[str, str], Parts]:
     """Return what each of their tensors is made of, by name and key."""
     tensors: dict[tuple[str, str], Parts] = defaultdict(dict)
     is_llama = hasattr(of_model, "num_key_value_heads")
@@ -69,7 +71,7 @@ def _their_tensors(manifest: Manifest, of_model: Any) -> dict[tuple[str, str], P
             raise CheckpointError(f"--format=megatron: {problem}; use --format dcp")
         part = PARTS.search(name)
         shape = entry[WEIGHT].shape
-        for key in (each for each in entry if entry[each].shape == shape):
+        for key in (each for each in entry if weights.empty(name, each).shape == shape):
             tensors[theirs, key][part[1] if part else ""] = name
     for (theirs, key), parts in tensors.items():
         if "" not in parts and len(parts) < len(heads_of(of_model)):

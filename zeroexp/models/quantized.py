@@ -10,6 +10,7 @@ nothing may cast or round them. A layer widens its weight when it multiplies, an
 from __future__ import annotations
 
 import zlib
+from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
@@ -67,14 +68,20 @@ def unpack(packed: Tensor, scale: Tensor) -> Tensor:
 def quantize_base(module: nn.Module, key: str, values: Values | None) -> Values | None:
     """Pack the weights inside of adapted layers. `values` are those of all parameters on meta; returned are those then.
 
-    Raises ConfigError, which names `key`, where there is no such layer or one does not fill whole floats.
+    Raises ConfigError, which names `key`, where there is no such layer, one does not fill whole floats or one is tied.
     """
     layers = {
         name: each
         for name, each in module.named_modules()
         if name.rpartition(".")[2] == BASE and isinstance(each, nn.Linear)
     }
+    num_names: Counter[Tensor] = Counter(
+        p for _, p in module.named_parameters(remove_duplicate=False)
+    )
     for name, layer in layers.items():
+        if num_names[layer.weight] > 1:
+            problem = f"the weight of {name.removesuffix(f'.{BASE}')} is tied to another module's"
+            raise ConfigError(f"{key}: {problem}; leave it out of model.lora.target_modules")
         if layer.in_features % IN_ONE:
             problem = f"{name} has {layer.in_features} inputs"
             raise ConfigError(f"{key}: {problem}; adapt layers with a multiple of {IN_ONE}")
