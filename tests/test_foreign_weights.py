@@ -155,6 +155,10 @@ DAMAGED: dict[str, tuple[Any, str]] = {
         "lm_head.weight differs from model.embed_tokens.weight in it",
     ),
     "torn": (torn, "its weights can not be read (model.safetensors: "),
+    "a trainer's own file": (
+        lambda it: pickled(it, state_dict={}),
+        "(pytorch_model.bin: state_dict is a dict and no tensor; save model.state_dict() alone)",
+    ),
     "renamed": (
         lambda it: (it / "model.safetensors").rename(it / "mine.safetensors"),
         "no model.safetensors or pytorch_model.bin",
@@ -197,10 +201,10 @@ def with_the_keys_of_old() -> None:
     rewrite_config(llama(), drop=new, rope_theta=10000.0, rope_scaling=None)
 
 
-def pickled() -> None:
+def pickled(folder: Path | None = None, **more: Any) -> None:
     """As DeepSpeed's script writes them, whose safetensors tied weights do not fit into."""
-    file = llama() / "model.safetensors"
-    torch.save(load_file(file), file.with_name("pytorch_model.bin"))
+    file = (folder or llama()) / "model.safetensors"
+    torch.save({**load_file(file), **more}, file.with_name("pytorch_model.bin"))
     file.unlink()
 
 

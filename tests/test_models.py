@@ -14,6 +14,7 @@ from tests.models_for_tests import allow_experts
 from zeroexp.check.try_model import check_model
 from zeroexp.config.keys import ConfigError, ModelConfig
 from zeroexp.models import find_weights
+from zeroexp.models.blocks import chosen_blocks, find_blocks
 from zeroexp.models.loss import IGNORED, loss_sum
 from zeroexp.models.module import build_model
 from zeroexp.models.moe import Experts
@@ -118,6 +119,14 @@ def test_no_position_sees_a_later_token(name):
     after = values(module(**inputs))
     torch.testing.assert_close(before[:, :-1], after[:, :-1])
     assert not torch.allclose(before[:, -1], after[:, -1])
+
+
+def test_a_block_that_stands_in_several_places_is_one():
+    block = nn.Linear(2, 2)
+    module = nn.Module()
+    module.blocks = nn.ModuleList([block, nn.Linear(2, 2), block])
+    assert find_blocks(module) == ["blocks.0", "blocks.1"]
+    assert chosen_blocks(module, ["blocks.1", "blocks", "blocks.1"]) == ["blocks.1", "blocks.0"]
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

@@ -21,7 +21,7 @@ from zeroexp.engines.sharded import Sharded
 from zeroexp.engines.torch_fsdp2 import TorchFSDP2
 from zeroexp.interface import loss_scale
 from zeroexp.interface.canonical import merge
-from zeroexp.interface.loss_scale import SCALE
+from zeroexp.interface.loss_scale import SCALE, LossScale
 from zeroexp.interface.strategy import Strategy
 from zeroexp.measure.record import StepRecord
 from zeroexp.measure.summary import diverged_at
@@ -173,6 +173,14 @@ def test_a_step_that_was_left_out_is_no_divergence():
 
     assert diverged_at([record(float("inf"), 65536.0)]) is None
     assert diverged_at([record(float("inf"), None)]) == 1
+
+
+def test_a_loss_that_is_finite_at_no_scale_ends_the_run():
+    scale = LossScale(make_optimizer([torch.ones(1)]), is_used=True)
+    with pytest.raises(ValueError, match=r"not finite even at a loss scale of 6e-08; use bfloat16"):
+        for _ in range(2000):
+            scale.divide([torch.ones(1)])
+            scale.allows(lambda: torch.tensor(float("nan")))
 
 
 def test_an_engine_that_scales_no_loss_is_refused():

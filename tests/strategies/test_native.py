@@ -6,6 +6,7 @@ What they hold: tests/plan/test_torch_closed_forms.py.
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -19,7 +20,8 @@ from tests.ranks import RankError
 from zeroexp.config.optimizer import optimizer_factory, parameter_groups
 from zeroexp.engines.torch_ddp import TorchDDP
 from zeroexp.engines.torch_fsdp2 import TorchFSDP2
-from zeroexp.interface.strategy import CanonicalState
+from zeroexp.interface.canonical import merge
+from zeroexp.interface.strategy import CanonicalState, Strategy
 from zeroexp.process.world import World, gather_objects
 
 LABELS = {
@@ -167,3 +169,37 @@ def train_without_search(world: World) -> None:
         world=world,
     )
     run_steps(strategy, world, recipe, range(2))
+
+
+def with_transposed_weights(world: World) -> list[dict[str, dict[str, Tensor]]]:
+    """Each engine's state behind a step, once it was loaded again."""
+    states: list[dict[str, dict[str, Tensor]]] = []
+    for engine in ("ddp", "zero1", "zero3"):
+        module = nn.Linear(4, 2, bias=False)
+        module.weight = nn.Parameter(torch.arange(8.0).view(4, 2).t())
+        common: dict[str, Any] = {
+            "param_groups": [{"params": [module.weight]}],
+            "optimizer_factory": partial(torch.optim.AdamW, lr=0.1),
+            "world": world,
+        }
+        strategy: Strategy = (
+            TorchFSDP2(module, blocks=[], reshard_after_forward=True, **common)
+            if engine == "zero3"
+            else TorchDDP(module, shard_optimizer=engine == "zero1", **common)
+        )
+        with strategy.microbatch(last=True):
+            strategy.backward(strategy.model(torch.ones(4)).sum())
+        strategy.step()
+        strategy.load_state_dict(merge([*gather_objects(strategy.state_dict())]))
+        states.append(assembled([*gather_objects(pieces_of(strategy))]))
+    return states
+
+
+def test_weights_that_do_not_lie_row_by_row_are_trained_and_loaded(ranks):
+    plain = torch.arange(8.0).view(4, 2).t().contiguous()
+    optimizer = torch.optim.AdamW([plain], lr=0.1)
+    plain.grad = torch.full_like(plain, 2.0)
+    optimizer.step()
+    for states in ranks(with_transposed_weights):
+        for state in states:
+            torch.testing.assert_close(state["weight"]["weight"], plain)

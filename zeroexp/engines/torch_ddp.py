@@ -60,7 +60,7 @@ class TorchDDP:
         if values is None and not world.is_fake:  # torch can not convert modules of fake tensors
             module.to(world.device)
         for parameter in module.parameters():
-            parameter.data = parameter.data.to(dtype)
+            parameter.data = parameter.data.to(dtype).contiguous()  # shares are of flat elements
         if values is not None:
             fill_in(module, values, world.device)
         self._named = dict(module.named_parameters())

@@ -71,7 +71,7 @@ class TorchFSDP2:
         if values is None and not world.is_fake:  # torch can not convert modules of fake tensors
             module.to(world.device)
         for parameter in module.parameters():
-            parameter.data = parameter.data.to(dtypes.master)
+            parameter.data = parameter.data.to(dtypes.master).contiguous()
         names = {parameter: name for name, parameter in module.named_parameters()}
         self.model = module
         _, *others = with_shared_in_root(group_parameters(module, blocks, unit))

@@ -19,7 +19,8 @@ def find_blocks(module: nn.Module) -> list[str]:
     whole = set(getattr(module, "_no_split_modules", None) or ())
     named = [(n, ms) for n, ms in lists if ms and {type(m).__name__ for m in ms} <= whole]
     repeated = [(n, ms) for n, ms in lists if len(ms) > 1 and len({type(m) for m in ms}) == 1]
-    return [f"{name}.{i}" for name, modules in named or repeated for i in range(len(modules))]
+    chosen = named or repeated
+    return _each_once(module, [f"{name}.{i}" for name, ms in chosen for i in range(len(ms))])
 
 
 def chosen_blocks(module: nn.Module, chosen: Sequence[str]) -> list[str]:
@@ -34,7 +35,13 @@ def chosen_blocks(module: nn.Module, chosen: Sequence[str]) -> list[str]:
             )
         inside = [f"{name}.{i}" for i, _ in enumerate(modules[name].children())]
         blocks += inside if isinstance(modules[name], nn.ModuleList) else [name]
-    return blocks
+    return _each_once(module, blocks)
+
+
+def _each_once(module: nn.Module, names: Sequence[str]) -> list[str]:
+    """Return the first name of each module among these, since one block may stand in several places, as ALBERT's."""
+    first = {module.get_submodule(name): name for name in reversed(names)}
+    return [name for name in dict.fromkeys(names) if first[module.get_submodule(name)] == name]
 
 
 def module_list_names(module: nn.Module) -> list[str]:

@@ -82,8 +82,8 @@ def _files(folder: Path) -> list[Path]:
 
 def _in(file: Path) -> Iterator[tuple[str, Header]]:
     if file.suffix == ".bin":
-        tensors = torch.load(file, map_location="meta", weights_only=True, mmap=True)
-        for key, tensor in tensors.items():
+        content: object = torch.load(file, map_location="meta", weights_only=True, mmap=True)
+        for key, tensor in _tensors_in(content, file):
             dtype = DTYPES.get(tensor.dtype, str(tensor.dtype))
             yield key, Header(tuple(tensor.shape), dtype, file, key)
         return
@@ -91,3 +91,12 @@ def _in(file: Path) -> Iterator[tuple[str, Header]]:
         for key in opened.offset_keys():
             tensor = opened.get_slice(key)
             yield key, Header(tuple(tensor.get_shape()), tensor.get_dtype(), file, key)
+
+
+def _tensors_in(content: object, file: Path) -> Iterator[tuple[str, Tensor]]:
+    named = content if isinstance(content, dict) else {"the content": content}
+    for key, tensor in named.items():
+        if not isinstance(tensor, Tensor):
+            problem = f"{key} is a {type(tensor).__name__} and no tensor"
+            raise UnreadableWeights(f"{file.name}: {problem}; save model.state_dict() alone")
+        yield key, tensor
