@@ -10,10 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from zeroexp.checkpoint.manifest import (
+    ITEM_BYTES,
     MANIFEST,
     CheckpointError,
     Manifest,
@@ -63,6 +65,14 @@ def refused(folder: Path, content: bytes | dict[str, Any]) -> str:
 
 def changed(**values: Any) -> dict[str, Any]:
     return {**json.loads(to_json(MADE)), **values}
+
+
+def test_a_buffer_may_be_of_any_dtype_of_whole_bytes():
+    dtypes = {each for each in vars(torch).values() if isinstance(each, torch.dtype)}
+    # Quantized, parts of bytes, or without numbers.
+    others = re.compile(r"torch\.(q|bits|u?int[1-7]$|float4)")
+    sizes = {str(each)[6:]: each.itemsize for each in dtypes if not others.match(str(each))}
+    assert {name: ITEM_BYTES.get(name) for name in sizes} == sizes
 
 
 def test_missing_or_of_a_newer_format(tmp_path):

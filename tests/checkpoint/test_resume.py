@@ -13,6 +13,7 @@ import pytest
 
 from tests.checkpoint.test_manifest import MADE
 from tests.composing import values_of
+from tests.somebody_else import not_root, open_to_all
 from zeroexp.check import try_data
 from zeroexp.check.sweep_points import point_of
 from zeroexp.checkpoint import folders
@@ -79,6 +80,23 @@ def test_latest_is_the_newest_that_fits(tmp_path):
     write(tmp_path / "b" / "run", 40, other)
     write(tmp_path / "c" / "run", 60, config).joinpath(MANIFEST).write_text("{")
     assert resolve_resume(config) == str(fits)
+
+
+@pytest.mark.parametrize("closed", ["checkpoint", "checkpoint/step-000040", "."])
+def test_latest_passes_over_a_run_of_somebody_else_that_can_not_be_read(closed):
+    with open_to_all() as outputs:
+        config = config_for(outputs, "resume=latest")
+        run = outputs / "b" / "run"
+        write(run, 40, config)
+        (run / closed).chmod(0o700)
+        with not_root():
+            line = refused(
+                config, UndefinedCombination
+            )  # a folder that can not be listed holds none
+            assert closed != "checkpoint/step-000040" or f"{run}: Permission denied; " in line
+        fits = write(outputs / "a" / "run", 20, config)
+        with not_root():
+            assert resolve_resume(config) == str(fits)
 
 
 def damage(checkpoint: Path, how: str) -> str:

@@ -146,6 +146,14 @@ CASES = {
         [sight(0, (0, 1, 2), 9), sight(1, (0, 0, 0), 0, **STARTS)],
         [1],
     ),
+    "saving may take any time": (
+        [sight(0, (20, 1, 0), 0, phase=progress.SAVING, state="D"), sight(1, (20, 3, 2), 900)],
+        [],
+    ),
+    "but not a peer of one that saves": (
+        [sight(0, (20, 3, 0), 0, phase=progress.SAVING), sight(1, (20, 2, 2), 9)],
+        [1],
+    ),
     "whoever is done waits for nobody": (
         [sight(0, (8, 1, 0), 0, **ENDED), sight(1, (7, 4, 0), 9)],
         [1],

@@ -38,12 +38,14 @@ class SteeredClock:
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self._now = 1000.0
         self._looks: Counter[BaseSelector] = Counter()
+        self.longest_pause = 0.0  # that a task would have made between two looks
         self._tasks: dict[BaseSelector, Future[str | None]] = {}
-        looks = self._looks
+        looks, clock = self._looks, self
 
         class Selector(DefaultSelector):
             def select(self, timeout: float | None = None) -> list[tuple[SelectorKey, int]]:
                 looks[self] += 1
+                clock.longest_pause = max(clock.longest_pause, timeout or 0.0)
                 return super().select(min(timeout or 0.0, 0.002))
 
         patch.setattr(lost, "monotonic", lambda: self._now)
@@ -271,15 +273,17 @@ def test_a_hub_that_never_came_is_missed(job: Job) -> None:
     job.clock.pass_by(1.5)
     silence = "did not answer from 127.0.0.1 within 1 s + cluster.heartbeat_s=2"
     assert member.lost() == f"rank 0 is gone: it {silence}"
+    assert job.clock.longest_pause < PERIOD_SECONDS / 2, "else it would believe to have slept"
 
 
-def test_a_hub_without_a_port_misses_nobody(job: Job) -> None:
+def test_a_hub_without_a_port_misses_nobody_and_is_not_missed(job: Job) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         hub = job.task(0, start=0, hub=replace(job.hub, ports=f"{port}-{port}"))
+        member = job.task(1, start=0)
         job.clock.pass_by(3 * PERIOD_SECONDS)
-        assert hub.waits
-    assert job.end(hub) == [None]
+        assert hub.waits and member.waits
+    assert job.end(hub, member) == [None, None]
 
 
 def test_who_said_goodbye_is_not_missed(job: Job) -> None:

@@ -22,10 +22,25 @@ from zeroexp.process.world import World
         ("NVIDIA A100-SXM4-80GB", torch.float32, 19.5),  # 156 is TF32
         ("NVIDIA L40S", torch.bfloat16, 362.0),
         ("NVIDIA L4", torch.bfloat16, 121.0),
+        ("NVIDIA A100 80GB PCIe", torch.bfloat16, 312.0),
+        ("Tesla V100-SXM2-16GB", torch.float32, 15.7),
+        ("Tesla V100-PCIE-16GB", torch.float32, 14.0),
     ],
 )
 def test_a_known_device_has_its_dense_figure(device, dtype, teraflops):
     assert datasheet(device, dtype) == teraflops * 1e12
+
+
+@pytest.mark.parametrize(
+    "device",
+    [
+        *("NVIDIA L40", "NVIDIA H200 NVL", "NVIDIA A100X"),
+        *("NVIDIA H100 80GB HBM3 MIG 1g.10gb", "NVIDIA H100 NVL MIG 1g.12gb"),
+        *("NVIDIA GeForce RTX 4090 Laptop GPU", "NVIDIA GeForce RTX 4090 D"),
+    ],
+)
+def test_another_device_of_such_a_name_has_no_figure(device):
+    assert datasheet(device, torch.bfloat16) is None
 
 
 def test_what_no_data_sheet_says_is_not_guessed():

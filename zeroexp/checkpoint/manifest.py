@@ -17,10 +17,13 @@ FORMAT = 2
 MANIFEST = "manifest.json"
 DTYPES_BY_BYTES = {
     16: ("complex128",),
-    8: ("float64", "int64", "complex64"),
-    4: ("float32", "int32"),
-    2: ("bfloat16", "float16", "int16"),
-    1: ("float8_e4m3fn", "float8_e5m2", "int8", "uint8", "bool"),
+    8: ("float64", "int64", "uint64", "complex64"),
+    4: ("float32", "int32", "uint32", "complex32"),
+    2: ("bfloat16", "float16", "int16", "uint16"),
+    1: (
+        *("float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz", "float8_e8m0fnu"),
+        *("int8", "uint8", "bool"),
+    ),
 }
 ITEM_BYTES = {name: size for size, names in DTYPES_BY_BYTES.items() for name in names}
 REMEDY = "give another checkpoint"  # of damage

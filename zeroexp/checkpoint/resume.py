@@ -120,9 +120,10 @@ def _look_until_found(
 
 def _saved_at(run: Path) -> float:
     """Return when the newest readable checkpoint was saved; file times are ignored, since copies have others."""
-    for checkpoint in reversed(folders.complete_checkpoints(run)):
-        with suppress(CheckpointError):
-            return read_manifest(checkpoint).saved_at
+    with suppress(OSError):  # somebody else's, of which `_newest_of` tells
+        for checkpoint in reversed(folders.complete_checkpoints(run)):
+            with suppress(CheckpointError):
+                return read_manifest(checkpoint).saved_at
     return 0.0
 
 
@@ -140,6 +141,10 @@ def _newest_of(config: Config, runs: Sequence[Path]) -> tuple[Path | None, list[
             checkpoint, damaged = _newest_usable(config, folders.complete_checkpoints(run))
         except UndefinedCombination as error:
             problems.append(error)
+            continue
+        except OSError as error:
+            problem = f"{run}: {error.strerror}; have it made readable"
+            problems.append(CheckpointError(problem))
             continue
         if checkpoint:
             for line in damaged:

@@ -18,6 +18,8 @@ from dataclasses import dataclass
 
 # Dense teraflops of data sheets, by the first words of the device's name: float32 without TF32, which torch
 # does not use unless it is told to; bfloat16 and float16 on tensor cores. A longer name comes before its beginning.
+# What goes on with one of OTHERS is another device, or a part of this one.
+OTHERS = {"MIG", "Laptop", "NVL", "D"}
 DENSE = {
     "NVIDIA B200": {"float32": 75.0, "bfloat16": 2250.0, "float16": 2250.0},
     "NVIDIA H200": {"float32": 67.0, "bfloat16": 989.5, "float16": 989.5},
@@ -29,6 +31,7 @@ DENSE = {
     "NVIDIA L4": {"float32": 30.3, "bfloat16": 121.0, "float16": 121.0},
     "AMD Instinct MI300X": {"float32": 163.4, "bfloat16": 1307.4, "float16": 1307.4},
     "NVIDIA GeForce RTX 4090": {"float32": 82.6, "bfloat16": 165.2, "float16": 165.2},
+    "Tesla V100-PCIE": {"float32": 14.0, "float16": 112.0},
     "Tesla V100": {"float32": 15.7, "float16": 125.0},
 }
 

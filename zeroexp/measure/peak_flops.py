@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from zeroexp.config.gpus import DENSE
+from zeroexp.config.gpus import DENSE, OTHERS
 from zeroexp.process import world as worlds
 from zeroexp.process.world import World
 
@@ -67,8 +67,10 @@ def _fields(flops_per_second: float, source: str, name: str) -> dict[str, Any]:
 def datasheet(device: str, dtype: torch.dtype) -> float | None:
     """Return the dense peak of a device whose data sheet is known here, by its name; else None."""
     for name, teraflops in DENSE.items():
-        if device.startswith(name) and _word(dtype) in teraflops:
-            return 1e12 * teraflops[_word(dtype)]
+        more = device.removeprefix(name).replace("-", " ")
+        is_other = OTHERS.intersection(more.split())
+        if device.startswith(name) and more[:1] in ("", " ") and not is_other:
+            return 1e12 * teraflops[_word(dtype)] if _word(dtype) in teraflops else None
     return None
 
 

@@ -22,11 +22,14 @@ PASSWORDS = (
 
 def server_answers(url: str) -> bool:
     """Return whether a web server answers anything within CONNECT_SECONDS. The environment's proxies are used."""
-    parts = urlsplit(url)
-    bare = urlunsplit(parts._replace(netloc=parts.netloc.rpartition("@")[2]))  # no password is sent
     try:
+        parts = urlsplit(url)
+        # No password is sent.
+        bare = urlunsplit(parts._replace(netloc=parts.netloc.rpartition("@")[2]))
         question = urllib.request.Request(bare, method="HEAD")
         urllib.request.urlopen(question, timeout=CONNECT_SECONDS).close()
+    except (ValueError, http.client.InvalidURL):  # no address
+        return False
     except (urllib.error.HTTPError, http.client.HTTPException):
         return True  # an error status is an answer too
     except urllib.error.URLError as error:

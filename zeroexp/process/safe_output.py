@@ -8,6 +8,7 @@ from __future__ import annotations
 import errno
 import io
 import os
+import select
 import sys
 from typing import Any, TextIO
 
@@ -40,11 +41,13 @@ _lost: list[OSError] = []  # the first error of standard output
 
 
 class _Lenient(io.FileIO):
-    """A descriptor whose writes always succeed."""
+    """A descriptor whose writes always succeed; one that does not block is waited for."""
 
     def write(self, content: Any, /) -> int:
         try:
-            return super().write(content)
+            while (written := super().write(content)) is None:
+                select.select([], [self], [])
+            return written
         except OSError as error:
             if self.fileno() == 1 and error.errno not in NOBODY_READS and not _lost:
                 _lost.append(error)

@@ -7,8 +7,8 @@
 
 Where one process starts all ranks, it needs no beats. The first two are told by processes beside the ranks, since one
 that is stopped, or in a long call of C++, tells nothing of itself. The third needs no launcher, and ends the waits
-inside of the ranks by an error in words. Nobody is accused for being slow: saves, compilation and a debugger may take
-any time.
+inside of the ranks by an error in words. Nobody is accused of being slow before the first step, or while it saves or a
+debugger holds it; a step that compiles has `cluster.hang_s`.
 
 Each rank costs a beat three times in `cluster.heartbeat_s`, and nothing else while it advances; when it has issued no
 move for some seconds, two short requests a second more.

@@ -197,7 +197,8 @@ def find_hang(sights: Sequence[Sight], hang_seconds: float) -> tuple[int, str, s
 def ranks_behind(sights: Sequence[Sight], hang_seconds: float) -> list[Sight]:
     """Return the rank that the others wait for, once all that should advance stand still for so long; else nobody.
 
-    While a debugger holds one of them, they do not hang. Several ranks that did equally little are returned together.
+    While a debugger holds one of them, or the others wait for one that saves, they do not hang. Several ranks that did
+    equally little are returned together.
     """
     should = [sight for sight in sights if sight.must_advance]
     held = any(sight.state == TRACED for sight in sights)
@@ -208,7 +209,8 @@ def ranks_behind(sights: Sequence[Sight], hang_seconds: float) -> list[Sight]:
     if all(sight.phase in progress.STARTS for sight in should) and any(s.loads for s in sights):
         return []
     least = min(sight.done for sight in sights)
-    return [sight for sight in sights if sight.done == least]
+    behind = [sight for sight in sights if sight.done == least]
+    return [] if any(sight.phase == progress.SAVING for sight in behind) else behind
 
 
 def _stat(pid: int) -> list[str]:

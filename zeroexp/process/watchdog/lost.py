@@ -26,8 +26,9 @@ from zeroexp.process.watchdog.connection import BEAT, BYE, Connection, Stranger
 from zeroexp.process.watchdog.hung import HUNG, Sight, WatchedRank, find_hang
 
 BEATS_PER_PERIOD = 3
-SECONDS_BETWEEN_CALLS = 1.0  # to the task of rank 0, until it listens
+SECONDS_BETWEEN_CALLS = 1.0  # to the task of rank 0, until it listens; at most from beat to beat
 CALL_SECONDS = 5.0  # for a call, and for an introduction
+NO_PORT = 0  # what the task of rank 0 publishes where it can not listen
 
 
 @dataclass
@@ -161,6 +162,8 @@ class Heartbeat:
         except OSError as error:  # the job can run without its heartbeat
             print(f"no heartbeat between tasks: {error}", file=sys.stderr)
             self._missing.clear()
+            with suppress(OSError):
+                ports.publish_port(self._hub.file, NO_PORT)
             return
         self._selector.register(self._listener, EVENT_READ)
 
@@ -221,7 +224,7 @@ class Heartbeat:
         now = monotonic()
         if self._calls and now >= self._next_call:
             self._call()
-            self._next_call = now + SECONDS_BETWEEN_CALLS
+            self._next_call = now + min(SECONDS_BETWEEN_CALLS, self._period / BEATS_PER_PERIOD)
         if now < self._next_beat:
             return False
         self._tell()
@@ -232,6 +235,10 @@ class Heartbeat:
         """Connect to the task of rank 0, which may not have started yet."""
         port = self._hub.port = ports.read_published_port(self._hub.file)
         if port is None:
+            return
+        if port == NO_PORT:
+            self._missing.clear()
+            self._calls = False
             return
         with suppress(OSError):
             self._meet(socket.create_connection((self._hub.host, port), timeout=CALL_SECONDS))
