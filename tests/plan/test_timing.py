@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import resource
+import signal
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import asdict, replace
@@ -222,6 +224,21 @@ def test_a_calibration_is_kept_and_one_of_another_machine_is_refused_in_one_line
         path.write_text(json.dumps({**asdict(here), **wrong}))
         with pytest.raises(ConfigError, match=r"no calibration .*run zeroexp calibrate again"):
             load(path)
+
+
+def test_a_disk_that_fills_leaves_the_calibration_of_before(tmp_path):
+    path = calibration_path(tmp_path)
+    save(GPUS, path)
+    limit = resource.getrlimit(resource.RLIMIT_FSIZE)
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (10, limit[1]))
+    try:
+        with pytest.raises(OSError, match="too large"):
+            save(GPUS, path)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limit)
+        signal.signal(signal.SIGXFSZ, handler)
+    assert load(path) == GPUS and [*path.parent.iterdir()] == [path]
 
 
 def test_without_a_calibration_that_can_be_read_a_peak_is_rehearsed_as_well(tmp_path):

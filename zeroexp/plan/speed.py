@@ -26,6 +26,7 @@ from zeroexp.config.optimizer import overs_of
 from zeroexp.measure.formats import from_json
 from zeroexp.measure.tcp_bytes import payload_rate
 from zeroexp.plan.machines import Machines, processor_name
+from zeroexp.process.durable import replace_durably
 
 NOT_CALIBRATED = "not calibrated"
 # The share of data sheets that products of large matrices and copies reach.
@@ -121,7 +122,7 @@ def calibration_path(outputs: Path, device: str = "cpu") -> Path:
 
 def save(calibration: Calibration, path: Path) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(asdict(calibration), indent=1) + "\n", encoding="utf-8")
+    replace_durably(path, (json.dumps(asdict(calibration), indent=1) + "\n").encode())
 
 
 def load(path: Path) -> Calibration | None:
