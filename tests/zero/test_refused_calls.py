@@ -27,6 +27,12 @@ def step_inside_a_microbatch(strategy: Sharded) -> None:
         strategy.step()
 
 
+def clear_inside_a_microbatch(strategy: Sharded) -> None:
+    with strategy.microbatch(last=True):
+        strategy.backward(loss_of(strategy))
+        strategy.zero_grad()
+
+
 def two_last_microbatches(strategy: Sharded) -> None:
     for _ in range(2):
         with strategy.microbatch(last=True):
@@ -63,6 +69,10 @@ CALLS: dict[Callable[[Sharded], None], tuple[str, str]] = {
     step_inside_a_microbatch: (
         "zero3",
         r"step\(\) inside a microbatch: call it after the `with` has",
+    ),
+    clear_inside_a_microbatch: (
+        "zero2",
+        r"zero_grad\(\) inside a microbatch whose gradients are on",
     ),
     two_last_microbatches: (
         "zero1",

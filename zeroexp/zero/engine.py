@@ -200,6 +200,7 @@ class Engine:
         set_to_none: False: a parameter that has had a gradient has one of zeros then, by which its moments still move
         it in a step in which no backward reaches it.
         """
+        self._observer.zero_grad()
         if self._may_discard:
             self._forget_residuals()
         self._may_discard = False
@@ -208,7 +209,6 @@ class Engine:
         self._zeroed = frozenset(() if set_to_none else had)
         for unit in self.units:
             unit.zero_grad()
-        self._observer.zero_grad()
 
     def drain(self) -> None:
         """Wait for everything in flight; what was gathered ahead stays.

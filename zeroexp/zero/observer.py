@@ -95,4 +95,4 @@ class Observer:
         """A state is about to be loaded."""
 
     def zero_grad(self) -> None:
-        """Gradients were cleared."""
+        """Gradients are about to be cleared."""

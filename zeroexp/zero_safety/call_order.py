@@ -13,7 +13,7 @@ from zeroexp.zero.observer import Observer
 class CallOrder(Observer):
     """The call that comes next."""
 
-    _in_microbatch = False
+    _in_microbatch = _had_backward = False
     _failed = False  # an exception left reductions behind that peers may not know of
     _last_ended = False  # the last microbatch of a step has ended, and no step has come yet
     _stepped = False  # a step was taken with the gradients that still exist
@@ -40,8 +40,11 @@ class CallOrder(Observer):
                 "a microbatch(last=True) has ended and another begins: call strategy.step() or "
                 "strategy.zero_grad() between, or say last=False for all but the last"
             )
-        self._last_ended = False
+        self._last_ended = self._had_backward = False
         self._in_microbatch = True
+
+    def backward_ended(self) -> None:
+        self._had_backward = True
 
     def end_microbatch(self, *, last: bool) -> None:
         self._in_microbatch = False
@@ -75,6 +78,11 @@ class CallOrder(Observer):
             )
 
     def zero_grad(self) -> None:
+        if self._in_microbatch and self._had_backward:
+            raise RuntimeError(
+                "strategy.zero_grad() inside a microbatch whose gradients are on their way: call it after the `with` "
+                "has ended"
+            )
         self._last_ended = self._stepped = False
 
     def _refuse_after_failure(self) -> None:
