@@ -54,12 +54,6 @@ class DtypeRecorder:
         self.note("moments", *kept)
         if any(each.dtype is torch.int8 for each in kept):
             self.by_role["moments"][INT8] = None
-        self._show_codes()
-
-    def _show_codes(self) -> None:
-        """Leave the full moments out that small parameters have beside those in 8 bits."""
-        if INT8 in self.by_role.get("moments", {}):
-            self.by_role["moments"] = {INT8: None}
 
     @contextmanager
     def watching(self, modules: Iterable[nn.Module]) -> Generator[None]:
@@ -77,11 +71,12 @@ class DtypeRecorder:
         for of_rank in worlds.gather_objects(self.by_role):
             for role, dtypes in of_rank.items():
                 self.by_role.setdefault(role, {}).update(dtypes)
-        self._show_codes()
 
     def as_record(self, asked: Mapping[str, str]) -> dict[str, str]:
         """Return what engine.json keeps: all dtypes, and those that are not as asked, if there are some."""
         found = {role: "+".join(dtypes) for role, dtypes in self.by_role.items() if dtypes}
+        if INT8 in self.by_role.get("moments", {}):
+            found["moments"] = INT8  # without the full ones that small parameters have beside
         others = [
             f"{role} {found[role]} for {asked[role]}"
             for role in found
