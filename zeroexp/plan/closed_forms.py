@@ -173,10 +173,6 @@ class EngineForm(ClosedForm):
     outer_share: tuple[int, int] = (1, 1)  # outer steps, of so many measured steps
 
     @property
-    def grid(self) -> RankGrid:
-        return self.options.grid(self.world_size)
-
-    @property
     def replicas(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
         return self.options.replicas
 
@@ -350,11 +346,11 @@ class EngineForm(ClosedForm):
         sent_by = {True: [0] * self.world_size, False: [0] * self.group_size}
         for matrix in (matrix for batch in self.matrices for matrix in batch if matrix.is_cut):
             sent = sent_by[matrix.over_all]
-            owner, returns = matrix.whole_on[0], len(matrix.whole_on) < len(matrix.pieces)
+            owner = matrix.whole_on[0]
             for place in matrix.pieces:
-                own = matrix.piece_bytes(place)
-                sent[place] += own * (len(matrix.whole_on) - (place in matrix.whole_on))
-                sent[owner] += own if returns and place != owner else 0
+                num_others = len(matrix.whole_on) - (place in matrix.whole_on)
+                sent[place] += num_others * matrix.piece_bytes(place)
+                sent[owner] += matrix.bytes_back(owner, place)
         return sent_by
 
     def _moved_numel(self, chunks: Sequence[Chunk], place: int, itemsize: int) -> tuple[int, int]:
