@@ -15,11 +15,9 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
-from torch import UntypedStorage
-
 from zeroexp.interface.strategy import ModelStates
 from zeroexp.measure.allocations import FOREVER, Allocation, Log, is_counted
-from zeroexp.measure.memory import local_tensor
+from zeroexp.measure.memory import storages_by_kind
 from zeroexp.measure.record import KINDS, OUTER
 from zeroexp.measure.time_spans import Interval, interval_at
 
@@ -43,21 +41,14 @@ class Reading:
 
 
 def read_states(states: ModelStates, when: float) -> Reading:
-    """Note where the engine's model states lie; each storage counts once, under the first kind that shows it."""
+    """Note where the engine's model states lie."""
     reading = Reading(when, hidden_bytes=states.hidden_bytes)
-    seen: set[UntypedStorage] = set()
-    for kind in (*KINDS, OUTER):
-        cause = CAUSE_OF_KIND.get(kind, kind)
-        for tensor in getattr(states, kind):
-            local = local_tensor(tensor)
-            storage = local.untyped_storage()
-            if storage in seen or not storage.nbytes():
-                continue
-            seen.add(storage)
-            if is_counted(local):
-                reading.storages.setdefault(storage.data_ptr(), (cause, storage.nbytes()))
-            else:
-                reading.shared[cause] += storage.nbytes()
+    for kind, tensor in storages_by_kind(states, (*KINDS, OUTER)):
+        cause, storage = CAUSE_OF_KIND.get(kind, kind), tensor.untyped_storage()
+        if not is_counted(tensor):
+            reading.shared[cause] += storage.nbytes()
+        elif storage.nbytes():
+            reading.storages.setdefault(storage.data_ptr(), (cause, storage.nbytes()))
     return reading
 
 

@@ -14,7 +14,7 @@ import resource
 import shutil
 import stat
 import subprocess
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -33,34 +33,36 @@ NOT_COUNTED = (
 
 
 def bytes_by_kind(states: ModelStates) -> dict[str, int]:
-    """Return the bytes of the storages behind the tensors; each storage counts once, under the first of KINDS it is in.
+    """Return the bytes of the storages behind the tensors, by kind.
 
     A view counts as the whole storage it keeps alive, a storage resized to zero as nothing, and a DTensor as its local
     part. `hidden_bytes` count as buffers. HOST is there where an engine keeps states on the host, FILES where
     these lie in files, and RESIDENT where these are real ones.
     """
-    seen: set[UntypedStorage] = set()
-    held = {kind: _unseen_bytes(getattr(states, kind), seen) for kind in KINDS}
+    off_device = [kind for kind in (FILES, HOST) if getattr(states, kind) is not None]
+    kinds = (*KINDS, *([OUTER] if states.outer else []), *off_device)
+    held = dict.fromkeys(kinds, 0)
+    for kind, tensor in storages_by_kind(states, kinds):
+        held[kind] += tensor.untyped_storage().nbytes()
     held["buffers"] += states.hidden_bytes
-    if states.outer:
-        held[OUTER] = _unseen_bytes(states.outer, seen)
-    for kind, tensors in ((FILES, states.files), (HOST, states.host)):
-        if tensors is not None:
-            held[kind] = _unseen_bytes(tensors, seen)
     if states.resident_bytes is not None:
         held[RESIDENT] = states.resident_bytes
     return held
 
 
+def storages_by_kind(states: ModelStates, kinds: Iterable[str]) -> Iterator[tuple[str, Tensor]]:
+    """Yield each storage once, by a tensor in it, under the first of these kinds that shows it."""
+    seen: set[UntypedStorage] = set()
+    for kind in kinds:
+        for tensor in map(local_tensor, getattr(states, kind)):
+            if (storage := tensor.untyped_storage()) not in seen:
+                seen.add(storage)
+                yield kind, tensor
+
+
 def local_tensor(tensor: Any) -> Tensor:
     """Return this rank's part of a DTensor, and any other tensor itself."""
     return tensor.detach().to_local() if hasattr(tensor, "to_local") else tensor
-
-
-def _unseen_bytes(tensors: Sequence[Tensor], seen: set[UntypedStorage]) -> int:
-    storages = {local_tensor(tensor).untyped_storage() for tensor in tensors} - seen
-    seen |= storages
-    return sum(storage.nbytes() for storage in storages)
 
 
 def most_held_bytes() -> int:
