@@ -35,7 +35,7 @@ from benchmarks.real_runs import config_of, trains
 from benchmarks.table import machine, tell
 from zeroexp.comm.collectives import held_shared_bytes
 from zeroexp.config.keys import Config
-from zeroexp.measure.memory import count_cpu_allocations, limit_cpu_allocations
+from zeroexp.measure.memory import call_allocator, count_cpu_allocations
 from zeroexp.plan.outcome import RankPeak, plan_point
 from zeroexp.plan.peak import rehearse_point
 from zeroexp.report.markdown import wrapped
@@ -132,7 +132,7 @@ def _limit_when_training(limit: int) -> None:
     train = rank.train
 
     def limited(*args: Any, **settings: Any) -> Any:
-        limit_cpu_allocations(limit - held_shared_bytes())
+        call_allocator("limit", limit - held_shared_bytes())
         return train(*args, **settings)
 
     rank.train = limited

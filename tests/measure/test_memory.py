@@ -15,9 +15,9 @@ from zeroexp.interface.strategy import ModelStates
 from zeroexp.measure.memory import (
     AllocationMeter,
     bytes_by_kind,
+    call_allocator,
     compile_allocator,
     count_cpu_allocations,
-    limit_cpu_allocations,
 )
 
 CPU = torch.device("cpu")
@@ -133,13 +133,13 @@ def test_backward_is_counted(meter):
 def test_an_allocation_beyond_the_limit_raises_and_what_was_held_stays():
     assert count_cpu_allocations() is None
     try:
-        limit_cpu_allocations(1 << 30)
+        call_allocator("limit", 1 << 30)
         held = torch.ones(1 << 20)
-        limit_cpu_allocations(1 << 21)
+        call_allocator("limit", 1 << 21)
         with pytest.raises(torch.OutOfMemoryError, match="exceeds the limit of 2097152"):
             torch.ones(1 << 20)
     finally:
-        limit_cpu_allocations(2**62)
+        call_allocator("limit", 2**62)
     assert float(held.sum()) == 1 << 20
     assert torch.ones(1 << 20).numel() == 1 << 20
 

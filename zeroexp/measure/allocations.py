@@ -82,7 +82,7 @@ def is_counted(tensor: Tensor) -> bool:
     if tensor.device.type != "cpu":
         return True
     storage = tensor.untyped_storage()._cdata  # pyright: ignore[reportPrivateUsage]
-    return call_allocator("counts", ctypes.c_int64(storage)) != 0  # None: nobody can tell
+    return call_allocator("counts", storage) != 0  # None: nobody can tell
 
 
 @contextmanager
@@ -97,7 +97,7 @@ def _logged_on_cpu(log: Log) -> Generator[Log]:
     def named(number: int) -> str:
         if number < 0:
             return ""
-        return call_allocator("name", ctypes.c_int64(number), returns=ctypes.c_char_p).decode()
+        return call_allocator("name", number, returns=ctypes.c_char_p).decode()
 
     log.add(
         (nanoseconds / 1e9, num_bytes, address, named(operator), thread)

@@ -121,16 +121,13 @@ class HostAllocations:
 
     @contextmanager
     def entered(self) -> Generator[None]:
-        before = self.is_entered
-        self._enter(True)
+        before, self.is_entered = self.is_entered, True
+        call_allocator("on_host", True)
         try:
             yield
         finally:
-            self._enter(before)
-
-    def _enter(self, is_entered: bool) -> None:
-        self.is_entered = is_entered
-        call_allocator("on_host", ctypes.c_int64(is_entered))
+            self.is_entered = before
+            call_allocator("on_host", before)
 
 
 on_host = HostAllocations()  # of this process, whose engines allocate in one thread
@@ -145,7 +142,7 @@ def call_allocator(name: str, *arguments: Any, returns: Any = ctypes.c_int64) ->
         return None
     function = _library[f"zeroexp_{name}"]
     function.restype = returns
-    return function(*arguments)
+    return function(*(ctypes.c_int64(a) if isinstance(a, int) else a for a in arguments))
 
 
 def count_cpu_allocations() -> str | None:
@@ -163,15 +160,6 @@ def count_cpu_allocations() -> str | None:
         return NOT_COUNTED.format(error)
     call_allocator("install")
     return None
-
-
-def limit_cpu_allocations(num_bytes: int) -> None:
-    """Let what torch allocates on the CPU exceed `num_bytes` no more: torch.OutOfMemoryError is raised where it would.
-
-    `count_cpu_allocations` comes first, and memory from before it does not count.
-    """
-    assert _library is not None
-    call_allocator("limit", ctypes.c_int64(num_bytes))
 
 
 def compile_allocator() -> Path | str:
