@@ -26,8 +26,7 @@ from zeroexp.check.try_model import check_model
 from zeroexp.commandline.mistakes import MISTAKES, explain
 from zeroexp.config.keys import Config
 from zeroexp.plan.__main__ import composed_points
-from zeroexp.process import safe_output
-from zeroexp.process.json_output import json_alone, wants_json
+from zeroexp.process.json_output import REFUSED, answer
 from zeroexp.run.rank import import_for
 from zeroexp.verify.compare_steps import Verdict
 from zeroexp.verify.loop_of_config import loop_of_config
@@ -35,28 +34,28 @@ from zeroexp.verify.loop_to_verify import NoLoop, Source, source_in
 from zeroexp.verify.oracle import MARGIN
 from zeroexp.verify.ranks import verify_world
 
-DIFFERS, REFUSED = 1, 2
+DIFFERS = 1
 WORLDS = "1,2,3,4"
 
 
 def main() -> int:
-    safe_output.keep_going()
-    wanted = wants_json()
-    arguments = _arguments()
-    with json_alone(wanted) as told:
-        verdicts: list[Verdict] = []
-        code = 0
-        try:
-            _verify(arguments, verdicts)
-        except NoLoop as problem:
-            print(f"zeroexp: {problem}", file=sys.stderr)
-            code = REFUSED
-        if any(each.difference for each in verdicts):
-            code = DIFFERS  # though other numbers of ranks can not be run
-        if code != REFUSED:
-            print(*_conclusion(verdicts), sep="\n")
-        if verdicts:
-            told.append(json.dumps([asdict(each) for each in verdicts]))
+    return answer(_verify_and_conclude)
+
+
+def _verify_and_conclude(told: list[str] | None) -> int:
+    """Print the answer, and return the exit code; `told` gets the verdicts where JSON is asked for."""
+    arguments, verdicts, code = _arguments(), list[Verdict](), 0
+    try:
+        _verify(arguments, verdicts)
+    except NoLoop as problem:
+        print(f"zeroexp: {problem}", file=sys.stderr)
+        code = REFUSED
+    if any(each.difference for each in verdicts):
+        code = DIFFERS  # though other numbers of ranks can not be run
+    if code != REFUSED:
+        print(*_conclusion(verdicts), sep="\n")
+    if told is not None and verdicts:
+        told.append(json.dumps([asdict(each) for each in verdicts]))
     return code
 
 
