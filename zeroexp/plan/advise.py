@@ -15,7 +15,6 @@ each rank, or what a named micro-batch divides: six of three.
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
@@ -33,6 +32,7 @@ from zeroexp.plan.outcome import PlannedPoint
 from zeroexp.plan.peak import with_rehearsal
 from zeroexp.plan.plan_points import Plans
 from zeroexp.plan.speed import calibration_path
+from zeroexp.process import signals
 
 STAGES = ("ddp", "zero1", "zero2", "zero3")  # those that send little come first
 # Of a batch and of sequences that the line does not name.
@@ -113,13 +113,17 @@ def way_of(each: PlannedPoint) -> tuple[str, bool]:
 
 def advise(plans: Plans, *, now: Callable[[], float] = time.monotonic) -> list[Advice]:
     """Return the advice for each model and number of ranks of a line. Raises ConfigError where nothing is defined."""
+    return signals.until_interrupted(_advices(plans, now), "candidates that were rehearsed")
+
+
+def _advices(plans: Plans, now: Callable[[], float]) -> Iterator[Advice]:
+    """Yield the advice for each group of points; of an interrupted one, before it ends, what has been rehearsed."""
     groups: dict[tuple[object, ...], list[PlannedPoint]] = {}
     for each in plans.planned:
         config = each.config
         batch = config.data.global_batch_size if BATCH in plans.named else None
         work = (config.world_size, config.data.seq_len, batch, config.precision.name)
         groups.setdefault((repr(config.model), *work), []).append(each)
-    found: list[Advice] = []
     for points in groups.values():
         seconds = (BUDGET_SECONDS - CONFIRM_SECONDS) / len(groups)
         until = None if plans.rehearses else now() + seconds
@@ -134,14 +138,10 @@ def advise(plans: Plans, *, now: Callable[[], float] = time.monotonic) -> list[A
             _rehearse_likely_first(advice, until, now)
             confirm_best(advice)
         except KeyboardInterrupt:
-            found += [advice] if advice.rehearsed else []
-            if not found:
-                raise
-            told = "what follows is of the candidates that were rehearsed before"
-            print(f"zeroexp: interrupted; {told}", file=sys.stderr)
-            return found
-        found.append(advice)
-    return found
+            if advice.rehearsed:
+                yield advice
+            raise
+        yield advice
 
 
 def _with_defaults(planned: PlannedPoint, named: Collection[str]) -> Config:
