@@ -249,6 +249,18 @@ def test_without_a_calibration_that_can_be_read_a_peak_is_rehearsed_as_well(tmp_
     assert peaks.fullest.num_bytes > 0 and "no calibration" in peaks.speed
 
 
+def test_a_calibration_that_can_not_be_read_hides_no_word_of_the_line(tmp_path):
+    file = calibration_path(tmp_path, "cuda")
+    file.parent.mkdir()
+    file.write_text("{")
+    config = Config(outputs=str(tmp_path))
+    config.cluster.network = "infiniband-hdr"
+    label = speed_of(config, TWO_NODES).label
+    assert label.startswith("NVIDIA H100, infiniband-hdr") and "no calibration" in label
+    config.cluster.gpu = "L4"
+    assert speed_of(config, TWO_NODES).label == "NVIDIA L4, infiniband-hdr, not calibrated"
+
+
 GPUS = Calibration(
     machine="8 x Abacus",
     torch="2",

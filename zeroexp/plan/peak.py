@@ -29,11 +29,10 @@ from zeroexp.measure.record import STEP_SECONDS
 from zeroexp.plan.caching_allocator import OutOfDeviceMemory, expands_segments, replay
 from zeroexp.plan.closed_forms import ClosedForm, EngineForm
 from zeroexp.plan.outcome import PlannedPoint, RankPeak, RehearsedPeaks, plan_point
-from zeroexp.plan.speed import NOT_CALIBRATED, Speed, prior_speed, speed_of
+from zeroexp.plan.speed import NOT_CALIBRATED, Speed, speed_of
 from zeroexp.plan.torch_closed_forms import DdpForm
 
 if TYPE_CHECKING:
-    from zeroexp.plan.machines import Machines
     from zeroexp.plan.rehearse import RehearsedRank
 
 MOST_MICROBATCHES, MOST_MICROBATCHES_OF_OTHERS = 2, 3  # the first beside reductions in flight
@@ -59,7 +58,7 @@ def rehearse_point(
 ) -> RehearsedPeaks:
     """Return the peaks of the ranks that tell of the fullest, and the seconds of the slowest of them.
 
-    ranks: others than these. speed: None: what is known of the point's machines. Raises ConfigError for what can not be
+    ranks: others than these. speed: None: that of the point's machines. Raises ConfigError for what can not be
     rehearsed.
     """
     from zeroexp.plan.rehearse import rehearse
@@ -67,7 +66,7 @@ def rehearse_point(
 
     config, machines, form = planned.config, planned.machines, planned.form
     on_host = machines.device == "cpu"
-    speed, most = speed or _known_speed(config, machines), _most_microbatches(form)
+    speed, most = speed or speed_of(config, machines), _most_microbatches(form)
     rehearsed = [
         rehearse(
             config,
@@ -115,15 +114,6 @@ def rehearsed_beside(config: Config, device: str) -> dict[str, float]:
         calls = [planned.form.traffic(rank).calls_by_kind for rank in range(config.world_size)]
         rehearsed["calls"] = float(max(sum(each.values()) for each in calls))
     return rehearsed
-
-
-def _known_speed(config: Config, machines: Machines) -> Speed:
-    """Return `speed_of` the point, or a prior's, whose label says why: a calibration is damaged, or is of elsewhere."""
-    try:
-        return speed_of(config, machines)
-    except ConfigError as error:
-        prior = prior_speed(machines)
-        return replace(prior, label=f"{prior.label}; {error}")
 
 
 def _telling_ranks(planned: PlannedPoint) -> list[int]:

@@ -158,13 +158,18 @@ def _require_numbers(calibration: Calibration) -> None:
 
 
 def speed_of(config: Config, machines: Machines) -> Speed:
-    """Return the speed of the device's calibration, where there is one and no GPU is named; else a prior's."""
-    calibration = load(calibration_path(Path(config.outputs), machines.device))
+    """Return the speed of the device's calibration, where there is one and no GPU is named; else a prior's.
+
+    The label of a prior says why where there is a calibration: it is damaged, or of elsewhere.
+    """
     gpu, network = config.cluster.gpu, NETWORKS[config.cluster.network or USUAL_NETWORK]
-    if calibration and gpu is None:
-        speed = calibrated_speed(calibration, machines, network)
-    else:
-        speed = prior_speed(machines, GPUS[gpu or USUAL_GPU], network)
+    speed = prior_speed(machines, GPUS[gpu or USUAL_GPU], network)
+    if gpu is None:
+        try:
+            if calibration := load(calibration_path(Path(config.outputs), machines.device)):
+                speed = calibrated_speed(calibration, machines, network)
+        except ConfigError as error:
+            speed = replace(speed, label=f"{speed.label}; {error}")
     return speed if config.cluster.link is None else _behind_link(speed, config, machines)
 
 
