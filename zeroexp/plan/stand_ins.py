@@ -36,7 +36,6 @@ from zeroexp.comm.direct import Direct
 from zeroexp.comm.point_to_point import ReceivedTensors
 from zeroexp.comm.shared_memory import SharedChannel
 from zeroexp.comm.shared_memory_sizes import arena_bytes, num_slots
-from zeroexp.comm.traits import TRAITS, TransportTraits
 from zeroexp.config.keys import Config
 from zeroexp.data import Microbatch, StepBatch
 from zeroexp.data.synthetic import width_of
@@ -65,23 +64,18 @@ class DirectWithoutNeighbours(Direct):
     """The transport of one rank; nothing moves. The ranks of a host follow one another."""
 
     def __init__(self, world: World, moves: Moves, storages: Storages, ranks_per_host: int) -> None:
-        hosts = [number // ranks_per_host for number in world.numbers]
-        self._host = [rank for rank, host in enumerate(hosts) if host == hosts[world.rank]]
         super().__init__(world, moves, share_memory=True)
-        self._storages = storages
+        self._storages, self._ranks_per_host = storages, ranks_per_host
         self._slots: Tensor | None = None
 
     def connect(self) -> None:
-        channel = AbsentNeighbour(self._storages)
-        self._channels |= dict.fromkeys((p for p in self._peers if p in self._host), channel)
-
-    def _find_traits(self) -> TransportTraits:
-        messages = "mixed" if len(self._host) > 1 else "gloo"
-        name = "direct" if len(self._host) == len(self._ranks) else messages
-        return TRAITS[name]
+        hosts = [number // self._ranks_per_host for number in self._world.numbers]
+        self._neighbours = [peer for peer in self._peers if hosts[peer] == hosts[self._rank]]
+        self._channels |= dict.fromkeys(self._neighbours, AbsentNeighbour(self._storages))
+        self.traits = self._find_traits()
 
     def reserve(self, resting: Sequence[int], slot_bytes: int) -> None:
-        if len(self._host) > 1:
+        if self._neighbours:
             beside = arena_bytes(resting, slot_bytes, num_slots(self.traits.name)) - sum(resting)
             self._slots = torch.empty(beside, dtype=torch.uint8, device=self._world.device)
             self._storages.assign_kind(SLOTS, [self._slots])
