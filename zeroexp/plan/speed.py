@@ -64,9 +64,9 @@ class Speed:
     products_read_memory: bool = False  # rates of products are those of operands from memory
     overlaps_launch: bool = False  # the host of a GPU launches ahead of it
     unsure: float = UNSURE
-    # What a second by these tables takes in a real step, by what it is spent on (timing.py); None: whichever of an
-    # operation's bytes and products takes longer hides the other.
-    factors: dict[str, float] | None = None
+    # What a second by these tables takes in a real step, by what it is spent on (timing.py). Without any, whichever of
+    # an operation's bytes and products takes longer hides the other.
+    factors: dict[str, float] = field(default_factory=dict[str, float])
 
     def link_rate(self, kind: str) -> float:
         return self.rates_by_kind.get(kind, self.link_bytes_per_second)
@@ -83,8 +83,7 @@ class Speed:
 
     def seconds_of(self, spent: Mapping[str, float]) -> float:
         """Return what work takes that takes `spent` by the tables."""
-        factors = self.factors or {}
-        return sum(factors.get(name, 1.0) * seconds for name, seconds in spent.items())
+        return sum(self.factors.get(name, 1.0) * seconds for name, seconds in spent.items())
 
 
 @dataclass(frozen=True)
@@ -207,7 +206,7 @@ def calibrated_speed(
         bytes_per_second=calibration.bytes_per_second,
         launch_seconds=calibration.launch_seconds,
         unsure=UNSURE_CALIBRATED if machines.device == "cpu" else UNSURE,
-        factors=calibration.factors or None,
+        factors=calibration.factors,
     )
     link = calibration.links.get(machines.transport) or calibration.links.get("gloo")
     if link and (machines.device == "cpu" or machines.shape.nodes == 1):

@@ -114,7 +114,7 @@ class Timeline(LocalOperations):
             self._launched += speed.launch_seconds
             waits = max(0.0, self._launched - self._now) if kind != NO_KERNEL else 0.0
             seconds = waits + max(by_bytes, by_products)
-        elif speed.factors is not None:
+        elif speed.factors:
             seconds = speed.seconds_of(spent)
         else:
             seconds = max(by_bytes, by_products) + speed.launch_seconds
