@@ -251,6 +251,13 @@ def test_what_saves_between_rare_outer_steps_is_rehearsed_where_there_is_a_state
     assert held[CHECKPOINT] > 0
 
 
+def test_a_rehearsal_watches_no_step_and_leaves_no_file(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    watched = config_of(*MLP, "train.trace_steps=[0,1]", "train.profile_steps=[1]")
+    assert rehearse(watched).peaks == rehearse(config_of(*MLP)).peaks
+    assert not [*tmp_path.iterdir()]
+
+
 def test_one_of_a_thousand_ranks_is_rehearsed_as_the_closed_forms_say():
     """And the world leaves no hook for errors behind: torch's calls this process, which plans on, a rank."""
     before, batch = sys.excepthook, "data.global_batch_size=2048"

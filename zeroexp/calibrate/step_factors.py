@@ -14,7 +14,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 from scipy.optimize import nnls
@@ -22,7 +21,6 @@ from scipy.optimize import nnls
 from zeroexp.config.keys import Config, DataConfig, ModelConfig, StrategyConfig
 from zeroexp.data.batches import build_data
 from zeroexp.engines.build import build_strategy
-from zeroexp.measure.instruments import Instruments
 from zeroexp.models.module import build_deferred
 from zeroexp.plan.changes import with_settings
 from zeroexp.plan.rehearse import PHASES, rehearse
@@ -120,8 +118,7 @@ def _train(config: Config, world: World) -> dict[str, float]:
     data = build_data(config.data, config.model, config.train.seed)
     model = build_deferred(config.model, seed=config.train.seed, vocab_size=data.vocab_size)
     strategy = build_strategy(config, model, world)
-    instruments = Instruments(config.train, world, Path())
-    records = list(train(strategy, data, config=config, world=world, instruments=instruments))
+    records = list(train(strategy, data, config=config, world=world))
     fastest = min(records[NUM_WARMUP:], key=lambda record: record.step_seconds).phase_seconds
     in_step = fastest["optimizer"] + fastest["step"]
     return {"forward": fastest["forward"], "backward": fastest["backward"], "step": in_step}

@@ -42,7 +42,6 @@ from zeroexp.config.vocabulary import vocabulary_of_data
 from zeroexp.data.batches import Data
 from zeroexp.engines.build import build_strategy
 from zeroexp.interface.strategy import Strategy
-from zeroexp.measure.instruments import Instruments
 from zeroexp.measure.record import KINDS, OUTER, StepRecord, Traffic
 from zeroexp.models.checkpointing import checkpoint_as_configured
 from zeroexp.models.module import build_model, materialize, patched_for_fake_tensors
@@ -129,14 +128,8 @@ def rehearse(
         watched = _Watched(build_strategy(config, model, world), storages, timeline)
         strategy = cast(Strategy, watched)  # what it does not watch goes to the engine
         no_data = NoData(config, most_microbatches, holds_others=bool(ranks_per_host))
-        instruments = Instruments(config.train, world, Path())
         steps = train(
-            strategy,
-            cast(Data, no_data),
-            config=config,
-            world=world,
-            instruments=instruments,
-            pause=lambda _: True,
+            strategy, cast(Data, no_data), config=config, world=world, pause=lambda _: True
         )
         if device == "cpu":
             steps = _beside_checkpoints(steps, strategy, storages, config)
@@ -160,6 +153,7 @@ def prepared(config: Config) -> Config:
         checkpoint.every = 1 if in_training else UNDISTURBED_STEP + 1
         outer.every = outer.every and checkpoint.every  # only after an outer step there is a state
     config.train.warmup_steps, config.train.steps = 0, NUM_STEPS
+    config.train.trace_steps, config.train.profile_steps = [], []  # a plan leaves no file
     config.model.weights = None
     config.data.validation_split = config.data.validation_samples = None
     data, size = config.data, config.world_size
