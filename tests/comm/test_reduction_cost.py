@@ -7,9 +7,9 @@ from collections.abc import Sequence
 
 import pytest
 
+from zeroexp.calibrate.rates import PROBED_BYTES, fit_reduction_cost, measure_reductions
 from zeroexp.comm.base import Pending, ReducePart
 from zeroexp.comm.collectives import Collectives
-from zeroexp.comm.reduction_cost import PROBED_BYTES, fit_reduction_cost, measure_reductions
 from zeroexp.process.world import World
 
 SIZES = (1 << 16, 1 << 19, 1 << 22)

@@ -13,5 +13,4 @@ codec.py           around any of these: what a move carries is rounded to fewer 
 replicas.py        sums once more, between groups of ranks, what each group has summed
 secondary.py       a copy of parameters inside each node, from which later gathers of a step come (hpZ)
 bus.py             between a rank's device and its host: what rests there (offload_file.py: in a file), moves to it
-reduction_cost.py  what a reduction costs on these links, for `zeroexp calibrate`
 """
