@@ -10,6 +10,13 @@ from zeroexp.verify.local_elements import LocalElements
 from zeroexp.verify.observe import Seen
 
 
+def test_what_is_no_number_is_said_to_be_none() -> None:
+    before, shapes = {"w": torch.ones(4).double()}, {"w": torch.Size([4])}
+    pieces = [(1, LocalElements("w", torch.arange(4), torch.full((4,), torch.nan)))]
+    look = UpdateLook(before, {"w": before["w"] + 1}, {}, [Seen([]), Seen([])], shapes)
+    assert next(look.stories(pieces)) == ("unknown", "it is not finite on rank 1")
+
+
 @pytest.mark.parametrize(
     ("factor", "off", "kind", "said"),
     [

@@ -13,12 +13,12 @@ import pytest
 import torch
 from torch import nn
 
-from benchmarks.silent_loops import BUGS
+from benchmarks.silent_loops import BUGS, adamw
 from tests.verify.loops import rows
 from tests.warm import Warm
 from zeroexp.verify.compare_steps import CLIPPED
 from zeroexp.verify.loop_to_verify import Loop
-from zeroexp.verify.oracle import Oracle
+from zeroexp.verify.oracle import Oracle, Updates
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
@@ -76,6 +76,15 @@ def test_what_torch_clips_of_a_large_weight_is_within_the_bound():
     assert CLIPPED * factor < found <= off < 0.01 * factor
 
 
+def test_a_frozen_integer_parameter_is_left_as_it_is():
+    model = nn.Linear(2, 2)
+    model.register_parameter("count", nn.Parameter(torch.tensor([3]), requires_grad=False))
+    unused: Any = max
+    loop = Loop(model=model, loss=unused, batch=unused, optimizer=adamw, train=unused)
+    exact, bounds = Updates(loop).step(Oracle(loop, 1).initial, {})
+    assert exact["count"].tolist() == [3.0] and bounds["count"] == 0
+
+
 @pytest.mark.slow
 def test_some_right_loops_raise_no_alarm():
     assert {rows()[n].engine for n in QUICK_RIGHT} == {"ddp", "fsdp2", "sharded"}
@@ -111,7 +120,7 @@ OF_TWO = {
     "second_is_first": "lr is 0.01, and the plain process has 0.005",
     "gain_steps_twice": "it steps 2 times",
     "gain_is_left_out": "each rank has the gradient of its own batches",
-    "gain_overflows": "it looks like nothing known",
+    "gain_overflows": "it is not finite on rank 0-2",
     "gain_is_zero": "it is zero",
     "gain_is_summed": "it is x 3: the number of ranks",
 }

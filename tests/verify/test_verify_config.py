@@ -67,6 +67,12 @@ def test_the_plain_model_of_fused_experts_computes_in_float64():
     torch.testing.assert_close(losses[0].double(), losses[1], rtol=1e-6, atol=0)
 
 
+def test_a_file_whose_path_has_an_equals_sign_is_a_file(tmp_path: Path):
+    (tmp_path / "lr=1").mkdir()
+    (tmp_path / "lr=1/loop.py").touch()
+    assert source_of([f"{tmp_path}/lr=1/loop.py:ddp"]).name == "loop.py:ddp"
+
+
 def test_numbers_of_ranks_that_a_run_would_refuse_are_left_out():
     source = source_of([*TINY.split(), "strategy=zero2", "strategy.replicas=2", "world_size=4"])
     left_out = {size: source.why_not_on(size) for size in (1, 2, 3, 4, 6)}
@@ -85,6 +91,7 @@ def test_engines_of_ours_and_of_torch_are_equal():
     [
         ("strategy=zero1,zero2", "2 points"),
         ("strategy=zer", "did you mean zero3"),
+        ("model=tiny model.lora.r=2 model.lora.quantize=int8", "computes with no codes"),
         ("strategy=zero3 world_size=2 optimizer.learning=3", "unknown key"),
         ("model=tiny model.hf_config.num_attention_heads=5", "is not a multiple of"),
     ],

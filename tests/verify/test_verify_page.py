@@ -15,7 +15,9 @@ from benchmarks.silent_loops import BUGS
 from tests.verify.test_verify import answers
 from tests.warm import Warm
 from zeroexp.process import safe_output
+from zeroexp.verify import __main__ as verify_main
 from zeroexp.verify.__main__ import main
+from zeroexp.verify.compare_steps import Cause, Difference, Verdict
 
 ROOT = Path(__file__).resolve().parents[2]
 PYPROJECT = ROOT / "pyproject.toml"
@@ -78,6 +80,16 @@ def test_a_setting_that_no_weight_shows_is_said(tmp_path: Path) -> None:
         "0.weight: weight_decay is 0.0, and the plain process has 0.1; its weights do not show it"
     )
     assert (code, world["difference"], world["notes"]) == (0, None, [said])
+
+
+def test_numbers_that_are_not_finite_are_json(monkeypatch: Any, capsys: Any) -> None:
+    found = Difference(0, "gradient", "w", 0, float("nan"), 0.1, 1, Cause("unknown", ""))
+    monkeypatch.setattr(verify_main, "_verify", lambda _, all: all.append(Verdict(1, 1, 1, found)))
+    monkeypatch.setattr(sys, "argv", ["zeroexp verify", "loop.py:x", "--json"])
+    monkeypatch.setattr(safe_output, "keep_going", lambda: None)  # pytest has its own
+    assert main() == 1
+    (world,) = json.loads(capsys.readouterr().out, parse_constant=pytest.fail)
+    assert world["difference"]["distance"] == "NaN"
 
 
 # Functions behind the page's loop, and what is said of them

@@ -13,7 +13,6 @@ Exit codes: 0 equal, 1 it differs, 2 it can not be run. --json: the answer for p
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from dataclasses import asdict, replace
 from functools import partial
@@ -28,6 +27,7 @@ from zeroexp.config.keys import Config
 from zeroexp.plan.__main__ import composed_points
 from zeroexp.process.json_output import REFUSED, answer
 from zeroexp.run.rank import import_for
+from zeroexp.tracking.json_files import dumps
 from zeroexp.verify.compare_steps import Verdict
 from zeroexp.verify.loop_of_config import loop_of_config
 from zeroexp.verify.loop_to_verify import NoLoop, Source, source_in
@@ -55,7 +55,7 @@ def _verify_and_conclude(told: list[str] | None) -> int:
     if code != REFUSED:
         print(*_conclusion(verdicts), sep="\n")
     if told is not None and verdicts:
-        told.append(json.dumps([asdict(each) for each in verdicts]))
+        told.append(dumps([asdict(each) for each in verdicts]))
     return code
 
 
@@ -84,7 +84,8 @@ def _verify(arguments: argparse.Namespace, verdicts: list[Verdict]) -> None:
 
 def source_of(words: list[str]) -> Source:
     """Return the source of a loop by what stands on the line. Raises NoLoop, in one line."""
-    return _config_source(words) if "=" in words[0] else _file_source(words)
+    is_file = Path(words[0].rpartition(":")[0]).is_file()  # whose path may have a "=" too
+    return _config_source(words) if "=" in words[0] and not is_file else _file_source(words)
 
 
 def _file_source(words: list[str]) -> Source:
@@ -106,6 +107,9 @@ def _config_source(words: list[str]) -> Source:
         if len(points) > 1:
             raise NoLoop(f"{len(points)} points: one at a time; give no list")
         config = points[0].config
+        if codes := config.model.lora.quantize:
+            key = f"model.lora.quantize={codes}"
+            raise NoLoop(f"{key}: the plain process computes with no codes; give null")
         check_model(config)
         import_for(config)  # here, and not in each rank, which is a fork
     except MISTAKES as error:

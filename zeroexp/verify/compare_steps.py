@@ -132,7 +132,8 @@ class _Judge:
             if changes or any(each.has_strangers for each in self.records):
                 raise NoLoop(
                     f"{name}: its gradient is in no torch optimizer that can be read, when its step begins: "
-                    "let one hold the model's weights or plain copies of them, and call backward before step()"
+                    "let one hold the model's weights or plain copies of them, and call backward before step(); "
+                    "zeros in a flat tensor may be padding: begin with other biases"
                 )
             entire, shape = bool(there[name].isnan().all()), self.oracle.shapes[name]
             cause = explain_difference.of_missing(lacking, entire, shape, skipped)

@@ -55,6 +55,7 @@ class GradientLook:
         first = [(rank, piece) for rank, piece in wrong if piece.name == name]
         if (calls := self.calls.get(name, 0)) > 1:
             yield "optimizer", f"it steps {calls} times"
+        yield from _of_no_numbers(first)
         near = (distance(p, exact) < 0.05 * float(exact[p.name].norm()) for _, p in wrong)
         if (low := _bits(piece for _, piece in wrong)) and all(near):
             yield "dtype", f"it was rounded to {low} on its way: no element has more bits"
@@ -243,6 +244,7 @@ class UpdateLook:
     def stories(self, wrong: Wrong) -> Iterator[Story]:
         rank, piece = wrong[0]
         own = [(r, each) for r, each in wrong if each.name == piece.name]
+        yield from _of_no_numbers(own)
         if (calls := self.seen[rank].calls.get(piece.name, 0)) > 1:
             yield "optimizer", f"it steps {calls} times"
         if differing := self._settings(rank, piece.name):
@@ -280,6 +282,12 @@ class UpdateLook:
         used = [each.settings[name] for each in self.seen if name in each.settings]
         own = self.seen[rank].settings.get(name, *used[:1])
         return _unlike(own, self.settings[name]) if own and name in self.settings else ""
+
+
+def _of_no_numbers(wrong: Wrong) -> Iterator[Story]:
+    ranks = {rank for rank, piece in wrong if not piece.values.isfinite().all()}
+    if ranks:
+        yield "unknown", f"it is not finite on rank {_listed(ranks)}"
 
 
 def of_missing(lacking: Tensor, whole: bool, shape: torch.Size, skipped: bool) -> Iterator[Story]:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass
+from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from zeroexp.measure.memory import local_tensor
 
 # What wrappers put into the names of parameters.
-WRAPPED = ("_fsdp_wrapped_module.", "_checkpoint_wrapped_module.", "_orig_mod.", "module.")
+WRAPPED = ("_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_orig_mod", "module")
 # A weight, which of its elements, and where these lie in a flat tensor.
 Place = tuple[str, Tensor, slice]
 
@@ -73,15 +74,14 @@ class Places:
         return any(not places for _, places in self._known.values())
 
     def _learn(self, tensors: list[Tensor]) -> None:
-        """Find what these tensors are; those in no module's memory as if they were one flat copy, in their order."""
+        """Find what these tensors are, by where they lie, else by their values."""
         self._known |= {id(each): (each, self._by_memory(each)) for each in tensors}
         copies = [each for each in tensors if not self._known[id(each)][1]]
         if not copies:
             return
-        flat = [_flat(each) for each in copies]
-        at = self._by_value(torch.cat([each.float() for each in flat]), flat[0].dtype)
-        for tensor, here in zip(copies, at.split([len(each) for each in flat]), strict=True):
-            self._known[id(tensor)] = tensor, self._runs(here)
+        found = self._by_value([_flat(each).float() for each in copies], copies[0].dtype)
+        for tensor, at in zip(copies, found, strict=True):
+            self._known[id(tensor)] = tensor, self._runs(torch.tensor(at))
         self._learn_constants([each for each in copies if not self._known[id(each)][1]])
 
     def _learn_constants(self, copies: list[Tensor]) -> None:
@@ -106,14 +106,14 @@ class Places:
                     yield name, where, piece.tensor.detach()
             return
         for name, parameter in self._parameters():
-            yield name, _elements(parameter), _flat(parameter)
+            if not _is_freed(parameter):
+                yield name, _elements(parameter), _flat(parameter)
 
     def _parameters(self) -> Iterable[tuple[str, Tensor]]:
         """(name, parameter) of a module, or of an engine's, that has a weight's shape."""
         module = self._holder.model if self._is_engine else self._holder
         for name, parameter in module.named_parameters():
-            for word in WRAPPED:
-                name = name.replace(word, "")
+            name = self._plain_name(name)
             if name in self._initial and parameter.shape == self._initial[name].shape:
                 yield name, parameter
 
@@ -131,25 +131,30 @@ class Places:
                 found.append((name, where[low - begin : high - begin], slice(low, high)))
         return found
 
-    def _by_value(self, mine: Tensor, dtype: torch.dtype) -> Tensor:
-        """Find where values, as built, stand among those of all weights: a flat copy has them one after the other."""
+    def _plain_name(self, name: str) -> str:
+        """Leave out what wrappers put before or between a name's words; a model may have a child `module` itself."""
+        words = name.split(".")
+        while ".".join(words) not in self._initial and (
+            added := [w for w in words if w in WRAPPED]
+        ):
+            words.remove(added[0])
+        return ".".join(words)
+
+    def _by_value(self, copies: list[Tensor], dtype: torch.dtype) -> list[list[int]]:
+        """Find for each element of each copy, as built, its number among those of all weights; -1 if not known."""
         values = [each.flatten().to(dtype).float() for each in self._initial.values()]
         whole = torch.cat([*values, torch.tensor([torch.nan])])
+        begins = {0, *accumulate(map(len, values))}
         numbers, counts = whole.unique(return_counts=True)
         order = whole[:-1].argsort()
-        ranked = torch.searchsorted(whole[order], mine).clamp(max=len(order) - 1)
-        at = torch.where(torch.isin(mine, numbers[counts == 1]), order[ranked], -1).tolist()
-        # What stands more than once, as zeros and ones do, is found beside what stands once.
-        for indices, step in ((range(1, len(at)), 1), (range(len(at) - 2, -1, -1), -1)):
-            for i in indices:
-                beside = at[i - step] + step
-                if (
-                    at[i] < 0 <= at[i - step]
-                    and 0 <= beside < len(order)
-                    and whole[beside] == mine[i]
-                ):
-                    at[i] = beside
-        return torch.tensor(at)
+        found: list[list[int]] = []
+        for mine in copies:
+            ranked = torch.searchsorted(whole[order], mine).clamp(max=len(order) - 1)
+            at = torch.where(torch.isin(mine, numbers[counts == 1]), order[ranked], -1).tolist()
+            # What stands more than once, as zeros and ones do, is found beside what stands once.
+            at = _filled(at, mine, whole, begins)
+            found.append(_if_certain(_filled(at, mine, whole), at, mine, begins))
+        return found
 
     def _runs(self, at: Tensor) -> list[Place]:
         found: list[Place] = []
@@ -163,10 +168,17 @@ class Places:
         return found
 
 
-def add(pieces: list[LocalElements], further: list[LocalElements]) -> None:
-    """Add pieces of weights that have none yet in this dtype: the first wins, and masters stand beside copies."""
-    there = {(piece.name, piece.values.dtype) for piece in pieces}
-    pieces += [piece for piece in further if (piece.name, piece.values.dtype) not in there]
+def add(pieces: list[LocalElements], further: list[LocalElements]) -> list[LocalElements]:
+    """Add what is not there in this dtype, as masters beside copies; return what is left out, as the first wins."""
+    there: dict[Any, list[Tensor]] = {}
+    for piece in pieces:
+        there.setdefault((piece.name, piece.values.dtype), []).append(piece.where)
+    left_out: list[LocalElements] = []
+    for piece in further:
+        known = there.get((piece.name, piece.values.dtype), [])
+        is_there = any(bool(torch.isin(piece.where, each).any()) for each in known)
+        (left_out if is_there else pieces).append(piece)
+    return left_out
 
 
 def whole(pieces: Iterable[LocalElements], shapes: Mapping[str, torch.Size]) -> dict[str, Tensor]:
@@ -180,7 +192,50 @@ def whole(pieces: Iterable[LocalElements], shapes: Mapping[str, torch.Size]) -> 
     return result
 
 
+def _filled(at: list[int], mine: Tensor, whole: Tensor, borders: Container[int] = ()) -> list[int]:
+    """Find what stands beside an element that is found, up to the borders of weights."""
+    at, values = at.copy(), mine.tolist()
+    for indices, step in ((range(1, len(at)), 1), (range(len(at) - 2, -1, -1), -1)):
+        for i in indices:
+            beside = at[i - step] + step
+            is_next = at[i] < 0 <= at[i - step] and max(beside, at[i - step]) not in borders
+            if is_next and 0 <= beside < len(whole) - 1 and whole[beside] == values[i]:
+                at[i] = beside
+    return at
+
+
+def _if_certain(tried: list[int], at: list[int], mine: Tensor, begins: set[int]) -> list[int]:
+    """Return what was found across the borders of weights where the tensor can be nothing else, `at` elsewhere.
+
+    Zeros may be a weight, or padding. Between others they are the weight if it ends where another one begins; at an
+    end of the tensor if it is known to hold weights in the model's order, one right behind the other: it shows it, or
+    is an equal share of all weights.
+    """
+    seen = [i for i, each in enumerate(tried) if at[i] >= 0 or (each >= 0 and mine[i] != 0)]
+    if not seen or len(set(tried) - {-1}) < len(tried) - tried.count(-1):
+        return at
+    low, high = seen[0], seen[-1] + 1
+    breaks = [pair for pair in pairwise(tried[low:high]) if pair[1] != pair[0] + 1]
+    if any(min(pair) < 0 or not {pair[0] + 1, pair[1]} <= begins for pair in breaks):
+        return at
+    total, begin = max(begins), tried[low] - low
+    is_share = begin % len(at) == 0 and len(at) == -(-total // -(-total // len(at)))
+    crosses = any(tried[low] < each <= tried[high - 1] for each in begins)
+    in_order = not breaks and (crosses or is_share)
+    is_end = in_order and (tried[-1] >= 0 or max(tried) + 1 == total)
+    before = tried[:low] if in_order and tried[0] >= 0 else at[:low]
+    return [*before, *tried[low:high], *(tried[high:] if is_end else at[high:])]
+
+
+def _is_freed(tensor: Any) -> bool:
+    """Whether a tensor keeps its shape and has no memory, as under FSDP."""
+    local = local_tensor(tensor).detach()
+    return local.numel() > 0 and local.untyped_storage().nbytes() == 0
+
+
 def _copies(tensor: Any, places: list[Place]) -> list[LocalElements]:
+    if _is_freed(tensor):
+        return []
     flat = _flat(tensor)
     return [LocalElements(name, where, flat[at].clone()) for name, where, at in places]
 

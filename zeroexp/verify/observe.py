@@ -29,7 +29,7 @@ class Seen:
     # Gradients as torch's clipping finds them.
     raw: list[LocalElements] = field(default_factory=list)
     gradients: list[LocalElements] = field(default_factory=list)  # as the optimizer finds them
-    calls: dict[str, int] = field(default_factory=dict)  # of an optimizer, for each weight
+    calls: dict[str, int] = field(default_factory=dict)  # of optimizers, where more than one
     # Of each weight, the class of the optimizer that holds it and the settings of its group
     settings: dict[str, Settings] = field(default_factory=dict)
 
@@ -73,9 +73,9 @@ class LoopRecorder:
         if self._depth == 1:
             tensors = [each for group in stepping.param_groups for each in group["params"]]
             pieces = self._places.gradients(tensors)
-            for name in {piece.name for piece in pieces}:
-                seen.calls[name] = seen.calls.get(name, 0) + 1
-            add(seen.gradients, pieces)
+            # Optimizers may hold parts of one weight; who finds a part again steps once more.
+            for name in {piece.name for piece in add(seen.gradients, pieces)}:
+                seen.calls[name] = seen.calls.get(name, 1) + 1
             add(seen.weights, self._places.held())  # from its first step on it is known
         seen.settings |= settings_of(stepping, self._places.names)
 

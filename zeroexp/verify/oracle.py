@@ -113,7 +113,10 @@ class Updates:
         for scheduler in self._schedulers:
             scheduler.step()
         worked, exact = map(_flat_weights, self._models)
-        units = {n: torch.finfo(p.dtype).eps / 2 for n, p in self._models[0].named_parameters()}
+        units = {
+            name: torch.finfo(each.dtype).eps / 2 if each.is_floating_point() else 0.0
+            for name, each in self._models[0].named_parameters()
+        }
         return exact, {
             name: MARGIN * float((worked[name] - each).norm() + units[name] * each.norm())
             for name, each in exact.items()
