@@ -23,14 +23,12 @@ from tests.composing import composed, values_of
 from tests.run_folders import write_run
 from tests.warm import Warm
 from zeroexp.check.sweep_points import point_of, require_points
-from zeroexp.checkpoint.folders import register_attempt
 from zeroexp.cluster.job import Job
 from zeroexp.cluster.sweep import MAKING, Sweep, put_back
 from zeroexp.config.keys import Config, ConfigError, StudyConfig
 from zeroexp.report import reading
 from zeroexp.report.measured_points import points_of
 from zeroexp.sync import jobs_of
-from zeroexp.tracking import attempt
 from zeroexp.tracking.files import read_records, read_summary, write_json
 from zeroexp.tracking.run import read_run, read_runs
 
@@ -434,14 +432,6 @@ def test_a_point_that_is_set_aside_keeps_its_place(tmp_path):
         "first",
         "second",
     ]
-
-
-def test_a_run_that_is_set_aside_saves_again_whatever_became_of_the_count_of_its_attempts(tmp_path):
-    run = write_run(tmp_path / "run", status="failed")
-    register_attempt(run, 3)
-    put_back(Job(run))
-    register_attempt(run, attempt.newest(run) + 1)
-    assert (run / "checkpoint/.attempt").read_text() == "1"
 
 
 def test_ctrl_c_cancels_what_has_not_ended(tmp_path):

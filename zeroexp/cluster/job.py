@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from zeroexp.checkpoint.folders import ATTEMPT, FOLDER, complete_checkpoints, step_of
+from zeroexp.checkpoint.folders import complete_checkpoints, step_of
 from zeroexp.config.keys import Config, DamagedFile, load
 from zeroexp.measure.record import verdict_of
 from zeroexp.tracking import attempt
@@ -83,8 +83,7 @@ class Job:
         if state["status"] not in UNFINISHED:  # else nobody saw how it ended
             attempt.explain(self.folder, state["reason"] or state["status"])
         lost = None
-        # The attempt goes with the rest: where attempts.json is lost, the next one is the first.
-        moved = ["failure.json", "state.json", SLURM_FILE, "logs", f"{FOLDER}/{ATTEMPT}"]
+        moved = ["failure.json", "state.json", SLURM_FILE, "logs"]
         num_steps = self.config.train.warmup_steps + self.config.train.steps
         checkpoints = complete_checkpoints(self.folder)
         if checkpoints and step_of(checkpoints[-1]) >= num_steps and not self._has_results():
