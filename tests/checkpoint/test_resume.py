@@ -88,7 +88,7 @@ def test_latest_passes_over_a_run_of_somebody_else_that_can_not_be_read(closed):
         config = config_for(outputs, "resume=latest")
         run = outputs / "b" / "run"
         write(run, 40, config)
-        (run / closed).chmod(0o700)
+        (run / closed).chmod(0)
         with not_root():
             line = refused(
                 config, UndefinedCombination

@@ -481,7 +481,10 @@ def limits_of_groups(world: World) -> list[object]:
     patient = replace(world, timeout_seconds=77.0).with_communicator("patience")
     with mock.patch.object(dist, "new_group", wraps=dist.new_group) as made:
         patient.join()
-        dist.destroy_process_group(worlds.background_group(77.0))
+        behind = worlds.background_group(77.0)
+    barrier()  # else a rank may leave while another still connects
+    for group in (patient.process_group, behind):
+        dist.destroy_process_group(group)
     told = inspect.signature(dist.new_group)
     return [told.bind(*each.args, **each.kwargs).arguments["timeout"] for each in made.mock_calls]
 

@@ -14,6 +14,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from tests.ranks import RankError
 from zeroexp.cut.stage import STAGES
 from zeroexp.engines.sharded import Sharded
 from zeroexp.process.world import World, fake_world
@@ -240,13 +241,24 @@ def test_options_may_be_objects_that_print_otherwise_on_each_rank(ranks):
     ranks(build_with_objects)
 
 
+def build_with_another_rate(world: World) -> None:
+    sharded(
+        world, "zero2", group={"lr": torch.tensor(1e-3 * (1 + world.rank)), "of": PrintsItsRank()}
+    )
+
+
+def test_a_rate_that_is_a_tensor_is_compared_by_its_value(ranks):
+    with pytest.raises(RankError, match="ranks were given different settings"):
+        ranks(build_with_another_rate)
+
+
 def start_apart(world: World) -> dict[str, Any]:
     """Build a model of other weights and buffers on each rank, and return what it holds."""
     model = make_model(seed=world.rank)
     for name, values in {
         "phases": torch.full((3,), complex(1, world.rank), dtype=torch.complex64),
         "short": torch.tensor(world.rank, dtype=torch.int16),
-        "expanded": torch.ones(1).expand(4),
+        "expanded": torch.full((1,), 1.0 + world.rank).expand(4),
         "sparse": torch.eye(3).to_sparse(),
     }.items():
         model.register_buffer(name, values, persistent=name != "sparse")

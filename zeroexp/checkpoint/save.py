@@ -37,6 +37,9 @@ from zeroexp.process import world as worlds
 from zeroexp.process.durable import write_durably
 from zeroexp.process.world import World
 
+# Ranks wait so long at least for the slowest one's file, on a disk that others use too.
+SLOWEST_SECONDS = 1800.0
+
 
 @dataclass
 class SaveRecord:
@@ -92,7 +95,7 @@ class Saver:
         if not self._prepared:
             self._prepare()
         if self._group is None:
-            self._group = worlds.background_group(self._world.timeout_seconds)
+            self._group = worlds.background_group(max(self._world.timeout_seconds, SLOWEST_SECONDS))
         staged = self._staging.copy(self._flat_state())
         blocked = time.perf_counter() - began
         self._blocked_seconds += blocked

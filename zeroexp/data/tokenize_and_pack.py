@@ -67,9 +67,10 @@ def write_labelled(
     table, source = _read_texts(config, files, folder / SCRATCH)
     text, label = (name for _, name in columns_of(config).values())
     names = class_names(table, label)
-    classes = classes_of(
-        table.unique(label), num_labels, column=label, asked=config.labels, names=names
-    )
+    used = first_rows(table, config.limit)
+    # Named classes are known without rows, of which those that are used must have one.
+    values = (used if names else table).unique(label)
+    classes = classes_of(values, num_labels, column=label, asked=config.labels, names=names)
     number = {value: place for place, value in enumerate(classes)}
 
     def pad(batch: dict[str, list[Any]]) -> dict[str, list[Any]]:
@@ -78,7 +79,7 @@ def write_labelled(
         labels = [number[value] for value in batch[label]]
         return {"tokens": rows, "lengths": [len(row) for row in ids], "labels": labels}
 
-    padded = map_batches(first_rows(table, config.limit), pad, folder / SCRATCH)
+    padded = map_batches(used, pad, folder / SCRATCH)
     save_column(folder / "tokens.npy", padded, "tokens", (config.seq_len,), _dtype(tokenizer))
     save_column(folder / "labels.npy", padded, "labels", (), np.dtype(np.int64))
     save_column(folder / "lengths.npy", padded, "lengths", (), np.dtype(np.int64))

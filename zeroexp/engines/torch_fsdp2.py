@@ -155,7 +155,8 @@ class TorchFSDP2:
             tensor = empty.pop(name).detach()
             local, start = _local(tensor), self._first_element(tensor)
             local.view(-1).copy_(read(start, start + local.numel()))
-        assert not empty, f"values: there are none of {next(iter(empty))}"
+        if empty:
+            raise ValueError(f"values: there are none of {next(iter(empty))}; give those of all")
 
     def _first_element(self, tensor: Tensor) -> int:
         """Return the first flat element of this rank's shard; by torch.chunk's rule the last ranks may be short.

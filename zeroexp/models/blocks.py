@@ -33,8 +33,9 @@ def chosen_blocks(module: nn.Module, chosen: Sequence[str]) -> list[str]:
             raise ConfigError(
                 f"model.blocks={name}: the model has no such module; its lists: {lists}"
             )
-        inside = [f"{name}.{i}" for i, _ in enumerate(modules[name].children())]
-        blocks += inside if isinstance(modules[name], nn.ModuleList) else [name]
+        one = modules[name]
+        is_list = isinstance(one, nn.ModuleList)
+        blocks += [f"{name}.{i}" for i in range(len(one))] if is_list else [name]
     return _each_once(module, blocks)
 
 

@@ -38,6 +38,7 @@ OVERWRITING = {
     *(aten.normal_.default, aten.uniform_.default, aten.random_.default, aten.exponential_.default),
     *(aten.zero_.default, aten.fill_.Scalar, aten.fill_.Tensor, aten.copy_.default),
 }
+LARGEST_SCRATCH = 1 << 24  # bytes
 # On meta these do nothing, without a word.
 BY_ELEMENT = (Tensor.apply_, Tensor.map_, Tensor.map2_)  # pyright: ignore[reportAttributeAccessIssue]
 
@@ -88,6 +89,8 @@ class Tape(TorchDispatchMode):
             self._require_own_draws()
         finally:
             torch.set_rng_state(self._random_state)
+            for generator, (first, _) in self.generators.items():
+                generator.set_state(first)
 
     def _require_own_draws(self) -> None:
         """Raise CannotDefer if torch's generator is not where the draws so far have left it: it was seeded since."""
@@ -177,8 +180,12 @@ def _is_meta(leaf: object) -> bool:
 
 
 def _noted(tensor: Tensor) -> Tensor:
-    """Return a tensor as it is now: one on meta may change its shape in place, another its values."""
-    return tensor.detach() if tensor.is_meta else tensor.detach().clone()
+    """Return a tensor as it is now: one on meta may change its shape in place, a scratch one its values.
+
+    A large one is read from somewhere, a mapped file perhaps, and is not copied.
+    """
+    is_scratch = not tensor.is_meta and tensor.nbytes <= LARGEST_SCRATCH
+    return tensor.detach().clone() if is_scratch else tensor.detach()
 
 
 def _memory_of(tensor: Tensor) -> int:

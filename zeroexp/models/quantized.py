@@ -75,11 +75,10 @@ def quantize_base(module: nn.Module, key: str, values: Values | None) -> Values 
         for name, each in module.named_modules()
         if name.rpartition(".")[2] == BASE and isinstance(each, nn.Linear)
     }
-    num_names: Counter[Tensor] = Counter(
-        p for _, p in module.named_parameters(remove_duplicate=False)
-    )
+    modules = [*module.modules()]  # one that stands in several places is one
+    owners: Counter[Tensor] = Counter(p for m in modules for p in m.parameters(recurse=False))
     for name, layer in layers.items():
-        if num_names[layer.weight] > 1:
+        if owners[layer.weight] > 1:
             problem = f"the weight of {name.removesuffix(f'.{BASE}')} is tied to another module's"
             raise ConfigError(f"{key}: {problem}; leave it out of model.lora.target_modules")
         if layer.in_features % IN_ONE:

@@ -18,7 +18,7 @@ from functools import partial
 
 from zeroexp.measure.record import RunSummary
 from zeroexp.report.loss_agreement import losses_of
-from zeroexp.report.measured_points import MeasuredPoint
+from zeroexp.report.measured_points import MeasuredPoint, of_one_seed
 from zeroexp.tracking.run import UNFINISHED
 
 PEAK_BYTES, PEAK_SHARE = 1 << 20, 0.001  # of a rehearsed peak, whichever is more
@@ -79,7 +79,10 @@ def _of_losses(done: Sequence[MeasuredPoint]) -> list[Claim]:
         others = [curve.point for curve in losses.off[1:]]
         more = f"; off too: {', '.join(others)}" if others else ""
         more += f"; {len(diverged)} of {len(done)} runs diverged" if diverged else ""
-        can_be_read = all(point.losses for point in done)
+        same = of_one_seed(done)
+        can_be_read = all(point.losses for point in same)
+        if apart := {point.name for point in done} - {point.name for point in same}:
+            more += f"; of another seed, and not compared: {', '.join(sorted(apart))}"
         holds = losses.agree and can_be_read and not diverged
         claims.append(Claim(losses.agreement + more, holds))
     if losses and losses.fall:

@@ -38,7 +38,7 @@ def render(points: Sequence[MeasuredPoint], columns: Sequence[Column]) -> str:
 def replace_in(page: Path, text: str, name: str = MEASURED) -> None:
     """Put `text` between the markers of this name. Raises ConfigError if the page has none or cannot be written."""
     begin, end = (f"<!-- {name}: {word} -->" for word in ("begin", "end"))
-    with writing("write", page, "use a page that is there"):
+    with writing("write", page, "use a page that is there, in a folder that you may write to"):
         # In bytes: the ends of lines and the encoding of the rest are the page's own. r+ refuses what is read-only.
         with page.open("r+b") as file:
             before, _, rest = file.read().partition(begin.encode())

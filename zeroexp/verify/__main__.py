@@ -13,6 +13,7 @@ Exit codes: 0 equal, 1 it differs, 2 it can not be run. --json: the answer for p
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from dataclasses import asdict, replace
 from functools import partial
@@ -84,7 +85,8 @@ def _verify(arguments: argparse.Namespace, verdicts: list[Verdict]) -> None:
 
 def source_of(words: list[str]) -> Source:
     """Return the source of a loop by what stands on the line. Raises NoLoop, in one line."""
-    is_file = Path(words[0].rpartition(":")[0]).is_file()  # whose path may have a "=" too
+    # Its path may have a "=" too. Path.is_file raises for a name as long as a setting may be.
+    is_file = os.path.isfile(words[0].rpartition(":")[0])
     return _config_source(words) if "=" in words[0] and not is_file else _file_source(words)
 
 

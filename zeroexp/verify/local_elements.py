@@ -133,12 +133,14 @@ class Places:
 
     def _plain_name(self, name: str) -> str:
         """Leave out what wrappers put before or between a name's words; a model may have a child `module` itself."""
-        words = name.split(".")
-        while ".".join(words) not in self._initial and (
-            added := [w for w in words if w in WRAPPED]
-        ):
-            words.remove(added[0])
-        return ".".join(words)
+        tried = [name]
+        while tried:
+            if found := next((each for each in tried if each in self._initial), None):
+                return found
+            split = [each.split(".") for each in tried]  # one word of a wrapper less, whichever
+            less = (w[:i] + w[i + 1 :] for w in split for i in range(len(w)) if w[i] in WRAPPED)
+            tried = [*dict.fromkeys(map(".".join, less))]
+        return name
 
     def _by_value(self, copies: list[Tensor], dtype: torch.dtype) -> list[list[int]]:
         """Find for each element of each copy, as built, its number among those of all weights; -1 if not known."""
@@ -176,9 +178,16 @@ def add(pieces: list[LocalElements], further: list[LocalElements]) -> list[Local
     left_out: list[LocalElements] = []
     for piece in further:
         known = there.get((piece.name, piece.values.dtype), [])
-        is_there = any(bool(torch.isin(piece.where, each).any()) for each in known)
+        is_there = any(_share_elements(piece.where, each) for each in known)
         (left_out if is_there else pieces).append(piece)
     return left_out
+
+
+def _share_elements(one: Tensor, other: Tensor) -> bool:
+    if not (len(one) and len(other)):
+        return False
+    # `isin` sorts both, and nearly always they are alike.
+    return torch.equal(one, other) or bool(torch.isin(one, other).any())
 
 
 def whole(pieces: Iterable[LocalElements], shapes: Mapping[str, torch.Size]) -> dict[str, Tensor]:

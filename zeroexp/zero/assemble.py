@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_map, tree_map_only
 
 from zeroexp.comm.collectives import Collectives
 from zeroexp.comm.shared_memory_sizes import slot_bytes, slot_bytes_of_sums
@@ -39,8 +39,16 @@ def start_alike(
 ) -> None:
     """Give all ranks the weights of rank 0. Raises ValueError on all of them if settings or models differ."""
     names = {parameter: name for name, parameter in module.named_parameters()}
+
+    def told(option: Any) -> Any:
+        """Tensors are read at the start, where nothing runs ahead; fake ones have no values."""
+        return option if wire.world.is_fake else tree_map_only(Tensor, bit_checksum, option)
+
     groups = [
-        {k: [names[p] for p in v] if k == "params" else comparable(v) for k, v in group.items()}
+        {
+            k: [names[p] for p in v] if k == "params" else comparable(told(v))
+            for k, v in group.items()
+        }
         for group in param_groups
     ]
     settings = [*settings, groups]
@@ -53,12 +61,12 @@ def start_alike(
 
 
 def comparable(option: Any) -> Any:
-    """Return an option of a parameter group, or of one that prints an address or the order of a set its type alone.
+    """Return an option of a parameter group with the type alone of objects in it, which print addresses.
 
-    Ranks would differ in these, and reading a tensor on a GPU would stop the host.
+    So does a set, whose order differs by rank, and a tensor: reading one on a GPU would stop the host.
     """
-    is_plain = all(isinstance(each, int | float | str | None) for each in tree_leaves(option))
-    return option if is_plain else type(option).__name__
+    plain = int | float | str | torch.dtype | None
+    return tree_map(lambda each: each if isinstance(each, plain) else type(each).__name__, option)
 
 
 def _agree_on_weights(module: nn.Module, wire: Collectives, values: Values | None) -> None:
@@ -93,7 +101,15 @@ def _agree_on_weights(module: nn.Module, wire: Collectives, values: Values | Non
         sent = bytes_of(tensor).clone()  # bytes, since the backend lacks some dtypes
         worlds.broadcast(sent)
         if not torch.equal(sent, bytes_of(tensor)):
-            tensor.detach().copy_(sent.view(tensor.dtype).view(tensor.shape))
+            _take(tensor, sent.view(tensor.dtype).view(tensor.shape))
+
+
+def _take(tensor: Tensor, values: Tensor) -> None:
+    """Write the values; a tensor whose elements share memory, as an expanded buffer, gets memory of its own."""
+    if any(s == 0 and n > 1 for s, n in zip(tensor.stride(), tensor.shape, strict=True)):
+        tensor.data = values
+    else:
+        tensor.detach().copy_(values)
 
 
 def bit_checksum(tensor: Tensor) -> int:

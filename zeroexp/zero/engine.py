@@ -7,7 +7,7 @@ layout. The step below is the whole algorithm; the other files of this folder de
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence, Set
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
@@ -75,11 +75,9 @@ class Engine:
         param_groups = groups_of_lists(param_groups, optimizer_factory)
         options = (options or Options()).with_optimizer_over_of(param_groups)
         self._observer = self.observed_by()
-        trained_by = param_groups, optimizer_factory
+        trained = module, blocks, param_groups, optimizer_factory
         carried_out_by = stage, options, dtypes, max_grad_norm, values, world
-        self._observer.building(
-            module, blocks, *trained_by, *carried_out_by, scales_loss=scales_loss
-        )
+        self._observer.building(*trained, *carried_out_by, scales_loss=scales_loss)
         dtypes = (dtypes or own_dtypes(module)).with_masters_of(param_groups)
         stage = stage_for_world(stage, options.grid(world.size).group_size, options.offload)
         if values is not None:
@@ -139,9 +137,11 @@ class Engine:
         It launches a reduction when a bucket is complete (`Schedule.gradient_ready`) or, where a gather needs all
         ranks, when backward enters the module before (`Schedule.before_backward`).
         """
-        with self._schedule.closing_backward(self._loss_scale.multiply(loss)) as loss:
-            loss.backward()
-        self._observer.backward_ended()
+        try:
+            with self._schedule.closing_backward(self._loss_scale.multiply(loss)) as loss:
+                loss.backward()
+        finally:
+            self._observer.backward_ended()
 
     @contextmanager
     def gathered(self, *, write: bool = False) -> Iterator[None]:
@@ -171,8 +171,9 @@ class Engine:
             if self._loss_scale.allows(lambda: self._outer.norm(sums)):
                 self._update(sums.with_gradient(), scale)
         except BaseException:
-            for unit in self.units:  # a program may go on, and peers gather no piece before that
-                unit.expose()
+            with suppress(Exception):  # the error that ended the step is the one to raise
+                for unit in self.units:  # where all ranks raise alike they may go on, and gather
+                    unit.expose()
             raise
         self._may_discard = False
         # What codecs left out is in units of the scale before, and may be inf.
@@ -204,7 +205,8 @@ class Engine:
         if self._may_discard:
             self._forget_residuals()
         self._may_discard = False
-        self._schedule.finish_reductions()  # what they would keep is cleared
+        if not self._schedule.has_lost:  # else peers may be gone
+            self._schedule.finish_reductions()  # what they would keep is cleared
         had = (number for number, has in enumerate(self._have_gradients()) if has)
         self._zeroed = frozenset(() if set_to_none else had)
         for unit in self.units:

@@ -132,6 +132,7 @@ class Schedule:
         # Those that an exception left in flight. gloo delivers no message of a peer past one whose receive was dropped:
         # the gathers that this rank still waits for would never arrive.
         self._lost: list[Pending] = []
+        self.has_lost = False  # whether there were any, or sums behind them
         self._reduced = False  # whether any reduction of this microbatch was launched
         # By unit, the buckets that hold elements of each trainable parameter.
         self._buckets_of = {unit: unit.buckets_of_parameters() for unit in units}
@@ -412,6 +413,7 @@ class Schedule:
         finally:
             self._lost += self._in_flight
             self._in_flight.clear()
+            self.has_lost |= lost
         return lost
 
     def _agree(self) -> None:
