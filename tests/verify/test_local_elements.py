@@ -110,12 +110,17 @@ class Named(nn.Module):
         self.a.module = nn.Linear(2, 2)
 
 
-@pytest.mark.parametrize("wrapped", ["", "module.", "_orig_mod.module.", "_fsdp_wrapped_module."])
-def test_a_childs_own_name_is_no_wrappers(wrapped: str):
+FRONTS = ["", "module.", "_orig_mod.module.", "_fsdp_wrapped_module."]
+INSIDE = ("a.module.", "a.module._orig_mod.")  # the child itself is compiled
+
+
+@pytest.mark.parametrize(("plain", "wrapped"), [*(("", front) for front in FRONTS), INSIDE])
+def test_a_childs_own_name_is_no_wrappers(plain: str, wrapped: str):
     model = Named()
     initial = weights_of(model)
     holder: Any = nn.Module()
-    holder.named_parameters = lambda: [(wrapped + n, each) for n, each in model.named_parameters()]
+    named = [(n.replace(plain, wrapped, 1), each) for n, each in model.named_parameters()]
+    holder.named_parameters = lambda: named
     shown = {each.name: each.values for each in Places(holder, initial).weights()}
     assert list(shown) == list(initial)
     assert all(torch.equal(each, initial[name].flatten()) for name, each in shown.items())

@@ -33,6 +33,18 @@ def clear_inside_a_microbatch(strategy: Sharded) -> None:
         strategy.zero_grad()
 
 
+def clear_behind_a_backward_that_failed(strategy: Sharded) -> None:
+    def fail(_: Tensor) -> None:
+        raise ArithmeticError
+
+    with strategy.microbatch(last=True):
+        hidden = strategy.model[0](inputs_of(0, 0))  # pyright: ignore[reportIndexIssue]
+        hidden.register_hook(fail)
+        with pytest.raises(ArithmeticError):
+            strategy.backward(strategy.model[1:](hidden).square().sum())  # pyright: ignore
+        strategy.zero_grad()
+
+
 def two_last_microbatches(strategy: Sharded) -> None:
     for _ in range(2):
         with strategy.microbatch(last=True):
@@ -71,6 +83,10 @@ CALLS: dict[Callable[[Sharded], None], tuple[str, str]] = {
         r"step\(\) inside a microbatch: call it after the `with` has",
     ),
     clear_inside_a_microbatch: (
+        "zero2",
+        r"zero_grad\(\) inside a microbatch whose gradients are on",
+    ),
+    clear_behind_a_backward_that_failed: (
         "zero2",
         r"zero_grad\(\) inside a microbatch whose gradients are on",
     ),

@@ -64,8 +64,7 @@ class _Buffer:
         now = self.now
         assert now is not None
         values = flat.view(now.shape)
-        overlaps = any(s == 0 and n > 1 for s, n in zip(now.stride(), now.shape, strict=True))
-        if overlaps or now.is_inference():
+        if shares_elements(now) or now.is_inference():
             setattr(self.owner, self.key, values.to(now.device, now.dtype))
         else:
             now.copy_(values)
@@ -167,6 +166,11 @@ def _place_of(tensor: Tensor) -> tuple[int, int]:
     """Return the version of a tensor and its address."""
     version = 0 if tensor.is_inference() else tensor._version
     return version, tensor.data_ptr() if tensor.layout is torch.strided else 0
+
+
+def shares_elements(tensor: Tensor) -> bool:
+    """Tell whether elements of a tensor lie in the same memory, as those of an expanded one."""
+    return any(s == 0 and n > 1 for s, n in zip(tensor.stride(), tensor.shape, strict=True))
 
 
 def bytes_of(tensor: Tensor) -> Tensor:

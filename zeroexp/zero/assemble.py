@@ -16,7 +16,7 @@ from zeroexp.comm.shared_memory_sizes import slot_bytes, slot_bytes_of_sums
 from zeroexp.cut.chunk import FROZEN, Chunk
 from zeroexp.cut.layout import LAYOUTS, Units
 from zeroexp.cut.stage import Placement, Stage
-from zeroexp.interface.module_buffers import bytes_of
+from zeroexp.interface.module_buffers import bytes_of, shares_elements
 from zeroexp.interface.values import Read, Values
 from zeroexp.process import world as worlds
 from zeroexp.zero.grouping import Group, specs_of
@@ -28,6 +28,7 @@ from zeroexp.zero.unit import Unit
 # What a checksum takes at once, since it needs 24 bytes for each. Replicas are compared so after a step: with more the
 # first two steps would hold most then.
 ELEMENTS_AT_ONCE = 1 << 16
+AS_INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}  # by itemsize
 
 
 def start_alike(
@@ -61,9 +62,9 @@ def start_alike(
 
 
 def comparable(option: Any) -> Any:
-    """Return an option of a parameter group with the type alone of objects in it, which print addresses.
+    """Return an option of a parameter group, with the type alone of what ranks can not compare in it.
 
-    So does a set, whose order differs by rank, and a tensor: reading one on a GPU would stop the host.
+    Objects print addresses, sets another order on each rank, and to read a tensor on a GPU would stop the host.
     """
     plain = int | float | str | torch.dtype | None
     return tree_map(lambda each: each if isinstance(each, plain) else type(each).__name__, option)
@@ -106,7 +107,7 @@ def _agree_on_weights(module: nn.Module, wire: Collectives, values: Values | Non
 
 def _take(tensor: Tensor, values: Tensor) -> None:
     """Write the values; a tensor whose elements share memory, as an expanded buffer, gets memory of its own."""
-    if any(s == 0 and n > 1 for s, n in zip(tensor.stride(), tensor.shape, strict=True)):
+    if shares_elements(tensor):
         tensor.data = values
     else:
         tensor.detach().copy_(values)
@@ -118,7 +119,7 @@ def bit_checksum(tensor: Tensor) -> int:
     A plain sum would be that of the same values in another order too. Products and sums wrap around.
     """
     flat = tensor.detach().reshape(-1)
-    as_integers = {2: torch.int16, 4: torch.int32, 8: torch.int64}.get(flat.itemsize, torch.uint8)
+    as_integers = AS_INTEGERS.get(flat.itemsize, torch.uint8)
     total = 0
     for index, part in enumerate(flat.view(as_integers).split(ELEMENTS_AT_ONCE)):
         places = torch.arange(1, len(part) + 1, device=part.device)

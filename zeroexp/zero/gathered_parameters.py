@@ -24,12 +24,10 @@ from torch import Tensor
 
 from zeroexp.comm.collectives import Collectives
 from zeroexp.cut.chunk import Span
-from zeroexp.zero.assemble import bit_checksum
+from zeroexp.zero.assemble import AS_INTEGERS, bit_checksum
 from zeroexp.zero.held import Held, unguarded
 from zeroexp.zero.schedule import Schedule
 from zeroexp.zero.unit import Unit
-
-INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}  # by itemsize
 
 
 @contextmanager
@@ -149,7 +147,7 @@ def _write_over(weights: Tensor, shown: Tensor) -> None:
     """Copy the elements that were written; of the others a wider master keeps the digits that are not shown."""
     shown = shown.to(weights.device)
     if weights.dtype is not shown.dtype:
-        before, integers = weights.to(shown.dtype), INTEGERS[shown.itemsize]
+        before, integers = weights.to(shown.dtype), AS_INTEGERS[shown.itemsize]
         written = before.view(integers) != shown.view(integers)  # bit for bit, as nan equals itself
         shown = torch.where(written, shown.to(weights.dtype), weights)
     weights.copy_(shown)

@@ -22,13 +22,12 @@ import numpy
 import torch
 from torch import Tensor, nn
 
+from zeroexp.zero.assemble import AS_INTEGERS
 from zeroexp.zero.engine import Engine
 from zeroexp.zero.gathered_parameters import written_while_reading
 from zeroexp.zero.held import Held, unguarded
 from zeroexp.zero.observer import Observer
 from zeroexp.zero.unit import Unit
-
-AS_INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class Registered:
