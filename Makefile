@@ -24,6 +24,8 @@ unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: run proof test test-all test-deepspeed wide mutants lint bench bench-quick bench-checkpoints docs report clean
 .DELETE_ON_ERROR:
+# Two targets at once would install into one environment.
+.NOTPARALLEL:
 
 run: .venv/base.stamp
 	timeout 1200 $(BIN)/zeroexp study=compare
@@ -63,9 +65,8 @@ bench-quick: .venv/base.stamp
 	timeout 1800 $(BIN)/python -m benchmarks.run --quick
 	$(BIN)/python -m benchmarks.check
 
-bench: .venv/base.stamp
-	timeout 7200 $(BIN)/python -m benchmarks.run --write docs/measured.md
-	$(BIN)/python -m benchmarks.check
+bench: .venv/base.stamp .venv-deepspeed/deepspeed.stamp
+	timeout 7200 .venv-deepspeed/bin/python -m benchmarks.run --write docs/measured.md
 
 bench-checkpoints: .venv/base.stamp
 	timeout 900 $(BIN)/python -m benchmarks.checkpoints --write docs/measured.md
@@ -94,7 +95,7 @@ clean:
 # Its setup asks for torch, so that it can not be built in isolation; no extension of it is compiled.
 .venv-deepspeed/deepspeed.stamp: .venv/test.stamp
 	@$(PYTHON) -m venv .venv-deepspeed
-	@for packages in $(CURDIR)/.venv/lib/python*/site-packages; do \
+	@for packages in "$(CURDIR)"/.venv/lib/python*/site-packages; do \
 		echo "import site; site.addsitedir('$$packages')" >$$(echo .venv-deepspeed/lib/python*/site-packages)/beside.pth; done
 	@timeout 300 .venv-deepspeed/bin/pip install -q -c constraints.txt wheel ninja py-cpuinfo
 	@DS_BUILD_OPS=0 DS_ACCELERATOR=cpu timeout 300 \

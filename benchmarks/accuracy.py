@@ -231,7 +231,7 @@ def time_points(
     began, took = time.monotonic(), 0.0
     timed = _read(kept, names) if kept is not None and kept.exists() else _predicted(names)
     for number in range(num_rounds):
-        if time.monotonic() + took > began + within:
+        if number and time.monotonic() + took > began + within:
             break
         _tell(f"round {number + 1} of {num_rounds}")
         took = -time.monotonic()

@@ -111,6 +111,10 @@ def main() -> int:
     arguments = parser.parse_args()
     if unknown := [name for name in arguments.engines if name not in ENGINES]:
         raise SystemExit(f"{unknown[0]}: no such engine, use {', '.join(ENGINES)}")
+    if foreign := [
+        n for n in arguments.engines if not (ENGINES[n].is_ours or n.startswith("limit"))
+    ]:
+        raise SystemExit(f"{foreign[0]}: its parts are not timed, use one of ours or limit")
     if arguments.world_size < 1:
         raise SystemExit(f"--world-size {arguments.world_size}: use 1 or more")
     engines = ["limit", *arguments.engines]

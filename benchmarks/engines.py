@@ -138,8 +138,9 @@ def _variant(peer: str, settings: dict[str, Any]) -> Engine:
     engine = ENGINES[peer]
     if peer in tunable.BUILD:
         return replace(engine, build=partial(tunable.BUILD[peer], settings))
-    own = {**engine.settings, "settings": settings} if engine.settings else None
-    return replace(engine, settings=own)
+    default = engine.settings or {}
+    own = {**default.get("settings", {}), **settings}
+    return replace(engine, settings={**default, "settings": own})
 
 
 VARIANTS = {

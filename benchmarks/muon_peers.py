@@ -15,11 +15,14 @@ from __future__ import annotations
 
 import argparse
 import datetime
+import os
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # read once, when torch is imported
 
 import torch
 from torch import Tensor

@@ -103,15 +103,21 @@ def main() -> int:
         print("\n".join(str(comparison) for comparison in COMPARISONS))
         return 0
     rows: list[dict[str, Any]] = []
+    lost: list[str] = []
     for comparison in _chosen(args):
-        rows += compare(comparison)
+        found = compare(comparison)
+        there = {row["engine"] for row in found}
+        lost += [f"{comparison.name}/{e}" for e in _asked(comparison) if found and e not in there]
+        rows += found
         LATEST.parent.mkdir(parents=True, exist_ok=True)
         LATEST.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
     if not rows:  # each comparison was skipped, and said why
         return 1
     table.tell("speed", table.markdown(rows), table.cells(rows), args.write)
     print("Targets that are missed:", *targets.missed_lines(rows), sep="\n")
-    return 0
+    if lost:
+        print("Not in the table, for the reasons above:", *lost, file=sys.stderr)
+    return 1 if lost else 0
 
 
 def compare(comparison: Comparison) -> list[dict[str, Any]]:
@@ -137,12 +143,9 @@ def rows_of(
 ) -> list[dict[str, Any]]:
     """A row of each engine that comes through all its turns; one that dies is left out."""
     began, busy = time.monotonic(), busy_seconds()
-    turns = _take_turns(comparison, engines)
+    turns, ours = _take_turns(comparison, engines)
     busy, elapsed = busy_seconds() - busy, time.monotonic() - began
     rows = [_row(comparison, engine, turns[engine]) for engine in turns]
-    ours = comparison.num_steps * sum(
-        turn.cpu_seconds for of_one in turns.values() for ranks in of_one for turn in ranks
-    )
     for row in rows:
         row["other_cores"] = max(0.0, busy - ours) / elapsed
         _add_ratios(row, {other["engine"]: other for other in rows}, capacity)
@@ -178,16 +181,25 @@ def running(comparison: Comparison, group: Sequence[str], link: Link) -> Iterato
             ranks.stop()
 
 
-def _take_turns(comparison: Comparison, engines: dict[str, Ranks]) -> dict[str, list[list[Turn]]]:
-    """engine -> one list per round of one Turn per rank. See [Note: a turn] of the package."""
+def _take_turns(
+    comparison: Comparison, engines: dict[str, Ranks]
+) -> tuple[dict[str, list[list[Turn]]], float]:
+    """Return by engine one list per round of one Turn per rank, and the CPU seconds of all steps that were taken.
+
+    See [Note: a turn] of the package.
+    """
     turns: dict[str, list[list[Turn]]] = {engine: [] for engine in engines}
+    cpu_seconds = 0.0
     order = list(engines)
     shuffle = random.Random(0).shuffle
 
     def take(engine: str, num_steps: int) -> list[Turn] | None:
         """None where a rank failed, for want of memory say: its engine is named and left out from here on."""
+        nonlocal cpu_seconds
         try:
-            return engines[engine].turn(num_steps)
+            turn = engines[engine].turn(num_steps)
+            cpu_seconds += num_steps * sum(rank.cpu_seconds for rank in turn)
+            return turn
         except RankFailed as failure:
             if engine in REFERENCES:
                 raise
@@ -207,7 +219,7 @@ def _take_turns(comparison: Comparison, engines: dict[str, Ranks]) -> dict[str, 
                 turns[engine].append(turn)
         took = time.monotonic() - start
         print(f"  round {number + 1}/{comparison.num_rounds}: {took:.0f} s", file=sys.stderr)
-    return turns
+    return turns, cpu_seconds
 
 
 def _row(comparison: Comparison, engine: str, rounds: list[list[Turn]]) -> dict[str, Any]:
@@ -236,7 +248,10 @@ def _row(comparison: Comparison, engine: str, rounds: list[list[Turn]]) -> dict[
 
 def quartiles(seconds: list[float]) -> list[float]:
     """The lower and the upper."""
-    lower, _, upper = statistics.quantiles(seconds, n=4) if len(seconds) > 1 else seconds * 3
+    several = len(seconds) > 1
+    lower, _, upper = (
+        statistics.quantiles(seconds, n=4, method="inclusive") if several else seconds * 3
+    )
     return [lower, upper]
 
 
@@ -244,6 +259,8 @@ def _form_bytes(comparison: Comparison, engine: str, ranks: list[Turn]) -> float
     theory = ENGINES[engine].theory
     if theory is None:
         return of_ranks(statistics.mean, [turn.form_bytes for turn in ranks])
+    if theory and comparison.precision != "fp32":
+        return None  # weights and gradients are sent in dtypes of their own
     num_bytes = parameter_bytes(comparison.model, comparison.precision)
     return theory * num_bytes * (comparison.world_size - 1) / comparison.world_size
 
@@ -266,15 +283,23 @@ def _add_ratios(row: dict[str, Any], others: dict[str, dict[str, Any]], capacity
 
 def _groups(comparison: Comparison) -> list[list[str]]:
     """The engines cut into groups that fit into free memory beside the two references."""
-    there = engines_for(comparison.world_size)
-    asked = comparison.engines or [e for e in there if e not in ON_REQUEST]
-    engines = [e for e in asked if e in there and e not in REFERENCES]
+    engines = [e for e in _asked(comparison) if e not in REFERENCES]
     states = 4 * parameter_bytes(comparison.model, "fp32")  # weights, gradients, two moments
     heavy = any(engine.startswith("deepspeed") for engine in engines)
     beside = (1000 if heavy else 350) * MiB  # libraries, and memory that was freed and is kept
-    each = comparison.world_size * (0.85 * states + beside)
+    states *= (
+        1.5 if {*COPIES} & {*engines} else 0.85
+    )  # the largest part of them that a rank holds at its peak
+    each = comparison.world_size * (states + beside)
     fit = max(1, int(0.8 * available_bytes() / each) - len(REFERENCES))
     return [[*REFERENCES, *engines[i : i + fit]] for i in range(0, max(1, len(engines)), fit)]
+
+
+def _asked(comparison: Comparison) -> list[str]:
+    """Return the engines of the comparison that are installed and mean something at its world size."""
+    there = engines_for(comparison.world_size)
+    every = comparison.engines or [e for e in there if e not in ON_REQUEST]
+    return [e for e in every if e in there]
 
 
 def available_bytes() -> int:
@@ -290,6 +315,10 @@ def _chosen(args: argparse.Namespace) -> list[Comparison]:
     if unknown := [name for name in names if name not in known]:
         raise SystemExit(f"--only {' '.join(unknown)}: no such comparison, use {', '.join(known)}")
     chosen = [known[name] for name in names]
+    if gone := [name for name in args.engines if name not in engines_for(1)]:
+        raise SystemExit(
+            f"--engines {' '.join(gone)}: DeepSpeed is not installed here; .venv-deepspeed has it"
+        )
     if args.engines:
         chosen = [replace(comparison, engines=tuple(args.engines)) for comparison in chosen]
     if args.rounds:

@@ -36,7 +36,12 @@ def markdown(rows: list[dict[str, Any]]) -> str:
     """Return what the page says: a column for each comparison it has room for, a row for each engine there."""
     shown = [row for row in rows if row["comparison"] in ON_PAGE] or rows
     names = list(dict.fromkeys(row["comparison"] for row in shown))
-    several = [row for row in shown if len(_comparisons_of(row["engine"], shown)) > 1] or shown
+    # DDP with masters does the work of the rows beside it, and DDP of bf16 alone does not.
+    several = [
+        row
+        for row in shown
+        if row["engine"] == "ddp_master" or len(_comparisons_of(row["engine"], shown)) > 1
+    ] or shown
     parts = [_circumstances(rows), "\n".join(map(_described, _first_of_each(shown)))]
     parts.append(_pivot(several, names, _to_ddp_and_peak))
     return "\n\n".join([*parts, report.wrapped(targets.summary(rows))])

@@ -21,7 +21,9 @@ def _loopback(bound: float) -> dict[str, float]:
     return {"small": bound, "135m": bound}
 
 
-TIME, PEAK, ALLOCATED = "step_seconds", "peak_bytes", "allocated_bytes"
+# Over DDP's of the same turns: engines that do not fit into memory together ran at other times, beside a DDP of theirs.
+TIME = "ratio_to_ddp"
+PEAK, ALLOCATED = "peak_bytes", "allocated_bytes"
 LIMIT = "ratio_to_limit"  # of the row itself: on a shaped link the limit knows the row's form
 WIRE = "wire_bytes"  # over the row's own form
 
@@ -134,7 +136,7 @@ def _measured(rows: Rows) -> Iterator[tuple[str, str, float, float]]:
     """Yield what is compared, the comparison, ratio and bound of each target of which both sides were measured."""
     known = {(row["comparison"], row["engine"]): row for row in rows}
     for target in TARGETS:
-        what = "time" if target.key == LIMIT else target.key.replace("_", " ")
+        what = "time" if target.key in (LIMIT, TIME) else target.key.replace("_", " ")
         for comparison, bound in _with_quick(target.bounds).items():
             ratio = _ratio(target, comparison, known)
             if ratio is not None:

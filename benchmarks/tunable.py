@@ -1,6 +1,6 @@
 """What a peer can be set to, and the peer with these settings: at most 16 of each, all of them exact.
 
-DDP and ZeroRedundancyOptimizer on top of it: the size of buckets, a static graph, gradients as views, and who sums.
+DDP and ZeroRedundancyOptimizer on top of it: the size of buckets, a static graph, and who sums.
 FSDP2: what moves together, gathering ahead, and who moves. DeepSpeed: sizes of buckets, overlap.
 
 carrier    reduces and gathers by

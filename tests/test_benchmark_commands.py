@@ -14,6 +14,7 @@ import sys
 from argparse import ArgumentParser
 from collections.abc import Callable
 from functools import cache
+from importlib.util import find_spec
 from itertools import count
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -21,10 +22,10 @@ from typing import Any
 
 import pytest
 
-from benchmarks import breakdown, check, growth, instruments, run, table, targets, tuned
+from benchmarks import breakdown, check, growth, instruments, run, table, targets, tunable, tuned
 from benchmarks.engines import ENGINES, PRECISIONS, model_config, parameter_bytes
 from benchmarks.links import SHAPES
-from benchmarks.ranks import Turn
+from benchmarks.ranks import RankFailed, Turn
 from zeroexp.measure.memory import count_cpu_allocations
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -200,6 +201,41 @@ def test_a_run_whose_comparisons_are_all_skipped_says_why(made_up, started, caps
     assert capsys.readouterr().err == "small_1gbit: skipped, no link here\n"
 
 
+def test_an_engine_that_dies_fails_the_run_and_is_named(made_up, started, capsys, monkeypatch):
+    def wait(self: Any) -> None:
+        if self.spec.engine == "zero3_buffer":
+            raise RankFailed("rank 1 is gone")
+
+    monkeypatch.setattr(run.Ranks, "wait_until_ready", wait)
+    assert started(run, "--quick") == 1
+    assert "for the reasons above: quick/zero3_buffer\n" in capsys.readouterr().err
+
+
+@pytest.mark.skipif(find_spec("deepspeed") is not None, reason="DeepSpeed is installed")
+def test_an_engine_that_is_asked_for_and_not_installed_is_refused(made_up, started):
+    with pytest.raises(SystemExit, match="--engines deepspeed3: DeepSpeed is not installed"):
+        started(run, "--quick", "--engines", "deepspeed3")
+
+
+def test_targets_compare_engines_that_did_not_take_turns_by_ddp_of_each(made_up):
+    """The second took its turns in an hour in which all took twice as long, DDP too."""
+    ours = {"engine": "zero2_buffer", "step_seconds": 0.9, "ratio_to_ddp": 0.5}
+    peer = {"engine": "zero_redundancy", "step_seconds": 2.0, "ratio_to_ddp": 1.0}
+    rows = [
+        {"comparison": "135m", "peak_bytes": 1, "ratio_to_limit": 1, **row} for row in (ours, peer)
+    ]
+    found = {name: ratio for name, _, ratio, _ in targets._measured(rows)}
+    assert found["zero2_buffer / zero_redundancy (time)"] == 0.5
+
+
+def test_a_peer_is_tuned_upon_its_default():
+    for peer in tunable.SETTINGS:
+        default = (ENGINES[peer].settings or {}).get("settings", {})
+        for name in tunable.variants(peer):
+            of_variant = (ENGINES[name].settings or {}).get("settings", {})
+            assert default.keys() <= of_variant.keys(), name
+
+
 def test_tuned_ends_well(made_up, started):
     """Ours is beside DDP at its best, and ours over sockets beside DDP's best over sockets."""
     words = ["--model", "tiny", "--rounds", "2", "--write", str(page_of("tuned"))]
@@ -209,6 +245,7 @@ def test_tuned_ends_well(made_up, started):
     spread = "0.80 (0.80–0.80)"
     assert f"\nzero1_buffer | ddp | 0.40 (0.40–0.40) | {spread} | 1.00\n" in text
     assert "\nzero1_buffer_sockets | ddp | 1.00 (1.00–1.00) | 1.25 (1.25–1.25) | 1.00\n" in text
+    assert "\nfsdp2 | `default` | 1.00" in text, "no setting is faster"
     told = Path("tuned.csv").read_text(encoding="utf-8")
     assert all(f"\n{engine}," in told for engine in ("ddp", *run.OURS, *run.OVER_SOCKETS))
 
