@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,7 @@ from zeroexp.cut.stage import STAGES
 from zeroexp.engines.sharded import Sharded
 from zeroexp.interface.values import Read, fill_in, make_places
 from zeroexp.measure.memory import AllocationMeter, bytes_by_kind, count_cpu_allocations
-from zeroexp.models import mlp
+from zeroexp.models import deferred, mlp
 from zeroexp.models.deferred import CannotDefer, defer
 from zeroexp.models.module import BuiltModel, build_deferred, build_model
 from zeroexp.process.world import World, fake_world
@@ -239,6 +239,24 @@ def by_element(weight: torch.Tensor) -> None:
     ],
 )
 def test_what_a_constructor_writes_is_drawn_bit_for_bit_or_refused(initialise, is_deferred):
+    found = deferred_as_built_plainly(initialise)
+    assert is_deferred in (None, found)
+
+
+@pytest.mark.parametrize(
+    ("initialise", "is_deferred"),
+    [(by_itself, True), (by_scratch, False), (by_scratch_of_numpy, False)],
+)
+def test_a_large_tensor_is_copied_from_only_where_it_stays_as_it_is(
+    initialise, is_deferred, monkeypatch
+):
+    monkeypatch.setattr(deferred, "LARGEST_SCRATCH", 8)
+    assert deferred_as_built_plainly(initialise) is is_deferred
+
+
+def deferred_as_built_plainly(initialise: Callable[[torch.Tensor], None]) -> bool:
+    """Tell whether a constructor can be deferred; where it can, assert that all values are those of a plain build."""
+
     def construct() -> nn.Module:
         module = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
         with torch.no_grad():
@@ -252,15 +270,16 @@ def test_what_a_constructor_writes_is_drawn_bit_for_bit_or_refused(initialise, i
     try:
         module, values = defer(construct, 3, lambda made: made)
     except CannotDefer:
-        assert is_deferred is not True
-    else:
-        assert is_deferred is not False
-        make_places(module, torch.device("cpu"))
-        for _ in range(2):  # an engine may be built again of the same values
-            fill_in(module, values)
-        for mine, theirs in zip(module.parameters(), plain.parameters(), strict=True):
-            assert torch.equal(mine, theirs)
+        return False
+    finally:
+        assert torch.equal(torch.get_rng_state(), before)
+    make_places(module, torch.device("cpu"))
+    for _ in range(2):  # an engine may be built again of the same values
+        fill_in(module, values)
+    for mine, theirs in zip(module.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(mine, theirs)
     assert torch.equal(torch.get_rng_state(), before)
+    return True
 
 
 def test_a_model_that_can_not_be_deferred_is_built_whole(monkeypatch, capsys):

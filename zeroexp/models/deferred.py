@@ -73,6 +73,9 @@ class Tape(TorchDispatchMode):
         self.operations: list[_Operation] = []
         # Generators of the constructor's own: the state from which noted draws begin, and the one that they have left.
         self.generators: dict[torch.Generator, tuple[Tensor, Tensor]] = {}
+        self._uncopied: list[
+            tuple[Tensor, int]
+        ] = []  # large tensors, with the checksum of what was noted
 
     def __enter__(self) -> Tape:
         self._hook = register_module_parameter_registration_hook(self._take)
@@ -87,6 +90,8 @@ class Tape(TorchDispatchMode):
         self._hook.remove()
         try:
             self._require_own_draws()
+            if any(_checksum(tensor) != noted for tensor, noted in self._uncopied):
+                raise CannotDefer("a large tensor was changed after values were copied from it")
         finally:
             torch.set_rng_state(self._random_state)
             for generator, (first, _) in self.generators.items():
@@ -96,6 +101,17 @@ class Tape(TorchDispatchMode):
         """Raise CannotDefer if torch's generator is not where the draws so far have left it: it was seeded since."""
         if not torch.equal(torch.get_rng_state(), self._state_of_draws):
             raise CannotDefer("the random generator is seeded, or its state set, on the way")
+
+    def _noted(self, tensor: Tensor) -> Tensor:
+        """Return a tensor as it is now: one on meta may change its shape in place, a scratch one its values.
+
+        A large one is read from somewhere, a mapped file perhaps, and is not copied: it must stay as it is.
+        """
+        if not tensor.is_meta and tensor.nbytes <= LARGEST_SCRATCH:
+            return tensor.detach().clone()
+        if not tensor.is_meta:
+            self._uncopied.append((tensor.detach(), _checksum(tensor)))
+        return tensor.detach()
 
     def _draw_in_place_of(self, func: Any, kwargs: Any) -> None:
         """Move the generator of a draw that is noted, so that code which sets it back is seen."""
@@ -122,12 +138,12 @@ class Tape(TorchDispatchMode):
             result = func(*args, **kwargs)
             # Torch brings a number or a list of indices to the device of the tensor that it writes into.
             if any(_is_meta(leaf) for leaf in tree_flatten(result)[0]):
-                self._note(func, tree_map_only(Tensor, _noted, (args, kwargs)), result)
+                self._note(func, tree_map_only(Tensor, self._noted, (args, kwargs)), result)
             return result
         if func._schema.is_mutable and not _is_meta(args[0]):
             raise CannotDefer(f"{func} draws into a tensor that is no parameter")
         self._draw_in_place_of(func, kwargs)
-        arguments = tree_map_only(Tensor, _noted, (args, kwargs))
+        arguments = tree_map_only(Tensor, self._noted, (args, kwargs))
         on_meta = dict(kwargs)
         if "device" in on_meta or not deferred:
             on_meta["device"] = torch.device("meta")
@@ -149,7 +165,9 @@ class Tape(TorchDispatchMode):
 
     def _note(self, func: Any, arguments: Any, result: Any) -> None:
         before = {_memory_of(leaf) for leaf in tree_flatten(arguments)[0] if _is_meta(leaf)}
-        results = [_noted(leaf) for leaf in tree_flatten(result)[0] if isinstance(leaf, Tensor)]
+        results = [
+            self._noted(leaf) for leaf in tree_flatten(result)[0] if isinstance(leaf, Tensor)
+        ]
         made = [tensor if _memory_of(tensor) not in before else None for tensor in results]
         if all(each is None for each in made) and not func._schema.is_mutable:
             return  # a view, which has no memory of its own
@@ -179,13 +197,9 @@ def _is_meta(leaf: object) -> bool:
     return isinstance(leaf, Tensor) and leaf.is_meta
 
 
-def _noted(tensor: Tensor) -> Tensor:
-    """Return a tensor as it is now: one on meta may change its shape in place, a scratch one its values.
-
-    A large one is read from somewhere, a mapped file perhaps, and is not copied.
-    """
-    is_scratch = not tensor.is_meta and tensor.nbytes <= LARGEST_SCRATCH
-    return tensor.detach().clone() if is_scratch else tensor.detach()
+def _checksum(tensor: Tensor) -> int:
+    """Return a checksum of the elements, in their order."""
+    return zlib.crc32(tensor.detach().contiguous().view(-1).view(torch.uint8).numpy().data)
 
 
 def _memory_of(tensor: Tensor) -> int:
