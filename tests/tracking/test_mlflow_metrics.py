@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import time
 from dataclasses import replace
+from itertools import count
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -171,6 +172,20 @@ def test_samples_of_a_node_become_system_metrics(tmp_path: Path) -> None:
         *range(len(lines)),
         len(lines) + 1,
     ]
+
+
+def test_what_went_over_the_network_counts_from_the_first_reading(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As MLflow's own metrics of these names do."""
+    counters = (SimpleNamespace(bytes_recv=n * 10**6, bytes_sent=2 * n * 10**6) for n in count(5))
+    monkeypatch.setattr(system.psutil, "net_io_counters", lambda: next(counters))
+    with sampling_system(tmp_path, 0.02, "node"):
+        while not (file := tmp_path / "system.node.jsonl").exists() or len(file.read_text()) < 999:
+            time.sleep(0.01)
+    rows = [json.loads(line) for line in file.read_text().splitlines()]
+    assert [row["network_receive_megabytes"] for row in rows] == [*range(1, len(rows) + 1)]
+    assert [row["network_transmit_megabytes"] for row in rows] == [*range(2, 2 * len(rows) + 2, 2)]
 
 
 @pytest.mark.parametrize("nvml", [True, False])

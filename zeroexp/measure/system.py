@@ -1,7 +1,8 @@
 """Samples of what a node is busy with: one line in system.<node>.jsonl every `tracking.system_s` seconds.
 
 The first rank of each node reads it by psutil in a thread of its own, which takes a fraction of a millisecond. Names
-are those of MLflow's own system metrics, so that its page shows them where its users look.
+are those of MLflow's own system metrics, so that its page shows them where its users look: what went over the network
+counts from the first reading on.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ def _sample(path: Path, seconds: float, over: threading.Event) -> None:
     """Write a line for each reading, the last one when it is over."""
     try:
         psutil.cpu_percent()  # the next call tells of the time since this one
-        before, ended = psutil.net_io_counters(), False
+        first, ended = psutil.net_io_counters(), False
         with path.open("a", encoding="utf-8", buffering=1) as lines:
             while not ended:
                 ended = over.wait(seconds)
@@ -55,12 +56,11 @@ def _sample(path: Path, seconds: float, over: threading.Event) -> None:
                     "cpu_utilization_percentage": psutil.cpu_percent(),
                     "system_memory_usage_megabytes": (memory.total - memory.available) / MEGABYTE,
                     "system_memory_usage_percentage": memory.percent,
-                    "network_receive_megabytes": (received - before.bytes_recv) / MEGABYTE,
-                    "network_transmit_megabytes": (sent - before.bytes_sent) / MEGABYTE,
+                    "network_receive_megabytes": (received - first.bytes_recv) / MEGABYTE,
+                    "network_transmit_megabytes": (sent - first.bytes_sent) / MEGABYTE,
                     **_gpus(),
                 }
                 lines.write(json.dumps(reading) + "\n")
-                before = now
     except (OSError, ValueError, LookupError, RuntimeError) as error:  # a full disk, another /proc
         print(f"{path.name} ends here: {error}")
 
