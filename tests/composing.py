@@ -11,7 +11,7 @@ from hydra import compose, initialize_config_dir
 from hydra._internal.hydra import Hydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.types import RunMode
-from omegaconf import OmegaConf
+from omegaconf import OmegaConf, open_dict
 from pytest import MonkeyPatch
 
 from zeroexp.__main__ import BEHAVIOUR, store_schema
@@ -34,6 +34,11 @@ def values_of(*words: str) -> dict[str, Any]:
     config = pickle.loads(_pickled(*options))
     others = [word for word in words if word not in options]
     for word in OverridesParser.create().parse_overrides(others):
+        if word.is_delete():
+            above, _, key = word.key_or_group.rpartition(".")
+            with open_dict(config):
+                del OmegaConf.select(config, above)[key]
+            continue
         adds = word.is_add() or word.is_force_add()
         OmegaConf.update(config, word.key_or_group, word.value(), force_add=adds)
     values = OmegaConf.to_container(config, resolve=True)

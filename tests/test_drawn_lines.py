@@ -93,8 +93,10 @@ def test_a_drawn_line_is_accepted_or_refused_in_one_line(line, tmp_path, monkeyp
     monkeypatch.setattr(sys, "argv", ["zeroexp", *given(line)])
     try:
         code = zeroexp.main()
-    except (Accepted, SystemExit):
+    except Accepted:
         code = 0
+    except SystemExit as end:
+        code = end.code
     except Exception:
         pytest.fail(traceback.format_exc())
     printed = capsys.readouterr()

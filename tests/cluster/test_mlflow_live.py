@@ -173,8 +173,8 @@ TASK = """
 import sys, time
 from pathlib import Path
 from zeroexp.tracking import mlflow_live
-live.END_SECONDS = 300
-with live.sender(Path(sys.argv[1])):
+mlflow_live.END_SECONDS = 300
+with mlflow_live.sender(Path(sys.argv[1])):
     time.sleep(1000)
 """
 

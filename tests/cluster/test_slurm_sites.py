@@ -32,12 +32,12 @@ CPUS = sorted(os.sched_getaffinity(0))[:2]
 NODES_THAT_SEE, BLIND = "node[1-2]", "node3"
 # Of an interactive step with one CPU, in which the sweep is started.
 OF_AN_INTERACTIVE_STEP = {
-    "SLURM_CPU_BIND": "quiet,mask_cpu:0x1",
-    "SLURM_CPU_BIND_LIST": "0x1",
+    "SLURM_CPU_BIND": "quiet,mask_cpu:0xF00",
+    "SLURM_CPU_BIND_LIST": "0xF00",
     "SLURM_CPU_BIND_TYPE": "mask_cpu:",
     "SLURM_CPU_BIND_VERBOSE": "quiet",
     "SLURM_MEM_PER_CPU": "100",
-    "SLURM_STEP_NUM_TASKS": "1",
+    "SLURM_STEP_NUM_TASKS": "7",
     "SLURM_STEP_ID": "0",
     "SLURM_JOB_ID": "4711",
 }
@@ -145,7 +145,8 @@ def test_nothing_of_an_interactive_step_reaches_the_job(ended: dict[str, Job]) -
     assert isinstance(inherited, dict)
     assert inherited["SLURM_JOB_ID"] == slurm_id(ended["bound"])
     assert "SLURM_MEM_PER_CPU" not in inherited
-    assert inherited["SLURM_STEP_NUM_TASKS"] == "1" != inherited.get("SLURM_CPU_BIND_LIST")
+    assert inherited["SLURM_STEP_NUM_TASKS"] == "1"
+    assert inherited.get("SLURM_CPU_BIND_LIST") != "0xF00"
 
 
 def test_gpus_may_be_given_task_by_task(ended: dict[str, Job]) -> None:

@@ -39,7 +39,7 @@ WIDTH, CLASSES, SAMPLES, VOCABULARY, SEQ_LEN = 6, 3, 4, 11, 5
 # What a message says that tells how to read weights, and not that they were written.
 GATHERED = r"^(?!.*were written).*strategy\.gathered\("
 
-SECONDS_TO_AGREE = 5
+SECONDS_TO_AGREE = 60
 LOADING = "Error(s) in loading state_dict for Net:\n\t"
 
 Factory = Callable[[Any], torch.optim.Optimizer]

@@ -29,7 +29,7 @@ def cases():
             mark = made.mark_of(setting)
             marks = [pytest.mark.slow if mark == "slow" else pytest.mark.wide] if mark else []
             if reason := known(name, setting.stage, setting.unit):
-                marks.append(pytest.mark.xfail(reason=reason))
+                marks.append(pytest.mark.xfail(strict=True, reason=reason))
             yield pytest.param(name, setting, id=key, marks=marks)
 
 

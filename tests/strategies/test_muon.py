@@ -257,9 +257,12 @@ CUTS = [
 def test_a_plan_is_what_the_engine_holds_and_sends(index, cut) -> None:
     (stage, implementation, matrix_step), transport = cut, ("native", "gloo")[index % 3 == 0]
     words = (f"strategy={stage}", f"strategy.implementation={implementation}", "world_size=3")
-    more = ("optimizer=muon", "data.global_batch_size=3")
+    more = (
+        "optimizer=muon",
+        "data.global_batch_size=3",
+        f"strategy.matrix_step={matrix_step or 'null'}",
+    )
     config = composed("model=tiny", *words, *more)
-    config.strategy.matrix_step = matrix_step
     with patch.dict(TRANSPORTS, dict.fromkeys(("auto", "messages"), TRANSPORTS[transport])):
         assert_as_planned(config, transport)
 

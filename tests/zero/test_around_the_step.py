@@ -17,7 +17,8 @@ from torch import Tensor, nn
 from tests.ranks import RankError
 from zeroexp.cut.stage import STAGES
 from zeroexp.engines.sharded import Sharded
-from zeroexp.process.world import World, fake_world
+from zeroexp.interface.canonical import merge
+from zeroexp.process.world import World, fake_world, gather_objects
 from zeroexp.zero.options import Dtypes, Options, OuterOptimizer
 
 WIDTH = 6
@@ -165,6 +166,11 @@ def go_on_after_a_step_that_raised(world: World, stage: str, transport: str) -> 
     now = weights_of(strategy)
     assert all(torch.equal(now[key], before[key]) for key in before)
     step(strategy, world, 2)
+    other = sharded(world, stage, make_optimizer=refusing, transport=transport)
+    for number in (0, 2):
+        step(other, world, number)
+    weights, expected = weights_of(strategy), weights_of(other)
+    assert all(torch.equal(weights[key], expected[key]) for key in expected)
 
 
 @pytest.mark.parametrize(
@@ -195,9 +201,8 @@ def train_under_defaults(world: World, dtype: torch.dtype, device: str, stage: s
         strategy = sharded(world, stage, model, **options)
         for number in range(3):
             step(strategy, world, number)
-        weights = weights_of(strategy)
-        strategy.load_state_dict(strategy.state_dict()) if world.size == 1 else None
-        return weights
+        strategy.load_state_dict(merge(gather_objects(strategy.state_dict())))
+        return weights_of(strategy)
 
 
 @pytest.mark.parametrize("stage", ["zero2", "zero3"])
