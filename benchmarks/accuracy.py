@@ -246,7 +246,8 @@ def time_points(
 
 def _predicted(names: Sequence[tuple[str, tuple[str, str]]]) -> list[Timed]:
     _tell("calibrating")
-    speed = calibrated_speed(calibrate(), Machines("cpu", JobShape(1, NUM_RANKS)))
+    machines = Machines("cpu", JobShape(1, NUM_RANKS))
+    speed = calibrated_speed(calibrate(), machines, "direct")
     _tell("predicting")
     return [
         Timed(name_of(*name), name[0], predict(_config(*name, FEW_STEPS), speed).step_seconds[1])

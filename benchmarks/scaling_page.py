@@ -124,7 +124,7 @@ def _numbers(planned: PlannedPoint) -> list[str]:
 
 def on_networks(planned: PlannedPoint, networks: Sequence[Network]) -> list[RehearsedPeaks]:
     """Rehearse the fullest rank of a planned point on GPUs that each of these networks connects."""
-    speeds = [prior_speed(planned.machines, network=each) for each in networks]
+    speeds = [prior_speed(planned.machines, "native", network=each) for each in networks]
     ranks = [planned.outcome.fullest_rank]
     return [rehearse_point(planned, ranks=ranks, speed=each) for each in speeds]
 

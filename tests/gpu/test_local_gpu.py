@@ -46,5 +46,5 @@ def test_gpus_are_calibrated_and_a_plan_takes_their_rates(tmp_path):
     assert set(found.products) == {"float32", "bfloat16", "float16"}
     assert ("native" in found.links) == (torch.cuda.device_count() > 1)
     machines = Machines("cuda", JobShape(1, torch.cuda.device_count()))
-    speed = calibrated_speed(found, machines)
+    speed = calibrated_speed(found, machines, "native")
     assert speed.product_rate(torch.bfloat16, 4096) > speed.product_rate(torch.float32, 4096)

@@ -78,7 +78,7 @@ def test_rates_are_those_of_every_dtype_shape_and_transport(monkeypatch):
     monkeypatch.setitem(rates.SIZES, "cpu", few)
     found = command.rates()
     assert found.device == "cpu" and found.machine == this_machine() and not found.factors
-    speed = calibrated_speed(found, Machines("cpu", JobShape(1, 2)))
+    speed = calibrated_speed(found, Machines("cpu", JobShape(1, 2)), "direct")
     assert {name: set(each) for name, each in speed.product_rates.items()} == {
         "float32": {1, 8},
         "bfloat16": {1, 8},

@@ -7,9 +7,11 @@ from fractions import Fraction
 import pytest
 
 from tests.composing import composed
+from zeroexp.config.gpus import NETWORKS
 from zeroexp.config.job_shape import JobShape
 from zeroexp.cut.rank_grid import RankGrid
 from zeroexp.plan.machines import Machines, device_of, machines_of
+from zeroexp.plan.outcome import plan_point
 from zeroexp.plan.speed import prior_speed, speed_of
 
 
@@ -58,13 +60,25 @@ def test_groups_that_lie_across_nodes_are_counted_rank_by_rank():
     assert machines.transports(grid) == ("mixed", "mixed")
 
 
+def test_gradients_that_gpus_send_as_codes_go_to_every_peer():
+    """Two nodes of two: of three peers one is on the same node, round a ring every other message stays there."""
+    words = ("model=mlp_tiny", "data=vectors", "strategy=zero1", "world_size=4")
+    words = (*words, "data.global_batch_size=4", "cluster.slurm.ranks_per_node=2")
+    planned = plan_point(composed(*words, "strategy.reduce_codec=int8"), None, "cuda").outcome
+    sent = dict(planned.sent_by_kind)
+    inside = sent.pop("reduce") / 3 + sum(sent.values()) / 2
+    assert planned.sent_inside == pytest.approx(inside, rel=1e-3)  # ranks differ by a few bytes
+
+
 def test_transports_and_words():
     one, two, apart = JobShape(1, 8), JobShape(2, 4), JobShape(8, 1)
-    transports = [Machines("cpu", shape).transport for shape in (one, two, apart)]
+    whole = RankGrid(8)
+    transports = [Machines("cpu", shape).transports(whole)[0] for shape in (one, two, apart)]
     assert transports == ["direct", "mixed", "gloo"]
     of_groups = [Machines("cpu", two).transports(RankGrid(8, num)) for num in (2, 4, 8)]
     assert of_groups == [("direct", "gloo"), ("direct", "mixed"), ("direct", "mixed")]
-    assert {Machines("cuda", shape).transport for shape in (one, two, apart)} == {"native"}
+    of_gpus = {Machines("cuda", shape).transports(whole) for shape in (one, two, apart)}
+    assert of_gpus == {("native", "native")}
     told = [str(Machines(*each)) for each in (("cpu", one), ("cuda", two))]
     assert told == ["cpu, 1 node of 8", "cuda, 2 nodes of 4"]
 
@@ -92,11 +106,28 @@ def test_a_move_behind_a_link_takes_what_of_it_crosses(tmp_path, monkeypatch):
     assert device_of([config], num_gpus=8, num_cpus=2) == "cpu"
     machines = machines_of(config, "cpu")
     assert machines.shape == JobShape(2, 2)
-    whole, parts = speed_of(config, machines), speed_of(grouped, machines)
-    inside = prior_speed(machines).link_bytes_per_second
+    whole, parts = (speed_of(each, machines, "gloo") for each in (config, grouped))
+    inside = prior_speed(machines, "gloo").link_bytes_per_second
     crossing = 1e9 / 8 * 1448 / 1514 / 2
     # Of three peers one is on the same node.
     assert 1 / whole.link_rate("reduce") == pytest.approx(2 / 3 / crossing + 1 / 3 / inside)
     assert parts.link_rate("reduce") == pytest.approx(inside)
     assert parts.link_rate("replicas") == pytest.approx(crossing)
     assert "1gbit" in parts.label
+
+
+def test_groups_of_gpus_inside_a_node_move_at_its_rate_and_sums_share_its_network(
+    tmp_path, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    words = ("world_size=16", "data.global_batch_size=16", "strategy=zero3")
+    words = (*words, "cluster.network=nvlink-ethernet")
+    machines = Machines("cuda", JobShape(2, 8))
+    rates = [
+        speed_of(composed(*words, f"strategy.replicas={num}"), machines, "native").link_rate
+        for num in (1, 2)
+    ]
+    node = NETWORKS["nvlink-ethernet"].node_bytes_per_second
+    inside = prior_speed(Machines("cuda", JobShape(1, 8)), "native").link_bytes_per_second
+    assert (rates[0]("gather"), rates[1]("gather")) == (node, inside)
+    assert rates[1]("replicas") == node / 8  # the eight ranks of a node sum at once

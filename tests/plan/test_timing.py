@@ -16,16 +16,18 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests.plan.real_steps import config_of
+from tests.plan.real_steps import NUM_RANKS, config_of
 from zeroexp.comm.base import Pending
 from zeroexp.config.gpus import GPUS as CATALOGUE
 from zeroexp.config.gpus import LINK_SHARE, NETWORKS
 from zeroexp.config.job_shape import JobShape
 from zeroexp.config.keys import Config, ConfigError
 from zeroexp.measure.verb_seconds import meter
+from zeroexp.plan import peak
 from zeroexp.plan.machines import Machines
 from zeroexp.plan.outcome import plan_point
-from zeroexp.plan.peak import rehearse_point
+from zeroexp.plan.peak import rehearse_point, with_rehearsal
+from zeroexp.plan.rehearse import rehearse
 from zeroexp.plan.speed import (
     Calibration,
     Speed,
@@ -165,21 +167,74 @@ class Operations(TorchDispatchMode):
 
 
 def test_collectives_that_nobody_tells_widen_the_range():
-    phases = {"forward": Seconds(compute=1.0), "backward": Seconds(compute=2.0, untold=4.0)}
-    phases["step"] = Seconds(compute=1.0)
-    # Two microbatches for each rehearsed one: compute 2 + 4 + 1, links 8.
-    assert step_seconds(phases, 2, 0.0, 0.0) == (8.0, 8.0, 15.0)
+    phases = {"backward": Seconds(compute=4.0, exposed=2.0), "step": Seconds(compute=1.0)}
+    assert step_seconds(phases, 8.0, 0.0) == (8.0, 8.0, 15.0)
+
+
+MLP = ("model=mlp_tiny", "data=vectors", "data.seq_len=1", "cluster.device=cuda")
+
+
+@pytest.mark.parametrize("stage", ["zero2", "zero3"])
+def test_what_fsdp2_sends_takes_as_long_as_its_closed_form_tells(stage):
+    """The output of its reduce-scatters, which a rehearsal shows, is a part of what it sends."""
+    config = config_of(*MLP, f"strategy={stage}", "strategy.implementation=torch")
+    planned, speed = plan_point(config, None, "cuda"), replace(SPEED, link_bytes_per_second=1e4)
+    traffic = planned.form.traffic(0)
+    seconds = sum(traffic.bytes_by_kind.values()) / 1e4 + sum(traffic.calls_by_kind.values()) / 2
+    found = rehearse_point(planned, ranks=[0], speed=speed)
+    assert found.step_seconds[1] == pytest.approx(seconds)
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "zero1", "zero3"])
+def test_a_step_of_many_microbatches_reduces_as_often_as_all_of_them_do(strategy):
+    words = (*MLP, f"strategy={strategy}", f"data.global_batch_size={NUM_RANKS * 9}")
+    planned = plan_point(config_of(*words), None, "cuda")
+    speed = replace(SPEED, product_rates={"float32": {1: 1e9}}, link_bytes_per_second=1e6)
+    few = rehearse_point(planned, ranks=[0], speed=speed).step_seconds
+    whole = rehearse(planned.config, 0, speed=speed).seconds
+    assert few[1] == pytest.approx(step_seconds(whole, 0.0, 0.0)[1], rel=0.02)
+
+
+@pytest.mark.parametrize(
+    ("words", "transport"),
+    [
+        (["strategy=zero3"], "direct"),
+        (["strategy=zero3", "strategy.gather_codec=int8"], "gloo"),
+        (["strategy=zero3", "strategy.implementation=torch"], "gloo"),
+        (["strategy=ddp", "strategy.implementation=torch"], "gloo"),
+    ],
+)
+def test_the_speed_is_that_of_the_transport_that_the_engine_uses(monkeypatch, words, transport):
+    def told(config: Config, machines: Machines, transport: str) -> Speed:
+        raise ConfigError(transport)
+
+    monkeypatch.setattr(peak, "speed_of", told)
+    planned = plan_point(config_of("model=mlp_tiny", "data=vectors", *words), None, "cpu")
+    assert with_rehearsal(planned).outcome.not_rehearsed == transport
+
+
+def test_a_calibration_is_of_ranks_of_one_thread_that_have_a_core_each(tmp_path):
+    calibration = Calibration(this_machine(), "2", {"float32": {"64": 1e9}}, 1e9, 1e-5, {})
+    save(calibration, calibration_path(tmp_path))
+    config, many = Config(outputs=str(tmp_path)), Machines("cpu", JobShape(1, 1 << 20))
+    alone = Machines("cpu", JobShape(1, 1))
+    assert "not calibrated" not in speed_of(config, alone, "direct").label
+    assert "not calibrated" in speed_of(config, many, "direct").label
+    config.cluster.threads_per_rank = 2
+    assert "not calibrated" in speed_of(config, alone, "direct").label
 
 
 ONE_NODE, TWO_NODES = (Machines("cuda", JobShape(nodes, 8)) for nodes in (1, 2))
-ONE_HOST, TWO_HOSTS = (Machines("cpu", JobShape(nodes, 2)) for nodes in (1, 2))
+ONE_HOST = Machines("cpu", JobShape(1, 2))
 
 
 @pytest.mark.parametrize("name", CATALOGUE)
 def test_the_prior_of_a_gpu_is_its_data_sheet_and_the_network_between_nodes(name):
     gpu = CATALOGUE[name]
     for network in NETWORKS.values():
-        inside, between = (prior_speed(each, gpu, network) for each in (ONE_NODE, TWO_NODES))
+        inside, between = (
+            prior_speed(each, "native", gpu, network) for each in (ONE_NODE, TWO_NODES)
+        )
         assert "not calibrated" in inside.label
         assert inside.product_rate(torch.bfloat16) < 1e12 * gpu.tflops["bfloat16"]
         assert inside.link_bytes_per_second == LINK_SHARE * gpu.link_bytes_per_second
@@ -191,11 +246,11 @@ def test_the_prior_of_a_gpu_is_its_data_sheet_and_the_network_between_nodes(name
 
 
 def test_the_prior_of_a_cpu_is_that_of_one_core():
-    speed = prior_speed(ONE_HOST)
+    speed = prior_speed(ONE_HOST, "direct")
     assert speed.label.endswith("not calibrated: run zeroexp calibrate")
     assert speed.product_rate(torch.bfloat16) < speed.product_rate(torch.float32)
     assert speed.product_rate(torch.float32, 1) < speed.product_rate(torch.float32, 64)
-    assert speed.moves_on_wait and not prior_speed(TWO_HOSTS).moves_on_wait
+    assert speed.moves_on_wait and not prior_speed(ONE_HOST, "gloo").moves_on_wait
 
 
 def test_a_calibration_is_kept_and_one_of_another_machine_is_refused_in_one_line(tmp_path):
@@ -255,10 +310,12 @@ def test_a_calibration_that_can_not_be_read_hides_no_word_of_the_line(tmp_path):
     file.write_text("{")
     config = Config(outputs=str(tmp_path))
     config.cluster.network = "infiniband-hdr"
-    label = speed_of(config, TWO_NODES).label
+    label = speed_of(config, TWO_NODES, "native").label
     assert label.startswith("NVIDIA H100, infiniband-hdr") and "no calibration" in label
     config.cluster.gpu = "L4"
-    assert speed_of(config, TWO_NODES).label == "NVIDIA L4, infiniband-hdr, not calibrated"
+    assert (
+        speed_of(config, TWO_NODES, "native").label == "NVIDIA L4, infiniband-hdr, not calibrated"
+    )
 
 
 GPUS = Calibration(
@@ -277,17 +334,17 @@ def test_a_calibration_of_gpus_holds_on_machines_without_any(tmp_path, monkeypat
     monkeypatch.chdir(tmp_path)
     config, named = Config(outputs="elsewhere"), Config(outputs="elsewhere")
     named.cluster.gpu = "B200"
-    assert speed_of(config, ONE_NODE) == prior_speed(ONE_NODE)
+    assert speed_of(config, ONE_NODE, "native") == prior_speed(ONE_NODE, "native")
     save(GPUS, calibration_path(Path("elsewhere"), "cuda"))
-    assert speed_of(Config(), ONE_NODE) == prior_speed(ONE_NODE)
-    inside, between = speed_of(config, ONE_NODE), speed_of(config, TWO_NODES)
+    assert speed_of(Config(), ONE_NODE, "native") == prior_speed(ONE_NODE, "native")
+    inside, between = speed_of(config, ONE_NODE, "native"), speed_of(config, TWO_NODES, "native")
     assert inside.label == "calibrated on 8 x Abacus"
     assert inside.product_rate(torch.float32, 4096) == pytest.approx(4e12)
     assert inside.overlaps_launch
     assert (inside.latency_seconds, inside.link_bytes_per_second) == (1e-5, 1e11)
     assert between.label == "calibrated on 8 x Abacus; links of nvlink-infiniband, not calibrated"
     assert between.product_rates == inside.product_rates
-    assert between.link_bytes_per_second == prior_speed(TWO_NODES).link_bytes_per_second
-    not_measured = speed_of(named, ONE_NODE)
+    assert between.link_bytes_per_second == prior_speed(TWO_NODES, "native").link_bytes_per_second
+    not_measured = speed_of(named, ONE_NODE, "native")
     assert not_measured.label.startswith("NVIDIA B200")
-    assert speed_of(config, ONE_HOST) == prior_speed(ONE_HOST)
+    assert speed_of(config, ONE_HOST, "direct") == prior_speed(ONE_HOST, "direct")

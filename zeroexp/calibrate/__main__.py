@@ -80,7 +80,7 @@ def _measure(told: list[str] | None) -> int:
 def calibrate() -> Calibration:
     """Measure the CPU of this machine."""
     measured = rates()
-    speed = calibrated_speed(measured, Machines("cpu", JobShape(1, NUM_RANKS)))
+    speed = calibrated_speed(measured, Machines("cpu", JobShape(1, NUM_RANKS)), "direct")
     return replace(measured, factors=fit_factors(run_small_steps(speed)))
 
 

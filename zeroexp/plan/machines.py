@@ -23,13 +23,8 @@ class Machines:
     def num_ranks(self) -> int:
         return self.shape.nodes * self.shape.ranks_per_node
 
-    @property
-    def transport(self) -> str:
-        """The transport that our engine finds there: a word of comm.traits.TRAITS."""
-        return self.transports(RankGrid(self.num_ranks))[0]
-
     def transports(self, grid: RankGrid) -> tuple[str, str]:
-        """The transport inside of the groups of ranks, and that between them."""
+        """The transport inside of the groups of ranks, and that between them: words of comm.traits.TRAITS."""
         return self._transport_of(_groups(grid)), self._transport_of(_holders(grid))
 
     def _transport_of(self, groups: Sequence[Sequence[int]]) -> str:
@@ -43,14 +38,17 @@ class Machines:
     def _nodes(self, ranks: Sequence[int]) -> list[int]:
         return [rank // self.shape.ranks_per_node for rank in ranks]
 
-    def share_inside_node(self, groups: Sequence[Sequence[int]]) -> float:
+    def share_inside_node(
+        self, groups: Sequence[Sequence[int]], *, by_pairs: bool = False
+    ) -> float:
         """Return the part of what ranks send in their groups that stays inside of a node, the mean over ranks.
 
-        Between CPUs every rank sends as much to each peer. Between GPUs messages go round a ring through the group.
+        Between CPUs every rank sends as much to each peer, and so do GPUs that exchange bytes (by_pairs). Their other
+        messages go round a ring through the group.
         """
         inside = sent = 0
         for nodes in map(self._nodes, groups):
-            if self.device == "cuda":
+            if self.device == "cuda" and not by_pairs:
                 inside += sum(a == b for a, b in zip(nodes, nodes[1:] + nodes[:1], strict=True))
                 sent += len(nodes)
             else:
@@ -59,12 +57,18 @@ class Machines:
         return inside / sent if sent else 1.0
 
     def shares_inside(
-        self, grid: RankGrid, *, shares_updates: bool = False
+        self, grid: RankGrid, *, shares_updates: bool = False, has_codec: bool = False
     ) -> tuple[float, dict[str, float]]:
-        """Return the part inside of a node of what a rank sends in its group, and of moves over other ranks by kind."""
-        of_all = self.share_inside_node([range(self.num_ranks)])
-        return self.share_inside_node(_groups(grid)), {
-            **({"matrices": of_all} if shares_updates else {}),
+        """Return the part inside of a node of what a rank sends in its group, and of other moves by kind.
+
+        has_codec: reductions travel as codes, from each rank to the one that sums them.
+        """
+        of_all, groups = self.share_inside_node([range(self.num_ranks)]), _groups(grid)
+        stepping = [range(self.num_ranks)] if shares_updates else groups
+        reduced = self.share_inside_node(groups, by_pairs=has_codec)
+        return self.share_inside_node(groups), {
+            **{"reduce": reduced, "hand_over": reduced},
+            "matrices": self.share_inside_node(stepping, by_pairs=True),
             "replicas": self.share_inside_node(_holders(grid)),
             "secondary": 1.0,  # of the ranks of one node
             "norm": of_all,

@@ -200,7 +200,10 @@ def _outcome_of(name: str, config: Config, form: ClosedForm, machines: Machines)
 
 def _sent_inside(form: ClosedForm, machines: Machines, ranks: Sequence[PlannedRank]) -> float:
     """Return the bytes that stay inside of a rank's node, the mean over ranks."""
-    inside_group, shares = machines.shares_inside(form.grid, shares_updates=form.shares_updates)
+    has_codec = isinstance(form, EngineForm) and form.options.reduce_codec is not None
+    inside_group, shares = machines.shares_inside(
+        form.grid, shares_updates=form.shares_updates, has_codec=has_codec
+    )
     sent = (shares.get(kind, inside_group) * n for rank in ranks for kind, n in rank.sent.items())
     return sum(sent) / len(ranks)
 

@@ -30,7 +30,6 @@ from zeroexp.plan.caching_allocator import OutOfDeviceMemory, expands_segments, 
 from zeroexp.plan.closed_forms import ClosedForm, EngineForm
 from zeroexp.plan.outcome import PlannedPoint, RankPeak, RehearsedPeaks, plan_point
 from zeroexp.plan.speed import NOT_CALIBRATED, Speed, speed_of
-from zeroexp.plan.torch_closed_forms import DdpForm
 
 if TYPE_CHECKING:
     from zeroexp.plan.rehearse import RehearsedRank
@@ -66,7 +65,8 @@ def rehearse_point(
 
     config, machines, form = planned.config, planned.machines, planned.form
     on_host = machines.device == "cpu"
-    speed, most = speed or speed_of(config, machines), _most_microbatches(form)
+    transport = form.transport if isinstance(form, EngineForm) else "gloo"  # of torch on CPUs
+    speed, most = speed or speed_of(config, machines, transport), _most_microbatches(form)
     rehearsed = [
         rehearse(
             config,
@@ -78,11 +78,11 @@ def rehearse_point(
         for rank in ranks or _telling_ranks(planned)
     ]
     untold = 0.0
-    if isinstance(form, DdpForm):
-        sent = sum(form.traffic(rehearsed[0].rank).bytes_by_kind.values())
-        untold = sent / speed.link_bytes_per_second
-    microbatches = max(1.0, form.accumulation / most)  # for each rehearsed one
-    times = [step_seconds(r.seconds, microbatches, untold, speed.unsure) for r in rehearsed]
+    if not isinstance(form, EngineForm):  # torch's engines tell of no wait
+        traffic = form.traffic(rehearsed[0].rank)
+        untold = sum(n / speed.link_rate(kind) for kind, n in traffic.bytes_by_kind.items())
+        untold += sum(traffic.calls_by_kind.values()) * speed.latency_seconds
+    times = [step_seconds(r.seconds, untold, speed.unsure) for r in rehearsed]
     slowest = max(range(len(times)), key=lambda index: times[index][1])
     expandable = None if on_host else expands_segments(os.environ)
     workspace = GPUS[config.cluster.gpu or USUAL_GPU].workspace_bytes
@@ -91,7 +91,7 @@ def rehearse_point(
         [_rank_peak(each, expandable, limit, workspace) for each in rehearsed],
         rehearsed[0].device,
         step_seconds=times[slowest],
-        compute_seconds=compute_seconds(rehearsed[slowest].seconds, microbatches),
+        compute_seconds=compute_seconds(rehearsed[slowest].seconds),
         speed=speed.label,
         allocator="" if on_host else f"expandable_segments:{expandable}",
     )

@@ -19,7 +19,7 @@ run that saves at its end alone holds the copy beside what rests between steps: 
 from __future__ import annotations
 
 import traceback
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from copy import deepcopy
 from dataclasses import dataclass, field
@@ -125,7 +125,8 @@ def rehearse(
     ):
         materialize(model.module, device)
         checkpoint_as_configured(model.module, model.blocks, config.train)
-        watched = _Watched(build_strategy(config, model, world), storages, timeline)
+        stand_for = _stand_for(config, most_microbatches)
+        watched = _Watched(build_strategy(config, model, world), storages, timeline, stand_for)
         strategy = cast(Strategy, watched)  # what it does not watch goes to the engine
         no_data = NoData(config, most_microbatches, holds_others=bool(ranks_per_host))
         steps = train(
@@ -163,6 +164,22 @@ def prepared(config: Config) -> Config:
             f"use a multiple of {data.micro_batch_size * max(size, 1)}"
         )
     return config
+
+
+def _stand_for(config: Config, most: int | None) -> list[float]:
+    """Return for how many microbatches of a step each rehearsed one stands.
+
+    The first and the last, which alone may gather or reduce, stand for themselves, and those between for the rest. Of
+    two the first stands for all but the last.
+    """
+    data = config.data
+    num = data.global_batch_size // (data.micro_batch_size * config.world_size)
+    rehearsed = min(num, most or num)
+    stand_for = [1.0] * rehearsed
+    between = range(1, rehearsed - 1) if rehearsed > 2 else range(1)
+    for number in between:
+        stand_for[number] += (num - rehearsed) / len(between)
+    return stand_for
 
 
 def _device(config: Config) -> str:
@@ -220,16 +237,19 @@ def num_words(module: nn.Module) -> int | None:
 class _Watched:
     """A strategy that tells in which phase the loop is, and what the engine holds when backward is over."""
 
-    def __init__(self, strategy: Strategy, storages: Storages, timeline: Timeline) -> None:
+    def __init__(
+        self, strategy: Strategy, storages: Storages, timeline: Timeline, stand_for: Sequence[float]
+    ) -> None:
+        """stand_for: for how many microbatches of a step each one stands."""
         self._strategy, self._storages, self._timeline = strategy, storages, timeline
-        self._num_steps = 0
+        self._num_steps, self._stand_for, self._left = 0, stand_for, [*stand_for]
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._strategy, name)
 
-    def _begin(self, phase: str) -> None:
+    def _begin(self, phase: str, times: float = 1.0) -> None:
         self._storages.begin_phase(phase)
-        self._timeline.enter(phase)
+        self._timeline.enter(phase, times)
 
     def forget_phases(self) -> None:
         """Leave what happened since the build out of peaks and seconds."""
@@ -238,12 +258,12 @@ class _Watched:
 
     @contextmanager
     def microbatch(self, *, last: bool) -> Generator[None]:
-        self._begin("forward")
+        self._begin("forward", self._left[0])
         with self._strategy.microbatch(last=last):
             yield
 
     def backward(self, loss: Tensor) -> None:
-        self._begin("backward")
+        self._begin("backward", self._left.pop(0))
         self._strategy.backward(loss)
 
     def step(self, *, drain: bool) -> Tensor:
@@ -254,4 +274,5 @@ class _Watched:
             del states  # moments of few bytes end in the step, which makes others
         self._begin("step")
         self._num_steps += 1
+        self._left = [*self._stand_for]
         return self._strategy.step(drain=drain)

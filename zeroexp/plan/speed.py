@@ -156,47 +156,68 @@ def _require_numbers(calibration: Calibration) -> None:
         raise ValueError("it has a rate of 0")
 
 
-def speed_of(config: Config, machines: Machines) -> Speed:
+def speed_of(config: Config, machines: Machines, transport: str) -> Speed:
     """Return the speed of the device's calibration, where there is one and no GPU is named; else a prior's.
 
-    The label of a prior says why where there is a calibration: it is damaged, or of elsewhere.
+    transport: what the engine sends by inside of its groups. The label of a prior says why where there is a
+    calibration: it is damaged, or of elsewhere.
     """
     gpu, network = config.cluster.gpu, NETWORKS[config.cluster.network or USUAL_NETWORK]
-    speed = prior_speed(machines, GPUS[gpu or USUAL_GPU], network)
+    speed = prior_speed(machines, transport, GPUS[gpu or USUAL_GPU], network)
     if gpu is None:
         try:
             if calibration := load(calibration_path(Path(config.outputs), machines.device)):
-                speed = calibrated_speed(calibration, machines, network)
+                speed = calibrated_speed(calibration, machines, transport, network)
+                if machines.device == "cpu" and not _has_a_core_for_each_rank(config, machines):
+                    differs = f"of one thread and a core for each rank: {NOT_CALIBRATED}"
+                    speed = replace(speed, label=f"{speed.label}, {differs}")
         except ConfigError as error:
             speed = replace(speed, label=f"{speed.label}; {error}")
-    return speed if config.cluster.link is None else _behind_link(speed, config, machines)
+    if config.cluster.link is None and (machines.device == "cpu" or machines.shape.nodes == 1):
+        return speed
+    return _behind_link(speed, config, machines, network)
 
 
-def _behind_link(speed: Speed, config: Config, machines: Machines) -> Speed:
-    """Return the speed of ranks that share their node's `cluster.link`, which a part of what they send crosses."""
-    assert config.cluster.link is not None
-    own = payload_rate(config.cluster.link) / machines.shape.ranks_per_node
+def _has_a_core_for_each_rank(config: Config, machines: Machines) -> bool:
+    """Whether ranks run as they were calibrated: each in one thread, on a core of its own."""
+    has_cores = machines.shape.ranks_per_node <= (os.cpu_count() or 1)
+    return has_cores and config.cluster.threads_per_rank == 1
+
+
+def _behind_link(speed: Speed, config: Config, machines: Machines, network: Network) -> Speed:
+    """Return the speed of ranks that share what leaves their node: cluster.link, or the network of GPUs."""
+    per_node, link = machines.shape.ranks_per_node, config.cluster.link
+    own = (payload_rate(link) if link else network.node_bytes_per_second) / per_node
+    within = speed.rates_by_kind.get("secondary", speed.link_bytes_per_second)
 
     def rate(inside: float) -> float:
-        return 1 / ((1 - inside) / own + inside / speed.link_bytes_per_second)
+        crossing = 1 - inside
+        if link is None:  # GPUs send inside and between at once
+            return min(within, own / crossing) if crossing else within
+        return 1 / (crossing / own + inside / within)
 
     inside_group, shares = machines.shares_inside(
-        config.grid, shares_updates="all" in overs_of(config)
+        config.grid,
+        shares_updates="all" in overs_of(config),
+        has_codec=config.strategy.reduce_codec is not None,
     )
     return replace(
         speed,
-        label=f"{speed.label}; links of {config.cluster.link}",
+        label=f"{speed.label}; links of {link}" if link else speed.label,
         link_bytes_per_second=rate(inside_group),
         rates_by_kind={kind: rate(inside) for kind, inside in shares.items()},
     )
 
 
 def calibrated_speed(
-    calibration: Calibration, machines: Machines, network: Network = NETWORKS[USUAL_NETWORK]
+    calibration: Calibration,
+    machines: Machines,
+    transport: str,
+    network: Network = NETWORKS[USUAL_NETWORK],
 ) -> Speed:
     """Return the prior with what was measured in its place; links between nodes of GPUs were not."""
     speed = replace(
-        prior_speed(machines, network=network),
+        prior_speed(machines, transport, network=network),
         label=f"calibrated on {calibration.machine}",
         product_rates={
             dtype: {int(rows): rate for rows, rate in rates.items()}
@@ -208,7 +229,7 @@ def calibrated_speed(
         unsure=UNSURE_CALIBRATED if machines.device == "cpu" else UNSURE,
         factors=calibration.factors,
     )
-    link = calibration.links.get(machines.transport) or calibration.links.get("gloo")
+    link = calibration.links.get(transport) or calibration.links.get("gloo")
     if link and (machines.device == "cpu" or machines.shape.nodes == 1):
         return replace(speed, latency_seconds=link[0], link_bytes_per_second=link[1])
     if machines.shape == JobShape(1, 1):
@@ -217,11 +238,14 @@ def calibrated_speed(
 
 
 def prior_speed(
-    machines: Machines, gpu: Gpu = GPUS[USUAL_GPU], network: Network = NETWORKS[USUAL_NETWORK]
+    machines: Machines,
+    transport: str,
+    gpu: Gpu = GPUS[USUAL_GPU],
+    network: Network = NETWORKS[USUAL_NETWORK],
 ) -> Speed:
     """Return what a core for each rank would do, or a cluster of such GPUs by their data sheets."""
     if machines.device == "cpu":
-        return _cpu_prior(machines.transport)
+        return _cpu_prior(transport)
     nodes, rate = machines.shape.nodes, LINK_SHARE * gpu.link_bytes_per_second
     return Speed(
         label=f"{gpu.name}, {network.name}, {NOT_CALIBRATED}",

@@ -7,7 +7,7 @@ Each operation costs what its products or its bytes cost, whichever is more. On 
 of a GPU launches ahead of it, so that the device waits only for what has not been launched yet. A move begins on the
 links when it is issued and the links are free, and whoever waits for it stands still until it has arrived. Where moves
 do their work in the wait (ranks of one host), they cost their time there. torch's engines tell nothing of their waits:
-their collectives count as links that overlap compute, and the range reaches to what no overlap would cost.
+what their closed forms send counts as links that overlap compute, and the range reaches to what no overlap would cost.
 """
 
 # pyright: reportUnknownMemberType=false
@@ -53,7 +53,6 @@ class Seconds:
 
     compute: float = 0.0
     exposed: float = 0.0  # compute stands still for moves
-    untold: float = 0.0  # collectives whose waits nobody tells
     # What the seconds are spent on -> seconds by the tables of a speed; a calibration weighs them.
     spent: dict[str, float] = field(default_factory=dict[str, float])
 
@@ -72,7 +71,7 @@ class Timeline(LocalOperations):
         self._now = self._free = 0.0  # of compute; when the links are free
         self._launched = 0.0  # when the host of a GPU has launched the last operation
         self._arrives: dict[int, float] = {}  # move -> when it arrives
-        self._name, self._phase = "build", Seconds()
+        self._name, self._phase, self._times = "build", Seconds(), 1.0
 
     def __enter__(self) -> Timeline:
         if self._speed:
@@ -90,8 +89,10 @@ class Timeline(LocalOperations):
             self._compute(self._speed, func, args, kwargs, result)
         return result
 
-    def enter(self, phase: str) -> None:
-        self._name, self._phase = phase, self.phases.setdefault(phase, Seconds())
+    def enter(self, phase: str, times: float = 1.0) -> None:
+        """Enter a phase; `times`: for how many like it of a step this one stands."""
+        self._name, self._times = phase, times
+        self._phase = self.phases.setdefault(phase, Seconds())
 
     def forget(self) -> None:
         """Drop what was counted so far; moves in flight stay."""
@@ -99,11 +100,7 @@ class Timeline(LocalOperations):
 
     def _compute(self, speed: Speed, func: Any, args: Any, kwargs: Any, result: Any) -> None:
         if func.namespace == "c10d":
-            if meter.is_issuing:  # told as a move
-                return
-            sent = sum(each.nbytes for each in tree_iter(args[0]) if isinstance(each, Tensor))
-            self._phase.untold += speed.latency_seconds + sent / speed.link_bytes_per_second
-            return
+            return  # of a move of ours, which is told, or of torch's engines: see step_seconds
         if speed.moves_on_wait and meter.is_moving:  # the move's own time has it
             return
         kind, by_bytes, by_products = _work(func, args, kwargs, result, speed)
@@ -119,7 +116,7 @@ class Timeline(LocalOperations):
         else:
             seconds = max(by_bytes, by_products) + speed.launch_seconds
         self._now += seconds
-        self._phase.compute += seconds
+        self._phase.compute += self._times * seconds
 
     def _moved(self, speed: Speed, move: TimedMove) -> None:
         """Put a move on the links when it has been issued, and stand still when it is waited for."""
@@ -137,7 +134,7 @@ class Timeline(LocalOperations):
         arrives = self._arrives.pop(id(move), self._now)
         stands_still = takes if speed.moves_on_wait else max(0.0, arrives - self._now)
         self._now += stands_still
-        self._phase.exposed += stands_still
+        self._phase.exposed += self._times * stands_still
 
     def _note(self, spent: dict[str, float]) -> None:
         known = self._phase.spent
@@ -186,23 +183,14 @@ def _flops(packet: Any, args: Any, kwargs: Any, result: Any) -> float:
     return 0.0 if count is None else float(count(*args, **kwargs, out_val=result))
 
 
-def compute_seconds(phases: dict[str, Seconds], microbatches: float) -> float:
-    """Return the seconds of a step in which a rank computes; `microbatches` as for `step_seconds`."""
-    return sum(_times(name, microbatches) * each.compute for name, each in phases.items())
+def compute_seconds(phases: dict[str, Seconds]) -> float:
+    """Return the seconds of a step in which a rank computes."""
+    return sum(each.compute for each in phases.values())
 
 
 def step_seconds(
-    phases: dict[str, Seconds], microbatches: float, untold: float, unsure: float
+    phases: dict[str, Seconds], untold: float, unsure: float
 ) -> tuple[float, float, float]:
-    """Return (least, expected, most) seconds of a step.
-
-    microbatches: how many of the step one rehearsed microbatch stands for. untold: seconds of collectives that the
-    rehearsal did not show, as those of DistributedDataParallel's reducer.
-    """
-    told = sum(_times(name, microbatches) * each.total for name, each in phases.items())
-    untold += sum(_times(name, microbatches) * each.untold for name, each in phases.items())
+    """Return (least, expected, most) seconds of a step; untold: of the moves of torch's engines."""
+    told = sum(each.total for each in phases.values())
     return max(told, untold) * (1 - unsure), max(told, untold), (told + untold) * (1 + unsure)
-
-
-def _times(phase: str, microbatches: float) -> float:
-    return 1.0 if phase == "step" else microbatches
