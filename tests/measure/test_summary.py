@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from tests.run_folders import record
-from zeroexp.measure.record import KINDS, OUTER, Traffic
+from zeroexp.measure.record import HOST, KINDS, OUTER, Traffic
 from zeroexp.measure.summary import summarise, summarise_rank
 
 MIB = 2**20
@@ -140,6 +140,18 @@ def test_traffic_is_the_mean_over_measured_steps() -> None:
     summary = summarise_rank(0, steps)
     assert summary.sent_bytes_by_kind == {"gather": 2.0, "flag": 1.0}
     assert summary.calls_by_kind == {"gather": 0.5, "flag": 0.5}
+
+
+def test_a_rank_that_owns_nothing_sends_nothing_over_the_bus() -> None:
+    held = {"at_rest": {HOST: 0}}
+    moved, nothing, elsewhere = (
+        record(3, memory_bytes=memory, traffic=Traffic(bus_bytes=bus))
+        for memory, bus in ((held, {"to_host": 6, "to_device": 2}), (held, {}), ({}, {}))
+    )
+    ranks = [summarise_rank(rank, [step]) for rank, step in enumerate((moved, nothing))]
+    bus = summarise([moved], ranks).bus_bytes_per_step
+    assert bus is not None and bus.per_rank == [8, 0]
+    assert summarise([elsewhere], [summarise_rank(0, [elsewhere])]).bus_bytes_per_step is None
 
 
 def test_a_run_without_measured_steps_is_refused() -> None:

@@ -49,7 +49,9 @@ def plans_of(in_an_empty_folder) -> Callable[[str], Plans]:
         swept = ([f"{key}={value}" for value in values.split(",")] for key, _, values in pairs)
         points = list(itertools.product(*swept))
         composed.run([([w for w in p if w not in words], values_of(*p), {}) for p in points])
-        return Plans(composed, rehearses=plan.REHEARSE in line)
+        gives_time = plan.REHEARSE in line
+        rehearses = gives_time and plan.ADVISE not in line
+        return Plans(composed, rehearses=rehearses, gives_time=gives_time)
 
     return plan_line
 

@@ -10,10 +10,12 @@ import pytest
 
 from tests.composing import composed
 from zeroexp.__main__ import INTERRUPTED
+from zeroexp.plan import __main__ as plan
 from zeroexp.plan import advise as advise_module
+from zeroexp.plan import plan_points
 from zeroexp.plan.advice_text import advice_json, as_text
 from zeroexp.plan.advise import Advice, advise
-from zeroexp.plan.changes import MICRO, with_settings
+from zeroexp.plan.changes import MICRO, SEQ_LEN, with_settings
 from zeroexp.plan.composed_points import BATCH, ComposedPoints
 from zeroexp.plan.outcome import PlannedPoint, RankPeak, RehearsedPeaks, plan_point
 from zeroexp.plan.plan_points import Plans
@@ -173,7 +175,54 @@ def test_on_gpus_a_line_that_leaves_it_open_means_what_people_run(monkeypatch, t
 def test_a_batch_that_is_left_open_is_one_of_whole_microbatches(micro, batch):
     words = (f"{MICRO}={micro}", f"{BATCH}={2 * micro}")
     planned = plan_point(composed(*WORDS, *words), None, "cpu")
-    assert advise_module._with_defaults(planned, {MICRO}).data.global_batch_size == batch
+    assert advise_module._with_defaults(planned, {MICRO}, micro).data.global_batch_size == batch
+
+
+@pytest.mark.parametrize("word", ["", "data", "study", SEQ_LEN])
+def test_sequences_are_as_long_as_the_context_only_where_no_data_are_named(word):
+    planned = plan_point(composed("model=tiny"), None, "cuda")
+    seq_len = advise_module._with_defaults(planned, {word}, 1).data.seq_len
+    assert seq_len == (planned.config.data.seq_len if word else 2048)
+
+
+def test_only_ways_to_do_the_same_work_are_compared(plans_of, monkeypatch):
+    for name in ("_rehearse_likely_first", "confirm_best"):
+        monkeypatch.setattr(advise_module, name, lambda *_: None)
+    found = advise(plans_of(f"{LINE} strategy=zero1,zero2 cluster.gpu=L4,B200"))
+    for each, gpu in zip(found, ("L4", "B200"), strict=True):
+        told = {(e.outcome.strategy, e.config.cluster.gpu) for e in each.candidates}
+        assert told == {("zero1", gpu), ("zero2", gpu)}
+        assert f"({each.settings})" in as_text(each) and gpu in each.settings
+    (found,) = advise(plans_of(f"{' '.join(WORDS)} cluster.device=cpu {MICRO}=3,4"))
+    assert {e.config.data.global_batch_size for e in found.candidates} == {2 * 12}
+    assert {e.micro for e in found.candidates} == {3, 4} and not found.settings
+
+
+def test_an_engine_that_can_not_be_rehearsed_leaves_the_others(monkeypatch):
+    def rehearsed(point: PlannedPoint, *, quick: bool) -> PlannedPoint:
+        of = by_name[point.outcome.name].outcome
+        return point._replace(outcome=replace(of, not_rehearsed=None if of.rehearsed else "values"))
+
+    points = [candidate("zero1", 2, None, 0), candidate("zero2", 1, 2.0, 5)]
+    names = ("deepspeed", "buffer")
+    points = [
+        each._replace(outcome=replace(each.outcome, implementation=name, name=name))
+        for each, name in zip(points, names, strict=True)
+    ]
+    by_name = dict(zip(names, points, strict=True))
+    monkeypatch.setattr(advise_module, "with_rehearsal", rehearsed)
+    found = advice(*(e._replace(outcome=replace(e.outcome, rehearsed=None)) for e in points))
+    advise_module._rehearse_likely_first(found, None, lambda: 0.0)
+    assert found.best and found.best.outcome.implementation == "buffer"
+    assert "deepspeed is not compared: values." in as_text(found)
+
+
+@pytest.mark.parametrize("flag", [plan.ADVISE, plan.FIT])
+def test_what_rehearses_others_rehearses_no_point_of_the_line_first(flag, planned, monkeypatch):
+    monkeypatch.setattr(plan_points, "with_rehearsal", lambda *_: pytest.fail("a point"))
+    monkeypatch.setitem(plan.FORMS, flag, lambda plans: f"gives time: {plans.gives_time}")
+    code, out, _ = planned(f"{flag} --rehearse {LINE}")
+    assert (code, out.strip()) == (0, "gives time: True")
 
 
 def test_a_named_gpu_sets_the_limit_and_the_speed():

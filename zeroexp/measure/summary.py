@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 
 from zeroexp.measure.drift import rising
 from zeroexp.measure.record import (
+    HOST,
     OFF_DEVICE,
     MemorySummary,
     RankSummary,
@@ -38,6 +39,7 @@ def summarise_rank(
     """
     moments = [kinds for r in records for kinds in (r.memory_bytes or {}).values()]
     steps = measured_records(records)
+    offloads = any(HOST in kinds for kinds in moments)  # a rank that owns nothing sends 0 bytes
     return RankSummary(
         rank=rank,
         memory_bytes={kind: _most(m.get(kind) for m in moments) or 0 for kind in kinds_in(moments)},
@@ -52,7 +54,7 @@ def summarise_rank(
         traffic={
             "wire": of_all([r.wire_bytes for r in steps], fmean),
             "link": of_all([r.link_bytes for r in steps], fmean),
-            "bus": fmean(sum(r.traffic.bus_bytes.values()) for r in steps) or None,
+            "bus": fmean(sum(r.traffic.bus_bytes.values()) for r in steps) if offloads else None,
         },
         sent_bytes_by_kind=_mean_by_kind([r.traffic.bytes_by_kind for r in steps]),
         calls_by_kind=_mean_by_kind([r.traffic.calls_by_kind for r in steps]),

@@ -78,12 +78,13 @@ def _answer(arguments: Sequence[str]) -> str:
     points = composed_points(words)
     with importing_cheaply():
         from zeroexp.plan.plan_points import Plans
-    plans = Plans(points, rehearses=REHEARSE in arguments)
-    if signals.was_asked() and {ADVISE, FIT} & {*flags}:
+    gives_time, chooses = REHEARSE in arguments, {ADVISE, FIT} & {*flags}
+    plans = Plans(points, rehearses=gives_time and not chooses, gives_time=gives_time)
+    if signals.was_asked() and chooses:
         raise KeyboardInterrupt  # these begin where planning ends
     told = FORMS[" ".join(sorted(flags))](plans)
     # They are no part of CSV or JSON; what is advised or fits has a batch of its own.
-    for note in points.notes if flags and not {ADVISE, FIT} & {*flags} else []:
+    for note in points.notes if flags and not chooses else []:
         print(note, file=sys.stderr)
     return told
 

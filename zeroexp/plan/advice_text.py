@@ -48,7 +48,8 @@ def as_text(advice: Advice) -> str:
     rows = advice.rehearsed
     lines = [*wrapped(_first_line(advice)), "", *wrapped(*_reasons(advice)), ""]
     if best := advice.best:
-        lines += [*wrapped(f"A run takes these words: {_words(best)}"), ""]
+        beside = f", beside those of {advice.settings}" if advice.settings else ""
+        lines += [*wrapped(f"A run takes these words{beside}: {_words(best)}"), ""]
     if not rows:
         return "\n".join(lines).rstrip()
     unit, size = unit_of([each.outcome.peak_bytes for each in rows])
@@ -82,9 +83,10 @@ def _first_line(advice: Advice) -> str:
     on = (
         f"on {config.world_size}{gpu} ranks ({advice.candidates[0].outcome.place}) with {config.precision.name}, "
         f"sequences of {data.seq_len:,} and {data.global_batch_size:,} samples a step of {config.model.name}"
+        f"{f' ({advice.settings})' if advice.settings else ''}"
     )
     if best is None or best.outcome.rehearsed is None:
-        for each in advice.candidates:
+        for each in [] if advice.rehearsed else advice.candidates:
             if reason := each.outcome.not_rehearsed:
                 return f"Nothing can be advised {on}: {reason}."
         least = min(advice.candidates, key=lambda each: each.outcome.peak_bytes)
@@ -141,6 +143,9 @@ def _reasons(advice: Advice) -> list[str]:
         if best and not any(each.outcome.fits for each in of_stage):
             least = min(of_stage, key=lambda each: each.outcome.peak_bytes)
             reasons.append(f"{stage} does not fit: at least {_held(least)}.")
+    for each in advice.candidates:
+        if reason := each.outcome.not_rehearsed:
+            reasons.append(f"{each.outcome.implementation} is not compared: {reason}.")
     if late := advice.late:
         spare = all(advice.only_saves_memory(each) for each in late)
         which = ", which may hold less, but are not expected to be faster" if spare else ""

@@ -5,20 +5,22 @@ what the line names, only what it names. Every candidate that closed forms do no
 its activations, until a minute is over; `--rehearse` gives all the time it takes. What is likely to be the answer comes
 first: what is expected to fit, without recomputation, with a large micro-batch and a stage that sends little. A
 rehearsal tells how many bytes a sample takes beside model states, so that the next guess is a better one. What only
-saves memory, beside one that fits, comes last. The one that
-would be named is rehearsed in full before it is: where that finds more bytes or seconds, another may take its place.
+saves memory, beside one that fits, comes last. The one that would be named is rehearsed in full before it is: where
+that finds more bytes or seconds, another may take its place. Points of the line that differ in more than the way to do
+the work, as in the GPU, have an answer each.
 
 [Note: defaults] What the line leaves open is what people run on the device. On GPUs that is bf16 with fp32 masters,
-sequences as long as the model's own context, and the memory of an H100. A batch that is not named has eight samples for
-each rank, or what a named micro-batch divides: six of three.
+sequences as long as the model's own context where no data are named, and the memory of an H100. A batch that is not
+named has eight samples for each rank, or what a named micro-batch divides: six of three.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import product
+from math import lcm
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +33,7 @@ from zeroexp.plan.composed_points import BATCH
 from zeroexp.plan.outcome import PlannedPoint
 from zeroexp.plan.peak import with_rehearsal
 from zeroexp.plan.plan_points import Plans
+from zeroexp.plan.plan_table import settings_of
 from zeroexp.plan.speed import calibration_path
 from zeroexp.process import signals
 
@@ -48,6 +51,7 @@ class Advice:
 
     config: Config  # the line's point with what is taken for what it leaves open
     candidates: list[PlannedPoint]
+    settings: str = ""  # that tell it from other work of the line
 
     def rehearse(self, at: int, *, quick: bool) -> PlannedPoint:
         self.candidates[at] = with_rehearsal(self.candidates[at], quick=quick)
@@ -112,28 +116,26 @@ def way_of(each: PlannedPoint) -> tuple[str, bool]:
 
 
 def advise(plans: Plans, *, now: Callable[[], float] = time.monotonic) -> list[Advice]:
-    """Return the advice for each model and number of ranks of a line. Raises ConfigError where nothing is defined."""
+    """Return the advice for each work of a line. Raises ConfigError where nothing is defined."""
     return signals.until_interrupted(_advices(plans, now), "candidates that were rehearsed")
 
 
 def _advices(plans: Plans, now: Callable[[], float]) -> Iterator[Advice]:
     """Yield the advice for each group of points; of an interrupted one, before it ends, what has been rehearsed."""
-    groups: dict[tuple[object, ...], list[PlannedPoint]] = {}
+    groups: dict[str, list[PlannedPoint]] = {}
     for each in plans.planned:
-        config = each.config
-        batch = config.data.global_batch_size if BATCH in plans.named else None
-        work = (config.world_size, config.data.seq_len, batch, config.precision.name)
-        groups.setdefault((repr(config.model), *work), []).append(each)
+        groups.setdefault(_work_of(each.config, plans.named), []).append(each)
     for points in groups.values():
         seconds = (BUDGET_SECONDS - CONFIRM_SECONDS) / len(groups)
-        until = None if plans.rehearses else now() + seconds
-        bases = [each._replace(config=_with_defaults(each, plans.named)) for each in points]
+        until = None if plans.gives_time else now() + seconds
+        micro = lcm(*(each.micro for each in points)) if MICRO in plans.named else 1
+        bases = [each._replace(config=_with_defaults(each, plans.named, micro)) for each in points]
         candidates = [each for base in bases for each in _candidates(base, plans.named)]
         if not candidates:
             size = points[0].config.world_size
             problem = "no strategy of the line is defined there; name others"
             raise ConfigError(f"world_size={size}: {problem}")
-        advice = Advice(bases[0].config, candidates)
+        advice = Advice(bases[0].config, candidates, _shared_settings(points))
         try:
             _rehearse_likely_first(advice, until, now)
             confirm_best(advice)
@@ -144,20 +146,37 @@ def _advices(plans: Plans, now: Callable[[], float]) -> Iterator[Advice]:
         yield advice
 
 
-def _with_defaults(planned: PlannedPoint, named: Collection[str]) -> Config:
-    """Return the config with what is taken for what the line leaves open, see [Note: defaults]."""
+def _work_of(config: Config, named: Collection[str]) -> str:
+    """Return what must be alike in points that are compared: all but the ways to do it."""
+    alike = {"strategy": STAGES[0], LAYOUT: "buffer", MICRO: 1, RECOMPUTES: False}
+    batch = {} if BATCH in named else {BATCH: 1}
+    return repr(with_settings(config, {**alike, **batch}, named))
+
+
+def _shared_settings(points: Sequence[PlannedPoint]) -> str:
+    """Return the settings in the name of each of these points, where the line sweeps them."""
+    of_points = [settings_of(each.outcome).split("-") for each in points]
+    return "-".join(part for part in of_points[0] if all(part in each for each in of_points))
+
+
+def _with_defaults(planned: PlannedPoint, named: Collection[str], micro: int) -> Config:
+    """Return the config with what is taken for what the line leaves open, see [Note: defaults].
+
+    micro: what must divide a rank's samples, for the points that are compared with this one.
+    """
     config, settings = planned.config, dict[str, Any]()
     if planned.machines.device == "cuda":
         if not any(key.startswith("precision") for key in named):
             settings["precision"] = "bf16_master"
-        if SEQ_LEN not in named and (longest := longest_sequence(planned.model)):
+        names_length = {SEQ_LEN, "data", "study"} & {*named}
+        if not names_length and (longest := longest_sequence(planned.model)):
             settings[SEQ_LEN] = min(longest, MOST_TOKENS)
         is_calibrated = calibration_path(Path(config.outputs), "cuda").exists()
         if planned.outcome.memory_gib is None and not is_calibrated:
             settings["cluster.gpu"] = USUAL_GPU
     if BATCH not in named:
         settings[MICRO] = config.data.micro_batch_size if MICRO in named else 1
-        settings[BATCH] = fitting_batch(SAMPLES_PER_RANK, settings[MICRO]) * config.world_size
+        settings[BATCH] = fitting_batch(SAMPLES_PER_RANK, micro) * config.world_size
     return with_settings(config, settings)
 
 
@@ -198,7 +217,9 @@ def _rehearse_likely_first(advice: Advice, until: float | None, now: Callable[[]
         tried = advice.rehearse(at, quick=True)
         outcome = tried.outcome
         if outcome.rehearsed is None:
-            return  # no other one can be
+            layout = outcome.implementation  # of which no other one can be
+            left = {at: each for at, each in left.items() if each.outcome.implementation != layout}
+            continue
         beside = (outcome.peak_bytes - outcome.total.fullest) / tried.micro
         bytes_per_sample[tried.recomputes] = max(beside, 0.0)
 

@@ -24,8 +24,12 @@ from zeroexp.process import signals
 class Plans:
     """The points of a command line, planned one by one."""
 
-    def __init__(self, composed: ComposedPoints, *, rehearses: bool = False) -> None:
-        self.named, self.notes, self.rehearses = composed.named, composed.notes, rehearses
+    def __init__(
+        self, composed: ComposedPoints, *, rehearses: bool = False, gives_time: bool = False
+    ) -> None:
+        """rehearses: each point. gives_time: whoever rehearses others has all the time that it takes."""
+        self.named, self.notes = composed.named, composed.notes
+        self.rehearses, self.gives_time = rehearses, gives_time
         self._models: dict[str, BuiltModel] = {}
         # A point that is not planned says why.
         self.entries: list[PlannedPoint | SweepPoint] = self._plan_all(composed.points)
