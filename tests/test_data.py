@@ -24,16 +24,19 @@ from datasets.packaged_modules.parquet.parquet import Parquet
 from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import WhitespaceSplit
 
 from tests.cache_writers import die, race
 from tests.composing import composed
 from zeroexp.check.try_data import check_data
 from zeroexp.config.keys import ConfigError, DataConfig, ModelConfig
+from zeroexp.config.vocabulary import TokenizerChoice
 from zeroexp.cut.rank_grid import RankGrid
 from zeroexp.data import StepBatch, packed_cache, table_rows
 from zeroexp.data.batches import Data, build_data, sample_indices
 from zeroexp.data.classes import classes_of
-from zeroexp.data.sources import CORPUS, choose_tokenizer
+from zeroexp.data.sources import CORPUS, choose_tokenizer, identity_of
 from zeroexp.models import find_weights
 
 TOKENIZER = Tokenizer.from_file(str(CORPUS / "tokenizer.json"))
@@ -502,11 +505,22 @@ def test_a_split_to_validate_on_has_the_classes_of_the_training(tmp_path):
     assert (data.num_samples, data.num_valid_labels) == (6, 1)
 
 
-def test_a_part_of_a_file_is_a_split(tmp_path):
-    changes = {"path": str(write_jsonl(tmp_path)), "seq_len": 24}
+@pytest.mark.parametrize(("limit", "num_samples"), [(None, 4), (1, 1)])
+def test_a_part_of_a_file_is_a_split(tmp_path, limit, num_samples):
+    """A limit is of the training's split alone."""
+    changes = {"path": str(write_jsonl(tmp_path)), "seq_len": 24, "limit": limit}
     changes |= {"split": "train[:4]", "validation_split": "train[4:]"}
     data = opened("yelp", "smollm2_360m_yelp", labels=[0, 1, 2, 3, 4], **changes)
-    assert (data.num_samples, data.num_valid_labels) == (4, 2)
+    assert (data.num_samples, data.num_valid_labels) == (num_samples, 2)
+
+
+def test_each_column_of_a_table_has_tokens_of_its_own(tmp_path):
+    (tmp_path / "a.csv").write_text("one,two\n" + "a name,some words\n" * 99)
+    asked: dict[str, Any] = {"path": str(tmp_path / "a.csv"), "seq_len": 8, "micro_batch_size": 1}
+    for column, text in (("one", "a name"), ("two", "some words")):
+        data = opened("yelp_causal", text_column=column, **asked)
+        first = in_stored_order(data).microbatches[0].inputs["input_ids"][0]
+        assert first.tolist() == ([*TOKENIZER.encode(text).ids, 0] * 8)[:8]
 
 
 @pytest.mark.parametrize("write", WRITERS, ids=lambda write: write.__name__)
@@ -766,6 +780,31 @@ def test_texts_end_with_a_token_that_is_no_word(tmp_path, of_model, of_tokenizer
             choose_tokenizer(data, model)
     else:
         assert choose_tokenizer(data, model).end_of_text == end
+
+
+def test_what_decides_tokens_is_in_their_identity(tmp_path):
+    give_a_chat_template(tmp_path, TEMPLATE)
+    plain = TokenizerChoice(tmp_path / "tokenizer.json", 0, 0)
+    first = identity_of(plain)
+    assert identity_of(replace(plain, end_of_text=1)) != first
+    assert identity_of(replace(plain, padding=1)) != first
+    give_a_chat_template(tmp_path, f"{TEMPLATE} ")
+    second = identity_of(plain)
+    (tmp_path / "chat_template.jinja").write_text(TEMPLATE)
+    assert len({str(each) for each in (first, second, identity_of(plain))}) == 3
+
+
+def test_a_vocabulary_of_more_words_than_16_bits_count(tmp_path):
+    words = {f"w{number}": number for number in range(70_000)}
+    tokenizer = Tokenizer(WordLevel(words, unk_token="w0"))
+    tokenizer.pre_tokenizer = WhitespaceSplit()  # pyright: ignore[reportAttributeAccessIssue]
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "config.json").write_text(json.dumps({"eos_token_id": 1}))
+    (tmp_path / "a.txt").write_text("w69999 w65536 w3\n" * 99)
+    data, model = configs("yelp_causal", path=str(tmp_path / "a.txt"), seq_len=8)
+    read = build_data(data, replace(model, weights=str(tmp_path)), 0)
+    found = {int(i) for row in in_stored_order(read).microbatches for i in row.labels[0]}
+    assert found <= {69_999, 65_536, 3, 1} and {69_999, 65_536, 3} <= found
 
 
 def test_weights_without_a_tokenizer_are_one_line(tmp_path):

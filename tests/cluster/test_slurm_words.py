@@ -88,12 +88,14 @@ def test_words_of_squeue_and_of_sacct_are_read_alike() -> None:
 
 def test_the_batch_file_asks_for_what_the_point_takes(tmp_path: Path) -> None:
     site = SlurmConfig(ranks_per_node=4, cpus_per_rank=3, memory_gb=1.5, partition="gpu")
+    site.save_s = 77
     site.setup, site.sbatch = ["module load cuda"], {"reservation": "mine"}
     job = make_job(tmp_path / "run", ClusterConfig(device="cuda", timeout_s=90, slurm=site), 8)
     text = batch_file(job).text()
     for line in (
         *("--nodes=2", "--ntasks-per-node=4", "--gpus-per-node=4", "--cpus-per-task=3"),
         *("--mem=1536M", "--time=2", "--partition=gpu", "--reservation=mine", "--no-requeue"),
+        "--signal=USR2@77",
     ):
         assert f"#SBATCH {line}\n" in text, line
     assert text.index("module load cuda") < text.index("\nsrun ")

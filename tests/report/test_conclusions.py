@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.report.made import change, edit, points, repeats
 from tests.run_folders import write_run
+from zeroexp.report import conclusions
 from zeroexp.report.conclusions import (
+    compare_points,
     conclude,
     differences,
     lines_of_broken_must_equal,
@@ -167,6 +170,23 @@ def test_who_got_faster_is_said_and_who_did_not(sweeps: Path) -> None:
     head, first, *_ = lines_of_moved(pairs, alone)
     assert head == "1 of 2 points moved (after over before):"
     assert first == "  zero3: step 0.75 [0.75, 0.75]: faster"
+
+
+def test_times_of_many_points_are_compared_as_many(
+    sweeps: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else one of twenty points is faster by chance."""
+    asked: list[int] = []
+
+    def compared(*seconds: Any, num_comparisons: int = 1) -> None:
+        asked.append(num_comparisons)
+
+    monkeypatch.setattr(conclusions, "compare_step_times", compared)
+    points_that_moved(points(sweeps / "before"), points(sweeps / "after"))
+    assert asked == [2, 2]
+    asked.clear()
+    compare_points(points(sweeps / "after"))
+    assert asked == [2, 2]
 
 
 def test_keys_that_came_later_part_no_points(sweeps: Path) -> None:

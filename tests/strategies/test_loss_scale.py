@@ -67,6 +67,12 @@ def make_optimizer(groups: object) -> torch.optim.Optimizer:
     return torch.optim.AdamW(groups, lr=0.01, foreach=True)  # pyright: ignore[reportArgumentType]
 
 
+def test_the_scale_is_that_of_torch() -> None:
+    scaler = torch.amp.GradScaler("cpu")
+    assert scaler.get_growth_interval() == loss_scale.GROWS_AFTER
+    assert scaler.get_scale() == loss_scale.FIRST_SCALE
+
+
 def with_grad_scaler() -> Seen:
     """One process that trains on both ranks' samples."""
     model, seen = make_model().half(), Seen()

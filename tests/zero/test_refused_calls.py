@@ -15,6 +15,7 @@ from tests.zero.test_world_of_one import WIDTH, engine, inputs_of, make_model, t
 from zeroexp.engines.sharded import Sharded
 from zeroexp.interface.canonical import merge, moments_of
 from zeroexp.process.world import fake_world
+from zeroexp.zero_safety.changed_parameters import is_compared
 
 
 def loss_of(strategy: Sharded) -> Tensor:
@@ -229,3 +230,7 @@ def test_a_freed_parameter_is_printed_by_name_and_copied_by_nobody():
             inside = copy.deepcopy(weight)
             assert type(inside) is nn.Parameter and inside.equal(weight)
             assert inside.data_ptr() != weight.data_ptr()
+
+
+def test_values_are_compared_after_the_first_steps_and_after_every_hundredth():
+    assert [number for number in range(301) if is_compared(number)] == [1, 2, 100, 200, 300]
