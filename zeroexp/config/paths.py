@@ -56,7 +56,7 @@ def split_name(split: str | None) -> str:
 
 def _of_split(root: Path, files: list[Path], split: str, config: DataConfig) -> list[Path]:
     """Return the files named after the split, or inside a folder named so; all that name no split are for training."""
-    chosen = [file for file in files if _names(split, file, root)]
+    chosen = [file for file in files if _names(re.escape(split), file, root)]
     if not chosen and split == TRAIN:
         chosen = files if len(files) == 1 else [f for f in files if not _names(SPLITS, f, root)]
     if not chosen and len(files) == 1:

@@ -20,6 +20,7 @@ AGAIN_SECONDS = 0.1
 SECRET = "ZEROEXP_SECRET"  # hexadecimal, drawn anew for every attempt
 RANGE = "ZEROEXP_PORTS"  # cluster.slurm.ports
 SCHEME = "job://"  # of ZEROEXP_RENDEZVOUS where ranks meet by a published port
+FILE_SCHEME = "file://"  # where they meet by a file of their machine
 
 
 def listen_on_free_port(

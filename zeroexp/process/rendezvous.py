@@ -1,6 +1,7 @@
 """The store through which the ranks of a job find each other, at a port that rank 0 chooses and publishes.
 
     job://<host of rank 0>/<file in the job's shared folder>
+    file://<file on this machine>       whole, where torch's own init method ends it at "#" or "?"
 
 torch's TCPStore asks no caller who it is. So it listens on the loopback where all ranks share a host, and every key
 begins with a secret of the job: who does not know it can only disturb by chance. Whoever can reach the port and reads
@@ -20,8 +21,13 @@ from zeroexp.process import ports
 
 def open_store(address: str, *, rank: int, size: int, timeout_seconds: float) -> dist.Store:
     """Return the job's store. Rank 0 serves it; the others wait until its port is published. Raises TimeoutError."""
+    timeout = timedelta(seconds=timeout_seconds)
+    if address.startswith(ports.FILE_SCHEME):
+        store = dist.FileStore(address.removeprefix(ports.FILE_SCHEME), size)
+        store.set_timeout(timeout)
+        return store
     host, _, path = address.removeprefix(ports.SCHEME).partition("/")
-    file, timeout = Path(f"/{path}"), timedelta(seconds=timeout_seconds)
+    file = Path(f"/{path}")
     secret = os.environ[ports.SECRET]
     if rank == 0:
         listener = ports.listen_on_free_port(host, os.environ.get(ports.RANGE), backlog=size)

@@ -22,7 +22,7 @@ from torch import nn
 
 from zeroexp.cut.rank_grid import RankGrid
 from zeroexp.process import progress
-from zeroexp.process.ports import SCHEME
+from zeroexp.process.ports import FILE_SCHEME, SCHEME
 from zeroexp.process.rendezvous import open_store
 
 
@@ -138,7 +138,7 @@ def environment_of_rank(place: RankInfo) -> dict[str, str]:
 def join_process_group(*, device: str = "cpu", timeout_seconds: float = 600.0) -> World:
     """Join the process group that the environment describes, on CPU with gloo or on this rank's GPU with NCCL.
 
-    The ranks meet at ZEROEXP_RENDEZVOUS (rendezvous.py, or an init method of torch such as `file:///path`) or at
+    The ranks meet at ZEROEXP_RENDEZVOUS (rendezvous.py, or an init method of torch such as `tcp://host:port`) or at
     MASTER_ADDR:MASTER_PORT. A single rank without either uses a store in its own memory.
     """
     place = rank_info_from_environment(os.environ)
@@ -152,7 +152,7 @@ def join_process_group(*, device: str = "cpu", timeout_seconds: float = 600.0) -
     meeting: dict[str, object] = {"store": dist.HashStore()} if alone else {}
     if rendezvous := os.environ.get("ZEROEXP_RENDEZVOUS"):
         meeting = {"init_method": rendezvous}
-        if rendezvous.startswith(SCHEME):
+        if rendezvous.startswith((SCHEME, FILE_SCHEME)):
             rank, size = place.rank, place.size
             store = open_store(rendezvous, rank=rank, size=size, timeout_seconds=timeout_seconds)
             meeting = {"store": store}
