@@ -25,6 +25,7 @@ from submitit.core.utils import FailedJobError, FailedSubmissionError
 
 from zeroexp.cluster.code_snapshot import snapshot_code
 from zeroexp.cluster.job import Job
+from zeroexp.cluster.local import thread_variables
 from zeroexp.cluster.task import HEARTBEAT_AT, HOSTS, PREEMPTED, TIME_LIMIT, WANTS_ANOTHER, Duty
 from zeroexp.config import plugins
 from zeroexp.config.job_shape import JobShape
@@ -192,7 +193,7 @@ def _export_lines(job: Job, config: ClusterConfig) -> list[str]:
     They also say where tasks and ranks meet, and draw the secret of the job, which stands in no file: the environment
     of a process is readable by its user alone.
     """
-    threads, folder = config.threads_per_rank, job.folder.resolve()
+    folder = job.folder.resolve()
     if given_in := working_folder_of(folder):
         plugins.look_in(given_in)
     snapshot = str(snapshot_code(folder.parent, job.config.plugins))
@@ -200,10 +201,7 @@ def _export_lines(job: Job, config: ClusterConfig) -> list[str]:
         "PYTHONPATH": os.pathsep.join(filter(None, [snapshot, os.environ.get("PYTHONPATH")])),
         # Without this, `python -m` finds the edited tree before the snapshot.
         "PYTHONSAFEPATH": "1",
-        "OMP_NUM_THREADS": threads,
-        "MKL_NUM_THREADS": threads,
-        "OPENBLAS_NUM_THREADS": 1,
-        "TOKENIZERS_PARALLELISM": "false",
+        **thread_variables(config),
         **({RANGE: config.slurm.ports} if config.slurm.ports else {}),
     }
     one_node = JobShape.of(job.config.world_size, config.slurm.ranks_per_node).nodes == 1
@@ -211,7 +209,7 @@ def _export_lines(job: Job, config: ClusterConfig) -> list[str]:
     restarts = "${SLURM_RESTART_COUNT:-0}"
     lines = [
         "unset RANK WORLD_SIZE LOCAL_RANK MASTER_ADDR MASTER_PORT",
-        *(f"export {key}={shlex.quote(str(value))}" for key, value in exports.items()),
+        *(f"export {key}={shlex.quote(value)}" for key, value in exports.items()),
         f'export {HOSTS}="$(scontrol show hostnames "$SLURM_JOB_NODELIST")"',
         f"export {attempt.NUMBER}=$(({attempt.newest(folder) + 1} + {restarts}))",
         f"export {SECRET}=$(od -vAn -N32 -tx1 /dev/urandom | tr -d ' \\n')",

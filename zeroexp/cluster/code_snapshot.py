@@ -5,12 +5,12 @@ The code is our package and the run's plugins, but for those that are installed:
 
 from __future__ import annotations
 
-import hashlib
 import shutil
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 
+from zeroexp.process.content_hash import hash_of
 from zeroexp.process.durable import appearing
 
 PACKAGE = Path(__file__).resolve().parents[1]
@@ -22,7 +22,7 @@ def snapshot_code(sweep: Path, plugins: Sequence[str] = ()) -> Path:
     plugins: names of modules, which this process can import.
     """
     sources = [PACKAGE, *_sources(plugins)]
-    target = sweep / ".code" / _fingerprint(sources)
+    target = sweep / ".code" / hash_of(_contents(sources))[:12]
     if target.exists():
         return target
     try:
@@ -57,11 +57,8 @@ def _sources(plugins: Sequence[str]) -> list[Path]:
     return sources
 
 
-def _fingerprint(sources: Sequence[Path]) -> str:
-    content = hashlib.sha256()
+def _contents(sources: Sequence[Path]) -> Iterator[bytes]:
     for source in sources:
         for path in sorted(source.rglob("*")) if source.is_dir() else [source]:
             if path.is_file() and "__pycache__" not in path.parts:
-                name = path.relative_to(source.parent)
-                content.update(f"{name}\0".encode() + path.read_bytes())
-    return content.hexdigest()[:12]
+                yield f"{path.relative_to(source.parent)}\0".encode() + path.read_bytes()

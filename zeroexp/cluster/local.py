@@ -110,7 +110,13 @@ class LocalCluster:
             [*command, self._rank_main],
             stdin=subprocess.DEVNULL,
             pass_fds=[theirs.fileno()],
-            env=environment(self._config),
+            env={
+                **os.environ,
+                "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
+                **thread_variables(self._config),
+                # Asking CUDA itself for its devices makes a context.
+                "PYTORCH_NVML_BASED_CUDA_CHECK": "1",
+            },
             start_new_session=True,  # only this process handles Ctrl-C
         )
         theirs.close()
@@ -143,15 +149,12 @@ class LocalCluster:
             self._process.wait(END_SECONDS)
 
 
-def environment(config: ClusterConfig) -> dict[str, str]:
-    """Return the server's environment: one numeric thread per rank by default, the same modules, no server thread."""
+def thread_variables(config: ClusterConfig) -> dict[str, str]:
+    """Return the environment of ranks by which libraries make as many threads as asked, by default one."""
     threads = str(config.threads_per_rank)
     return {
-        **os.environ,
-        "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
         "OMP_NUM_THREADS": threads,
         "MKL_NUM_THREADS": threads,
         "OPENBLAS_NUM_THREADS": "1",
         "TOKENIZERS_PARALLELISM": "false",
-        "PYTORCH_NVML_BASED_CUDA_CHECK": "1",  # asking CUDA itself for its devices makes a context
     }
