@@ -65,17 +65,13 @@ def read_dcp(folder: Path, names: Collection[str]) -> Found:
         for key, each in reader.read_metadata().state_dict_metadata.items()
         if isinstance(each, TensorStorageMetadata)
     }
-    plain = {key: WRAPPERS.sub("", key) for key in stored}
     is_titans = any("tok_embeddings." in key for key in stored)
-    if is_titans:
-        plain = {key: of_torchtitan(each) for key, each in plain.items()}
-    step, arguments, unread = None, {}, []
-    if any(".linear_qkv." in key for key in stored):
-        plain = {key: of_megatron(each) for key, each in plain.items()}
-        step, arguments, unread = _told_by_megatron(reader)
+    is_megatrons = any(".linear_qkv." in key for key in stored)
+    renamed = of_torchtitan if is_titans else of_megatron if is_megatrons else str
+    plain = {key: renamed(WRAPPERS.sub("", key)) for key in stored}
+    step, arguments, left_out = _told_by_megatron(reader) if is_megatrons else (None, {}, [])
     prefix = _prefix_of_weights(plain.values(), names)
     keys: dict[Place, str] = {}
-    left_out: list[str] = [*unread]
     for key in stored:
         place = _place_of(plain[key], prefix, names)
         if place is None:
