@@ -12,12 +12,14 @@ import os
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
-from functools import cache, partial
+from functools import partial
 from html import escape
 from importlib.resources import files
 from math import isfinite
 from pathlib import Path
 from typing import Any
+
+from plotly.offline import get_plotlyjs
 
 from zeroexp.config.keys import ConfigError
 from zeroexp.process.locks import temporary_folder
@@ -116,7 +118,7 @@ def render(
         # No text of a run can end the script that holds it.
         "charts": json.dumps(drawn).replace("<", "\\u003c"),
         "defaults": json.dumps(DEFAULTS),
-        "plotly": _plotly(),
+        "plotly": get_plotlyjs(),
     }
     return re.sub(r"\{\{(\w+)\}\}", lambda match: values[match[1]], template)
 
@@ -159,10 +161,3 @@ def _each(form: str, *rows: str | Sequence[str]) -> str:
     """Return the form for each text, or row of texts, escaped."""
     texts = ([row] if isinstance(row, str) else row for row in rows)
     return "".join(form.format(*map(escape, each)) for each in texts)
-
-
-@cache
-def _plotly() -> str:
-    from plotly.offline import get_plotlyjs
-
-    return get_plotlyjs()
