@@ -274,8 +274,8 @@ def _require_columns(table: Table, config: DataConfig) -> None:
         if num_empty := table.data.column(name).null_count:
             problem = f"{num_empty} of {len(table)} rows in {config.path} have no value there"
             raise ConfigError(f"{key}={name}: {problem}; remove these rows, or use another column")
-    if LABEL in columns_of(config):
-        key, name = columns_of(config)[LABEL]
+    if LABEL in columns:
+        key, name = columns[LABEL]
         kind = type(table.features[name]).__name__
         if kind not in ("Value", "ClassLabel"):
             raise ConfigError(f"{key}={name}: holds {kind}, no labels; use another column")

@@ -17,9 +17,8 @@ from zeroexp.tracking import attempt, mlflow_labels, mlflow_metrics, mlflow_view
 from zeroexp.tracking.files import RECORDS, read_json, read_timed_records, write_json
 from zeroexp.tracking.mlflow_labels import LINK
 from zeroexp.tracking.mlflow_store import Store
-from zeroexp.tracking.run import Run, read_run
+from zeroexp.tracking.run import PAGE, Run, read_run
 
-PAGE = "report.html"  # of a sweep's folder, see report/page
 PAGE_OF = "report_of"  # the tag of the run that holds it; `sweep` would show it among the points
 
 

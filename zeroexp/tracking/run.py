@@ -21,6 +21,7 @@ from zeroexp.tracking.files import ENGINE, read_json, read_summary, require_resu
 LOAD_FILE = "load.json"  # exists where ranks ran on the machine of the sweep
 SLURM_FILE = "slurm.json"  # exists in the folder of a run that was submitted to Slurm
 HELD_FILE = "held.json"  # exists while Slurm would not take the run yet; whoever follows the sweep submits it
+PAGE = "report.html"  # in a sweep's folder, see report/page
 UNFINISHED = ("pending", "running", "requeued", "preempted")
 
 

@@ -38,8 +38,8 @@ from zeroexp.report.page.time_charts import (
 )
 from zeroexp.report.words import headline_cards, headline_sentences
 from zeroexp.report.writing import writing
+from zeroexp.tracking.run import PAGE
 
-NAME = "report.html"
 TEMPLATES = ("hovertemplate", "texttemplate")  # these are ours, and have plotly's tags
 CARD = '<div class="card"><b>{}</b><strong>{}</strong><span>{}</span></div>'
 CHARTS: list[Callable[[Sequence[MeasuredPoint]], Chart]] = [
@@ -55,7 +55,7 @@ CHARTS: list[Callable[[Sequence[MeasuredPoint]], Chart]] = [
 
 def write_into(folder: Path, points: Sequence[MeasuredPoint]) -> None:
     """Write the page of a sweep into its folder and print where it is; a full disk costs one line."""
-    path = folder / NAME
+    path = folder / PAGE
     try:
         save(points, [], path)
     except ConfigError as error:
@@ -73,8 +73,8 @@ def save(
     """Write the page. Raises ConfigError if the file cannot be written."""
     text = render(points, problems, conclusions)
     with writing("html", path), temporary_folder(path.parent) as beside:
-        (beside / NAME).write_text(text, encoding="utf-8")
-        (beside / NAME).replace(path)  # it appears whole
+        (beside / PAGE).write_text(text, encoding="utf-8")
+        (beside / PAGE).replace(path)  # it appears whole
 
 
 def render(
