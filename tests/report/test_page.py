@@ -15,7 +15,6 @@ from tests.report.made import change, edit, points, repeats
 from tests.run_folders import PARAMETER_BYTES, write_run
 from zeroexp.report import page
 from zeroexp.report.columns import MIB
-from zeroexp.report.page.chart import DEFAULTS
 from zeroexp.report.words import headline_cards, headline_sentences
 
 P = PARAMETER_BYTES / MIB
@@ -36,10 +35,14 @@ def text(sweep: Path) -> str:
     return page.render(points(sweep))
 
 
-def charts(text: str) -> dict[str, dict[str, Any]]:
-    found = re.search(r'<script type="application/json" id="charts">(.*?)</script>', text, re.S)
+def embedded(text: str, name: str) -> Any:
+    found = re.search(rf'<script type="application/json" id="{name}">(.*?)</script>', text, re.S)
     assert found
-    return {chart["name"]: chart for chart in json.loads(found[1])}
+    return json.loads(found[1])
+
+
+def charts(text: str) -> dict[str, dict[str, Any]]:
+    return {chart["name"]: chart for chart in embedded(text, "charts")}
 
 
 def charts_of(folder: Path) -> dict[str, dict[str, Any]]:
@@ -177,9 +180,10 @@ def test_every_chart_is_one_that_plotly_knows(text: str) -> None:
     graph_objects = pytest.importorskip("plotly.graph_objects")
     drawn = json.loads(json.dumps(charts(text)).replace('"INK"', '"#000"'))
     assert len(drawn) == len(page.CHARTS) - 1 and "causes" not in drawn
+    defaults = {"template": {"data": embedded(text, "defaults")}}
     for chart in drawn.values():
         # Raises for a word that it does not know.
-        graph_objects.Figure(chart["data"], {**chart["layout"], "template": {"data": DEFAULTS}})
+        graph_objects.Figure(chart["data"], {**chart["layout"], **defaults})
 
 
 def test_words_of_a_run_cannot_become_code(tmp_path: Path) -> None:

@@ -26,7 +26,7 @@ from zeroexp.process.locks import temporary_folder
 from zeroexp.report.conclusions import Conclusions, conclude
 from zeroexp.report.measured_points import MeasuredPoint
 from zeroexp.report.page.byte_charts import causes_chart, memory_chart, traffic_chart
-from zeroexp.report.page.chart import DEFAULTS, Chart
+from zeroexp.report.page.chart import Chart
 from zeroexp.report.page.html_tables import differences_table, provenance_table, results_table
 from zeroexp.report.page.losses import loss_chart
 from zeroexp.report.page.step_timeline import timeline_charts
@@ -117,7 +117,6 @@ def render(
         ),
         # No text of a run can end the script that holds it.
         "charts": json.dumps(drawn).replace("<", "\\u003c"),
-        "defaults": json.dumps(DEFAULTS),
         "plotly": get_plotlyjs(),
     }
     return re.sub(r"\{\{(\w+)\}\}", lambda match: values[match[1]], template)

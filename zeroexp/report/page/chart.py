@@ -1,10 +1,9 @@
 """A chart as the page draws it: plotly's data and layout as plain dictionaries, beside a sentence that says the same.
 
 Charts have a row for each point, with bars that are stacked from parts and marks (`row_chart`), or lines and dots over
-two numbers. What all bars share is said once, in DEFAULTS, which plotly takes
-as the template of each. The colour INK is that of the text, which depends on the reader's theme. A chart's caption is
-all that readers have who see no picture. No file of the page imports plotly but `__init__.py`, which takes the
-library's JavaScript from it; `report/figure.py` draws the same charts on paper.
+two numbers. How all bars look is said once, in `template.html`. The colour INK is that of the text, which depends on
+the reader's theme. A chart's caption is all that readers have who see no picture. No file of the page imports plotly
+but `__init__.py`, which takes the library's JavaScript from it; `report/figure.py` draws the same charts on paper.
 """
 
 from __future__ import annotations
@@ -20,27 +19,6 @@ SHORTEST = 240
 MANY = 30  # points beyond which labels inside of a chart would only cover each other
 INK = "INK"
 Trace = dict[str, Any]
-# Traces that say nothing else of these.
-DEFAULTS: dict[str, list[Trace]] = {
-    "bar": [
-        {
-            "textposition": "inside",
-            "insidetextanchor": "middle",
-            "textangle": 0,
-            "insidetextfont": {"color": "#000", "size": 10},
-            "constraintext": "inside",
-            "marker": {
-                "line": {"width": 0.5, "color": "#333"},
-                "pattern": {
-                    "fgcolor": "rgba(0,0,0,0.35)",
-                    "fillmode": "overlay",
-                    "solidity": 0.15,
-                },
-            },
-            "hovertemplate": "%{x:,.1f}",
-        }
-    ]
-}
 
 
 @dataclass(frozen=True)
