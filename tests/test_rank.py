@@ -21,6 +21,7 @@ from zeroexp.cluster.local import LocalCluster
 from zeroexp.config import keys as configs
 from zeroexp.config.keys import Config
 from zeroexp.report.sweep_progress import SweepProgress
+from zeroexp.run import rank
 from zeroexp.run.rank import keep_freed_memory, prepare  # noqa: F401
 from zeroexp.tracking.files import read_records, read_summary
 from zeroexp.tracking.run import read_run
@@ -190,3 +191,22 @@ def test_freed_memory_is_handed_out_again_without_a_page_fault(local, tmp_path):
     first, *_, last = map(int, (job.folder / "faults").read_text().split())
     assert first > 10_000  # 100 MB in pages of 4 KiB
     assert last < 100  # not at once: up to seven fragments wait before they join their neighbours
+
+
+def train_until_the_model_exits(folder: Path, *, device: str) -> None:
+    """In a rank's process."""
+
+    def leave(self: torch.nn.Module, *inputs: Any) -> torch.Tensor:
+        raise SystemExit(0)
+
+    torch.nn.Linear.forward = leave
+    rank.main(folder, device=device)
+
+
+def test_a_model_that_exits_has_not_ended_its_run(local, tmp_path):
+    job = make_job(tmp_path / "run", world_size=1)
+    rank_code.choose(job.folder, f"{__name__}:{train_until_the_model_exits.__name__}")
+    outcome = local.run(job)
+    assert outcome.status == "failed"
+    assert outcome.cause is not None and outcome.cause["exception"] == "SystemExit"
+    assert "in leave" in outcome.cause["traceback"]

@@ -106,7 +106,7 @@ def main(folder: Path, *, device: str) -> None:
     spare = os.open(os.devnull, os.O_RDONLY)
     try:
         code = _run(folder, device)
-    except Exception as error:
+    except (Exception, SystemExit) as error:  # what a model or plugin exits with is no end of a run
         os.close(spare)  # else a rank that ran out of files could not write down that it did
         failure.write_raised(folder, place.rank, error, peak_bytes=most_held_bytes())
         traceback.print_exc()

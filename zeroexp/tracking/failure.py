@@ -50,7 +50,7 @@ def remove_older_failure(folder: Path) -> None:
 
 
 def write_raised(
-    folder: Path, rank: int, error: Exception, *, peak_bytes: int | None = None
+    folder: Path, rank: int, error: BaseException, *, peak_bytes: int | None = None
 ) -> None:
     """Record this rank's exception; an earlier recorded failure stays. The rank itself calls this."""
     trace = "".join(traceback.format_exception(error))
