@@ -41,7 +41,8 @@ def _folder(key: str, name: str, patterns: list[str], *, needed: str) -> Path:
     if Path(name).expanduser().is_dir():
         return Path(name).expanduser()
     with suppress(LocalEntryNotFoundError, HFValidationError):
-        folder = Path(snapshot_download(name, local_files_only=True))
+        # Without patterns the hub's client wants every file of the repository.
+        folder = Path(snapshot_download(name, local_files_only=True, allow_patterns=patterns))
         if any(folder.glob(needed)):
             return folder
     if not is_online():
