@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
@@ -24,6 +24,7 @@ from zeroexp import __main__ as zeroexp
 from zeroexp import export
 from zeroexp.checkpoint.load import load
 from zeroexp.checkpoint.save import Saver
+from zeroexp.config.families import shape_of
 from zeroexp.config.keys import Config, ConfigError, ModelConfig
 from zeroexp.config.optimizer import optimizer_factory, parameter_groups
 from zeroexp.data.batches import build_data
@@ -265,6 +266,14 @@ def test_random_weights_of_a_folders_shape(here):
     assert config.weights is None and len(build_model(config, seed=0).blocks) == 3
 
 
+def test_a_key_inside_of_a_published_one_leaves_the_others(here):
+    qwen(rope_parameters={"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0})
+    theta = "+model.hf_config.rope_parameters.rope_theta=1e6"
+    config = of_line("model=hf", "model.path=qwen", "model.init=random", theta)
+    found: Any = build_model(config, seed=0, device="meta").module.config
+    assert found.rope_parameters == {"rope_type": "linear", "rope_theta": 1e6, "factor": 2.0}
+
+
 NOMIC = {**NARROW, "num_labels": 3, "pad_token_id": 0}
 LAYOUTS = {
     "parameters joined in one tensor": ("hrm_text", "causal", NARROW),
@@ -301,6 +310,34 @@ def test_what_transformers_wrote_is_read_and_written_again(here, layout):
     )
     assert len(list(Path("ours").glob("*.safetensors"))) > 2
     assert_same(of_folder("ours", task).state_dict(), expected.state_dict())
+
+
+ENCODERS = {
+    **{"BertForMaskedLM": "bert", "BertForPreTraining": "bert", "BertModel": "bert"},
+    **{"RobertaForMaskedLM": "roberta", "DistilBertForMaskedLM": "distilbert"},
+    "ModernBertForMaskedLM": "modernbert",
+}
+
+
+@pytest.mark.parametrize("kind", ENCODERS)
+def test_a_pretrained_encoder_gets_a_new_head(here, kind):
+    """And BERT a pooler, where it has none; its norms are named as in the hub's."""
+    config = transformers.AutoConfig.for_model(ENCODERS[kind], **CLASSIFIERS[ENCODERS[kind]])
+    file = saved("theirs", kind, config) / "model.safetensors"
+    theirs = {of_tensorflow(n): t for n, t in load_file(file).items()}
+    save_file(theirs, file, metadata={"format": "pt"})
+    task = ("model.task=classification", "model.num_labels=3")
+    module: Any = build_model(of_line("model=hf", "model.path=theirs", *task), seed=0).module
+    expected = of_folder("theirs", "classification").base_model.state_dict()
+    known = {name: t for name, t in expected.items() if not name.startswith("pooler.")}
+    found = module.base_model.state_dict()
+    assert_same({name: found[name] for name in known}, known)
+
+
+def of_tensorflow(name: str) -> str:
+    return name.replace("LayerNorm.weight", "LayerNorm.gamma").replace(
+        "LayerNorm.bias", "LayerNorm.beta"
+    )
 
 
 # --- saved buffers
@@ -465,6 +502,14 @@ def test_a_word_with_the_id_0_is_no_padding(here):
     assert export.config.pad_token_id == 3
 
 
+def test_random_weights_pad_as_the_shipped_tokenizer_does(here):
+    """Its word 1 is `!`, which a published config may name."""
+    saved("gpt2", "GPT2ForSequenceClassification", transformers.GPT2Config(**GPT, pad_token_id=1))
+    words = ["model=hf", "model.path=gpt2", "model.task=classification", "model.num_labels=3"]
+    assert shape_of(of_line(*words, "model.init=random"))["pad_token_id"] == 0
+    assert shape_of(of_line(*words))["pad_token_id"] == 1
+
+
 def test_without_any_token_that_pads_nothing_runs(here):
     config = classifier_of_words(eos_token_id=None, bos_token_id=None)
     with pytest.raises(ConfigError, match=r"pad_token_id=null: token 0, which would pad, is a w"):
@@ -504,6 +549,15 @@ REFUSED: dict[str, tuple[Any, str, str]] = {
     "no type": (changed(model_type=None), "", "its config.json has no model_type"),
     "unknown type": (changed(model_type="qwen22"), "", "model_type=qwen22: transformers has no"),
     "a misspelt key": (qwen, "+model.hf_config.hiden_size=3", "did you mean hidden_size?"),
+    "positions as of old": (
+        *(qwen, "+model.hf_config.rope_theta=1e6"),
+        "model.hf_config.rope_theta=1000000.0: no effect beside rope_parameters; set it in model.hf_",
+    ),
+    "positions as of now": (
+        changed(rope_scaling={"rope_type": "linear", "factor": 2.0}),
+        "+model.hf_config.rope_parameters.rope_theta=1e6",
+        "no effect beside rope_scaling; set model.hf_config.rope_theta or rope_scaling",
+    ),
     "a wish for dropout": (
         *(lambda: qwen(attention_dropout=0.1), "+model.hf_config.attention_dropout=0.2"),
         "model.hf_config.attention_dropout=0.2: forward passes have no randomness here",

@@ -82,7 +82,14 @@ MODELS = Registry(
 
 def shape_of(model: ModelConfig) -> dict[str, Any]:
     """Return the keys of the model's shape: the published ones, and over them what the run sets."""
-    return {**model.published, **getattr(model, MODELS[model.family].shape)}
+    return _laid_over(model.published, getattr(model, MODELS[model.family].shape))
+
+
+def _laid_over(published: Any, given: Any) -> Any:
+    """Return `given`; where both are dicts, with what is published alone."""
+    if not isinstance(published, dict) or not isinstance(given, dict):
+        return given
+    return {**published, **{key: _laid_over(published.get(key), given[key]) for key in given}}
 
 
 def whole_numbers(shape: type[Shape], given: dict[str, Any], key: str) -> Shape:

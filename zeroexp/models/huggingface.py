@@ -48,7 +48,15 @@ TASKS = {
 
 def build(config: ModelConfig, vocab_size: int | None) -> nn.Module:
     """Build the model, with random weights and a vocabulary of `vocab_size`, in float32 and training mode."""
-    return _make_deterministic(config, _from_config(config, _shape(config, vocab_size)))
+    module = _from_config(config, _shape(config, vocab_size))
+    # The layers of an encoder say so: BERT and its relatives, of which transformers only warns.
+    looks_ahead = any(getattr(each, "is_decoder", None) is False for each in module.modules())
+    if config.task == "causal" and looks_ahead:
+        problem = f"{architecture(config)} looks ahead, at the words that it is to predict"
+        raise ConfigError(
+            f"model.task=causal: {problem}; use a decoder, or model.task=classification"
+        )
+    return _make_deterministic(config, module)
 
 
 def _from_config(config: ModelConfig, shape: PreTrainedConfig) -> nn.Module:

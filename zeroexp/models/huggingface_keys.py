@@ -12,6 +12,7 @@ from typing import Any
 
 from transformers import AutoConfig, PreTrainedConfig
 
+from zeroexp.config.families import shape_of
 from zeroexp.config.keys import ConfigError, ModelConfig
 from zeroexp.registry.did_you_mean import did_you_mean
 
@@ -27,7 +28,8 @@ IDLE = {
     *("summary_type", "summary_use_proj"),
 }
 ELSEWHERE = {"dtype": "precision", "torch_dtype": "precision", "num_labels": "model.num_labels"}
-# transformers understands these, which older versions wrote, and keeps them in `rope_parameters`.
+# transformers understands these, which older versions wrote, and keeps them in ROPE, unless they are in it.
+ROPE = "rope_parameters"
 SPELT_APART = ("rope_theta", "rope_scaling", "partial_rotary_factor", "rotary_pct")
 
 # Whole numbers above 0, where the family has them.
@@ -56,7 +58,8 @@ def check_keys(config: ModelConfig, kind: str) -> None:
     A published config is nobody's wish: its keys without a use here are left out in silence.
     """
     shape = AutoConfig.for_model(kind)
-    names = [*shape.to_dict(), *shape.attribute_map, *SPELT_APART]
+    names = [*shape.to_dict(), *shape.attribute_map]
+    names += SPELT_APART if ROPE in names else ()
     for key, value in config.hf_config.items():
         if key == "model_type" and config.family == "hf":
             continue
@@ -66,11 +69,22 @@ def check_keys(config: ModelConfig, kind: str) -> None:
         if key not in names:
             remedy = did_you_mean(key, names) or "see transformers' documentation"
             raise ConfigError(f"{named}: {type(shape).__name__} has no such key; {remedy}")
+        _require_one_spelling(config, key, value)
         if key in IDLE:
             raise ConfigError(f"{named}={value}: no effect on what is trained; leave it out")
         if RANDOMNESS.search(key) and value:
             problem = "forward passes have no randomness here, so that engines can be compared"
             raise ConfigError(f"{named}={value}: {problem}; leave it out")
+
+
+def _require_one_spelling(config: ModelConfig, key: str, value: Any) -> None:
+    """Raise ConfigError for a key of rotary positions beside one that transformers takes in its place."""
+    other = "rope_scaling" if key == ROPE else ROPE
+    if key in (ROPE, *SPELT_APART) and shape_of(config).get(other):
+        remedy = f"set it in model.hf_config.{ROPE}"
+        if key == ROPE:
+            remedy = f"set model.hf_config.rope_theta or {other}"
+        raise ConfigError(f"model.hf_config.{key}={value}: no effect beside {other}; {remedy}")
 
 
 def check_shape(shape: PreTrainedConfig) -> None:

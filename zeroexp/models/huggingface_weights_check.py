@@ -37,8 +37,11 @@ HARMLESS = {
 TABLES = re.compile(
     r"\.(rotary_emb\.inv_freq|attn\.(masked_)?bias|attention\.(masked_)?bias|embeddings\.position_ids)$"
 )
+# The hub's BERT has names of TensorFlow.
+OF_TENSORFLOW = {".LayerNorm.gamma": ".LayerNorm.weight", ".LayerNorm.beta": ".LayerNorm.bias"}
 FLOATS = ("F64", "F32", "F16", "BF16")
-HEADS = LANGUAGE_HEAD, CLASS_HEAD = "lm_head.", "score."
+LANGUAGE_HEAD = "lm_head."
+HEADS = (LANGUAGE_HEAD, "score.")
 
 
 def require_fitting(config: ModelConfig, folder: Path, module: Any) -> dict[str, Header]:
@@ -54,7 +57,7 @@ def require_fitting(config: ModelConfig, folder: Path, module: Any) -> dict[str,
         headers = _of_model(read_headers(folder), module, expected)
     except UnreadableWeights as error:
         _refuse(config, f"its weights can not be read ({error})", "fetch or copy them again")
-    _require_names(config, expected, headers)
+    _require_names(config, module, expected, headers)
     _require_shapes(config, expected, headers)
     _require_tied(config, module, headers)
     return headers
@@ -136,6 +139,8 @@ def _of_model(
     prefix = f"{module.base_model_prefix}."
     if not any(name.startswith(prefix) for name in headers):
         headers = {n if n.startswith(HEADS) else prefix + n: h for n, h in headers.items()}
+    for old, new in OF_TENSORFLOW.items():
+        headers = {n.replace(old, new): h for n, h in headers.items()}
     none_of_it = [TABLES, *(module._keys_to_ignore_on_load_unexpected or ())]
     return {
         name: header
@@ -148,12 +153,22 @@ def _of_model(
 
 
 def _require_names(
-    config: ModelConfig, expected: Mapping[str, Any], headers: Mapping[str, Any]
+    config: ModelConfig, module: Any, expected: Mapping[str, Any], headers: Mapping[str, Any]
 ) -> None:
-    may_lack = CLASS_HEAD if config.task == "classification" else ()
-    missing = sorted(n for n in expected.keys() - headers.keys() if not n.startswith(may_lack))
+    inside = f"{module.base_model_prefix}."
+
+    def is_head(name: str) -> bool:
+        """Return whether a classifier's is drawn anew, and another task's left out."""
+        of_base = name.startswith(inside) and ".pooler." not in name
+        return config.task == "classification" and not of_base
+
+    missing = sorted(n for n in expected.keys() - headers.keys() if not is_head(n))
     # A file may repeat the head that is tied to the embedding; _require_tied compares its values.
-    extra = sorted(n for n in headers.keys() - expected.keys() if not n.startswith(LANGUAGE_HEAD))
+    extra = sorted(
+        n
+        for n in headers.keys() - expected.keys()
+        if not n.startswith(LANGUAGE_HEAD) and not is_head(n)
+    )
     if extra:
         remedy = "choose weights of this model; these would be left out in silence"
         if all(name.startswith(HEADS) for name in extra):

@@ -33,7 +33,8 @@ def _with_padding(model: ModelConfig) -> ModelConfig:
 
     A head would take such a word at the end of a text for padding, and read the token before it.
     """
-    keys = shape_of(model)
+    # With random weights the shipped tokenizer's words count, of which a published id may be any, or none.
+    keys = model.hf_config if model.weights is None else shape_of(model)
     if model.task != "classification" or _is_word(keys.get("pad_token_id")):
         return model
     end = keys.get("eos_token_id")
