@@ -9,6 +9,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,10 +17,12 @@ from pathlib import Path
 import pytest
 
 from tests.cluster.minicluster import Minicluster, entered, follow_to_the_end, why_not
-from zeroexp.cluster.follow import refresh
+from zeroexp.cluster.follow import cancel, refresh
 from zeroexp.cluster.job import Job
+from zeroexp.cluster.slurm_state import look_up_jobs
 from zeroexp.cluster.submit import slurm_id, submit_all, submit_job_or_array
 from zeroexp.config.keys import ClusterConfig, Config, SlurmConfig, save
+from zeroexp.tracking import attempt
 from zeroexp.tracking.json_files import read_json
 
 pytestmark = [
@@ -94,7 +97,7 @@ def ended(cluster: Minicluster, tmp_path_factory: pytest.TempPathFactory) -> dic
     return jobs
 
 
-def make_job(folder: Path, fault: Fault) -> Job:
+def make_job(folder: Path, fault: Fault, *, requeue: bool = False) -> Job:
     site = SlurmConfig(ranks_per_node=fault.ranks_per_node, cpus_per_rank=fault.cpus)
     for key, value in fault.site.items():
         setattr(site, key, value)
@@ -102,6 +105,7 @@ def make_job(folder: Path, fault: Fault) -> Job:
     if fault.nodes != NODES_THAT_SEE:
         site.sbatch = {"nodelist": fault.nodes, "overcommit": True}
     cluster = ClusterConfig(kind="slurm", device=fault.device, heartbeat_s=6, slurm=site)
+    cluster.requeue = requeue
     folder.mkdir()
     save(Config(world_size=fault.world_size, cluster=cluster), folder / "config.yaml")
     return Job(folder)
@@ -192,6 +196,28 @@ def test_points_of_one_shape_may_be_one_job_array(cluster: Minicluster, tmp_path
     for job in jobs:
         assert place(job)["cpus"]
         assert (job.folder / "slurm" / f"{slurm_id(job)}_batch.err").exists()
+        assert (job.folder / "slurm" / f"{slurm_id(job)}_0_log.err").exists(), "where blame is read"
+
+
+def test_of_a_job_array_the_element_at_its_time_limit_alone_starts_again(
+    cluster: Minicluster, tmp_path: Path
+) -> None:
+    """The last, whose id is that of the array, by which Slurm would mean every element."""
+    fault = Fault(site={"array": True, "max_requeues": 2})
+    first, last = (make_job(tmp_path / name, fault, requeue=True) for name in ("first", "last"))
+    for job in (first, last):
+        job.enter("pending")
+    submit_all([first, last], rank_main="tests.cluster.light_ranks:count_until_asked_once")
+    deadline = time.time() + 120
+    while not all((job.folder / "pid0").exists() for job in (first, last)):
+        assert time.time() < deadline, "they have not begun"
+        time.sleep(0.1)
+    cluster.run("scancel", "--signal=USR2", str(slurm_id(last)))
+    follow_to_the_end({"last": last})
+    assert [each["number"] for each in attempt.read(last.folder)] == [1, 2]
+    ((_, seen),) = look_up_jobs([str(slurm_id(first))]).items()
+    assert (seen.word, seen.restarts) == ("RUNNING", 0)
+    cancel([first], "enough")
 
 
 def test_a_job_is_found_when_its_submitter_was_killed_before_it_noted_it(

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 
@@ -20,7 +21,7 @@ from zeroexp.cluster.code_snapshot import PACKAGE, snapshot_code
 from zeroexp.cluster.follow import cancel_unfinished
 from zeroexp.cluster.job import Job
 from zeroexp.cluster.slurm_state import Sighting, conclude_state
-from zeroexp.cluster.submit import _complaint
+from zeroexp.cluster.submit import SUBMITTING, _complaint, submit_all
 from zeroexp.cluster.task import DUTY, ENDED, PREEMPTED, Duty
 from zeroexp.config.job_shape import JobShape
 from zeroexp.config.keys import ClusterConfig, Config, SlurmConfig, save
@@ -235,7 +236,7 @@ def task(folder: Path, main: str) -> list[str]:
 def slurm_task(rank: int) -> dict[str, str]:
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     place = {"SLURM_PROCID": str(rank), "SLURM_NTASKS": "2", "SLURM_LOCALID": "0"}
-    place["SLURM_JOB_ID"] = "987654"
+    place["ZEROEXP_JOB"] = "987654"
     place |= {"ZEROEXP_HEARTBEAT": "127.0.0.1", "ZEROEXP_SECRET": "ab" * 32}
     return {**os.environ, **place, "PYTHONPATH": path}
 
@@ -266,11 +267,71 @@ def make_job(folder: Path, cluster: ClusterConfig | None = None, world_size: int
     return Job(folder)
 
 
-def test_an_sbatch_that_is_killed_is_said_to_be(monkeypatch, tmp_path):
+@pytest.fixture
+def slurm(monkeypatch, tmp_path) -> Callable[..., None]:
+    """A Slurm of shell scripts: each word is a command and its value what it runs."""
+
+    def slurm(**scripts: str) -> None:
+        (tmp_path / "bin").mkdir()
+        for name, script in scripts.items():
+            (tmp_path / "bin" / name).write_text(f"#!/bin/sh\n{script}\n")
+            (tmp_path / "bin" / name).chmod(0o755)
+        monkeypatch.setenv("PATH", str(tmp_path / "bin"), prepend=os.pathsep)
+
+    return slurm
+
+
+def test_an_sbatch_that_is_killed_is_said_to_be(slurm, tmp_path):
     """It says nothing, and the line that told of it was empty."""
-    sbatch = tmp_path / "sbatch"
-    sbatch.write_text("#!/bin/sh\nkill -9 $$\n")
-    sbatch.chmod(0o755)
-    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    slurm(sbatch="kill -9 $$")
     job_id, words = BatchFile(tmp_path, {}, [], "true").hand_over("name")
     assert job_id is None and _complaint(words).startswith("sbatch was killed, or ended without")
+
+
+def test_the_line_counts_and_not_what_the_environment_asks_sbatch_for(slurm, tmp_path):
+    """sbatch takes SBATCH_ACCOUNT for --account of the file, and only its own arguments before that."""
+    asks = {"nodes": 1, "account": "a b"}
+    slurm(sbatch=f'echo "$@" > {tmp_path}/arguments; echo Submitted batch job 7')
+    assert BatchFile(tmp_path, asks, [], "true").hand_over("name") == ("7", "")
+    assert "--account=a b " in (tmp_path / "arguments").read_text()
+
+
+def test_no_option_of_the_environment_hides_jobs(monkeypatch):
+    monkeypatch.setenv("SQUEUE_PARTITION", "other")
+    assert "SQUEUE_PARTITION" not in slurm_state._ask("env")
+
+
+def test_a_job_that_has_ended_is_not_cancelled(slurm, tmp_path):
+    """One looks at Slurm every 15 s, and Ctrl-C came in between."""
+    slurm(squeue="echo '17|COMPLETED|None|n1|N/A|0|'", scancel="true")
+    job = make_job(tmp_path / "run")
+    job.enter("running")
+    write_json(job.folder / "slurm.json", {"job_id": "17"})
+    write_json(job.folder / "summary.json", {"num_steps": 1})
+    cancel_unfinished([job])
+    assert job.state["status"] == "done"
+
+
+SAYS = "echo 'sbatch: error: Batch job submission failed: {}' >&2; exit 1"
+
+
+@pytest.mark.parametrize(
+    ("sbatch", "squeue", "status", "is_remembered"),
+    [
+        ("Socket timed out on send/recv operation", "exit 1", "failed", True),
+        ("Socket timed out on send/recv operation", "true", "failed", False),
+        ("Unable to contact slurm controller (connect failure)", "exit 1", "pending", False),
+    ],
+    ids=["perhaps queued", "not queued", "held"],
+)
+def test_a_job_that_slurm_may_have_queued_is_looked_for_later(
+    slurm, monkeypatch, tmp_path, sbatch, squeue, status, is_remembered
+):
+    """A controller that is away has queued nothing, and takes the job once it is back."""
+    monkeypatch.setattr("zeroexp.cluster.submit.SECONDS_BETWEEN_LOOKS", 0.0)
+    slurm(sbatch=SAYS.format(sbatch), squeue=squeue)
+    job = make_job(tmp_path / "run", ClusterConfig(kind="slurm", device="cpu"))
+    job.enter("pending")
+    submit_all([job])
+    assert job.status == status and sbatch in job.state["reason"]
+    assert (job.folder / SUBMITTING).exists() == is_remembered

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.run_folders import record, write_run
+from zeroexp.checkpoint.folders import LOG
 from zeroexp.cluster.follow import ShownRun
 from zeroexp.cluster.job import Job
 from zeroexp.report.sweep_progress import MAX_RUNNING_LINES, SweepProgress, duration
@@ -108,6 +109,16 @@ def test_steps_from_before_it_was_followed_took_none_of_the_time(tmp_path: Path)
     # Of 23 steps 12 are left of 5 s, then 15 of 8 s.
     left = re.findall(r"\d[\w ]+ left", pipe.getvalue())
     assert left == ["1 min 00 s left", "2 min 00 s left"]
+
+
+def test_a_torn_line_about_a_save_ends_no_sweep(tmp_path: Path) -> None:
+    """A full disk tears it, and training goes on."""
+    folder = write_run(tmp_path / "run", status="running", num_steps=0)
+    pipe = io.StringIO()
+    shown = ShownRun(1, Job(folder), SweepProgress(1, pipe), lambda _: None)
+    (folder / LOG).write_text('{"step": 1, "err{"step": 2, "error": null}\n{"error": "no room"}\n')
+    shown.show_steps()
+    assert "no room" in pipe.getvalue()
 
 
 def test_what_drifts_is_named_every_three_hundred_steps_while_the_run_goes_on() -> None:

@@ -255,6 +255,8 @@ def check_sbatch_options(config: Config) -> Iterator[Refusal]:
             yield f"{key}={as_typed(value)}", "no option of sbatch with one value", remedy
         if "\n" in str(value):
             yield f"{key}={value!r}", "more than one line", "use one line"
+        if name == "comment":
+            yield f"{key}={value}", "sweeps find their jobs by a comment of ours", "leave it out"
 
 
 def check_study(config: Config) -> Iterator[Refusal]:

@@ -26,7 +26,15 @@ from submitit.core.utils import FailedJobError, FailedSubmissionError
 from zeroexp.cluster.code_snapshot import snapshot_code
 from zeroexp.cluster.job import Job
 from zeroexp.cluster.local import thread_variables
-from zeroexp.cluster.task import HEARTBEAT_AT, HOSTS, PREEMPTED, TIME_LIMIT, WANTS_ANOTHER, Duty
+from zeroexp.cluster.task import (
+    HEARTBEAT_AT,
+    HOSTS,
+    JOB,
+    PREEMPTED,
+    TIME_LIMIT,
+    WANTS_ANOTHER,
+    Duty,
+)
 from zeroexp.config import plugins
 from zeroexp.config.job_shape import JobShape
 from zeroexp.config.keys import ClusterConfig
@@ -44,7 +52,7 @@ SUBMITITS_OWN = ("job_name", "nodes", "time", "wckey")  # which have a value unl
 
 
 class BatchFile(SlurmExecutor):
-    """The batch file of one job in the folder of its logs. Both private members of submitit are called here, so that
+    """The batch file of one job in the folder of its logs. All private members of submitit are used here, so that
     pyproject.toml bounds its version.
     """
 
@@ -64,6 +72,13 @@ class BatchFile(SlurmExecutor):
     def text(self) -> str:
         """What a dry run prints and an element of a job array runs; submitit shows its text to sbatch alone."""
         return self._make_submission_file_text(self._command, "")
+
+    def _make_submission_command(self, submission_file_path: Path) -> list[str]:
+        """Return sbatch with the file's options as arguments, because SBATCH_ACCOUNT and its like win over the file."""
+        text = submission_file_path.read_text(encoding="utf-8")
+        lines = [line for line in text.splitlines() if line.startswith("#SBATCH ")]
+        options = [option for line in lines for option in shlex.split(line)[1:]]
+        return ["sbatch", *options, str(submission_file_path)]
 
     def hand_over(self, comment: str) -> tuple[str | None, str]:
         """Submit the file; return the job's id, or None and sbatch's words.
@@ -133,6 +148,11 @@ def array_file(jobs: Sequence[Job]) -> BatchFile:
     ]
     command = f'exec bash "$run/{ELEMENT}" >> "$logs.out" 2>> "$logs.err"'
     return BatchFile(first / "slurm", asks, lines, command, use_srun=False, stderr_to_stdout=True)
+
+
+def element_text(job: Job) -> str:
+    """Return the ELEMENT of a run; logs of its ranks are named by the array and the element, as the job is."""
+    return batch_file(job).text().replace("/%j_%t_log", "/%A_%a_%t_log")
 
 
 def duty_of(job: Job, rank_main: str) -> Duty:
@@ -210,6 +230,8 @@ def _export_lines(job: Job, config: ClusterConfig) -> list[str]:
     lines = [
         "unset RANK WORLD_SIZE LOCAL_RANK MASTER_ADDR MASTER_PORT",
         *(f"export {key}={shlex.quote(value)}" for key, value in exports.items()),
+        # The last element of an array has the array's id as its own, by which Slurm means all elements.
+        f"export {JOB}=${{SLURM_ARRAY_JOB_ID:-$SLURM_JOB_ID}}${{SLURM_ARRAY_TASK_ID:+_$SLURM_ARRAY_TASK_ID}}",
         f'export {HOSTS}="$(scontrol show hostnames "$SLURM_JOB_NODELIST")"',
         f"export {attempt.NUMBER}=$(({attempt.newest(folder) + 1} + {restarts}))",
         f"export {SECRET}=$(od -vAn -N32 -tx1 /dev/urandom | tr -d ' \\n')",
@@ -221,7 +243,7 @@ def _export_lines(job: Job, config: ClusterConfig) -> list[str]:
         lines.append("export GLOO_SOCKET_IFNAME=${GLOO_SOCKET_IFNAME:-lo}")
     if most := max_requeues(config):  # the last attempt is not requeued even if a node is lost
         more = f"[ {restarts} -lt {most} ]"
-        lines.append(f"{more} || scontrol update JobId=$SLURM_JOB_ID Requeue=0")
+        lines.append(f"{more} || scontrol update JobId=${JOB} Requeue=0")
     return lines
 
 
@@ -235,7 +257,7 @@ def _site_lines(lines: list[str]) -> list[str]:
 
 def _end_lines(slurm: Path) -> list[str]:
     """Return shell lines that start the job again if its ranks want it, see [Note: the end]."""
-    preempted = "squeue --noheader --jobs=$SLURM_JOB_ID --Format=PreemptTime:20 | grep -q '[0-9]'"
+    preempted = f"squeue --noheader --jobs=${JOB} --Format=PreemptTime:20 | grep -q '[0-9]'"
     return [
         "code=$?",
         f"asked={shlex.quote(str(slurm))}/{WANTS_ANOTHER}",
@@ -246,7 +268,7 @@ def _end_lines(slurm: Path) -> list[str]:
         f"    if {preempted}; then",
         f'        echo {shlex.quote(PREEMPTED)} > "$ended"; wait_to_be_killed',
         "    fi",
-        '    words=$(scontrol requeue "$SLURM_JOB_ID" 2>&1) && wait_to_be_killed',
+        f'    words=$(scontrol requeue "${JOB}" 2>&1) && wait_to_be_killed',
         f'    echo "{TIME_LIMIT}; not requeued: $words" > "$ended"',
         "fi",
         "exit $code",

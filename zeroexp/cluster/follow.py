@@ -11,6 +11,7 @@ import shlex
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 
 from zeroexp.checkpoint.folders import LOG
 from zeroexp.cluster import slurm_state
@@ -63,6 +64,8 @@ def _adopt_all(jobs: Iterable[Job]) -> None:
 def cancel(jobs: Sequence[Job], reason: str) -> list[Job]:
     """Cancel the unfinished jobs and return them. Raises SlurmSilent; then none of them is taken for cancelled."""
     _adopt_all(jobs)
+    with suppress(SlurmSilent):  # a job that has ended by now keeps its end
+        refresh(jobs)
     open_jobs = unfinished(jobs)
     slurm_state.cancel(open_jobs)
     for job in open_jobs.values():
@@ -186,8 +189,9 @@ class ShownRun:
             self._progress.step(self._number, step_record(row), is_newest=row is rows[-1])
             self._on_step(self.job)
         for line in self._log.new_lines():
-            if error := json.loads(line)["error"]:
-                self._progress.note(error)
+            with suppress(ValueError):  # torn, as a full disk leaves it
+                if error := json.loads(line)["error"]:
+                    self._progress.note(error)
 
 
 class _Followed(ShownRun):

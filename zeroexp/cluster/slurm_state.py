@@ -18,6 +18,7 @@ from zeroexp.tracking.json_files import read_json
 from zeroexp.tracking.run import SLURM_FILE
 
 OF_THIS_USER = (f"--user={os.getuid()}", "--noheader", "--states=all")
+OPTIONS_OF_THE_USER = ("SQUEUE_", "SACCT_", "SCANCEL_")
 SRUN_WRITES = "slurm"  # a folder in the run's folder
 
 
@@ -86,10 +87,16 @@ def ask_sacct(wanted: set[str]) -> dict[str, Sighting]:
 
 
 def _ask(*command: str) -> str:
-    """Return what a command of Slurm prints. Raises SlurmSilent with its first words where it fails."""
+    """Return what a command of Slurm prints. Raises SlurmSilent with its first words where it fails.
+
+    SQUEUE_PARTITION and its like, of the user's environment, would hide jobs from it.
+    """
+    env = {
+        key: value for key, value in os.environ.items() if not key.startswith(OPTIONS_OF_THE_USER)
+    }
     try:
         asked = subprocess.run(
-            command, capture_output=True, encoding="utf-8", errors="replace", timeout=60
+            command, capture_output=True, encoding="utf-8", errors="replace", timeout=60, env=env
         )
     except subprocess.TimeoutExpired as error:
         raise SlurmSilent(f"{command[0]} did not answer within {error.timeout:.0f} s") from error

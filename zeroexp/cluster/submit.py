@@ -13,7 +13,6 @@ import re
 import secrets
 import time
 from collections.abc import Iterable, Sequence
-from contextlib import suppress
 from dataclasses import asdict
 
 from zeroexp.cluster.job import Job
@@ -32,12 +31,14 @@ NO_GPUS = (
 )
 # Slurm refuses such a job now and takes it once other jobs of this user have ended. The words "Job violates
 # accounting/QOS policy" alone are no sign of that: Slurm also says them of jobs that it never takes.
-QUEUE_IS_FULL = re.compile(r"MaxSubmit|temporarily unable|MaxJobCount|maximum number of jobs")
-UNSURE = re.compile(r"[Tt]imed out|Zero Bytes|Unexpected message|Unable to contact")
+QUEUE_IS_FULL = re.compile(
+    r"MaxSubmit|temporarily unable|MaxJobCount|maximum number of jobs|connect failure"
+)
+UNSURE = re.compile(r"[Tt]imed out|Zero Bytes|Unexpected message|(send|receive|shutdown) failure")
 
 
 class QueueFull(ConfigError):
-    """Slurm takes no more jobs of this user now."""
+    """Slurm takes no more jobs of this user now, or its controller is away."""
 
 
 def submit_all(jobs: Iterable[Job], *, rank_main: str = RANK_MAIN) -> None:
@@ -73,7 +74,7 @@ def submit_job_or_array(jobs: Sequence[Job], *, rank_main: str = RANK_MAIN) -> N
     Raises ConfigError with sbatch's message if Slurm refuses, and its subclass QueueFull if that will pass.
     """
     # submitit takes 0.06 s to import, and most sweeps need none of it.
-    from zeroexp.cluster.batch_file import ELEMENT, array_file, batch_file, duty_of
+    from zeroexp.cluster.batch_file import ELEMENT, array_file, batch_file, duty_of, element_text
 
     name = f"{jobs[0].folder.name} zeroexp-{secrets.token_hex(8)}"
     for index, job in enumerate(jobs):
@@ -82,12 +83,16 @@ def submit_job_or_array(jobs: Sequence[Job], *, rank_main: str = RANK_MAIN) -> N
         write_json(job.folder / DUTY, asdict(duty_of(job, rank_main)))
         element = {"element": index} if len(jobs) > 1 else {}
         if element:
-            (slurm / ELEMENT).write_text(batch_file(job).text(), encoding="utf-8")
+            (slurm / ELEMENT).write_text(element_text(job), encoding="utf-8")
         write_json(job.folder / SUBMITTING, {"name": name, **element})
     file = array_file(jobs) if len(jobs) > 1 else batch_file(jobs[0])
     job_id, message = file.hand_over(name)
     if job_id is None and (not message or UNSURE.search(message)):
-        job_id = _look_for(name)
+        try:
+            job_id = _look_for(name)
+        except SlurmSilent as error:  # SUBMITTING stays: whoever looks later finds the job
+            problem = f"whether it is queued is unknown ({error}); look later with zeroexp watch"
+            raise ConfigError(f"cluster.slurm: {_complaint(message)}; {problem}") from error
     for job in jobs:
         if job_id is None:
             (job.folder / SUBMITTING).unlink()
@@ -158,10 +163,14 @@ def _note(job: Job, job_id: str) -> None:
 
 
 def _look_for(name: str) -> str | None:
-    for _ in range(LOOKS):
-        with suppress(SlurmSilent):
+    """Return the id of a job that sbatch may have queued, None if there is none. Raises SlurmSilent."""
+    for num_left in reversed(range(LOOKS)):
+        try:
             if job_id := find_by_comment(name):
                 return job_id
+        except SlurmSilent:
+            if not num_left:
+                raise
         time.sleep(SECONDS_BETWEEN_LOOKS)
     return None
 

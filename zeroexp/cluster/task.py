@@ -37,6 +37,7 @@ from zeroexp.tracking.out_of_memory import kills_by_kernel
 from zeroexp.training.agree_to_stop import ASKS_TO_STOP, SAVED
 
 HEARTBEAT_AT = "ZEROEXP_HEARTBEAT"  # the host of the task of rank 0
+JOB = "ZEROEXP_JOB"  # Slurm's id of the job; of an element of an array with its number, 7_2
 HOSTS = "ZEROEXP_HOSTS"  # the job's hosts in Slurm's order
 SECONDS_BETWEEN_SIGNALS = 1.0  # from Slurm's signal to a task's child until its signal to the task
 SECONDS_TO_NOTE = 2.0  # for one query to Slurm and one small file
@@ -187,7 +188,7 @@ def _record_why_slurm_ended(folder: Path, rank: int) -> None:
 
 def _is_preempted() -> bool:
     """Ask Slurm whether this job is being preempted. In a container without squeue nobody knows."""
-    command = ["squeue", "--noheader", f"--jobs={os.environ['SLURM_JOB_ID']}"]
+    command = ["squeue", "--noheader", f"--jobs={os.environ[JOB]}"]
     try:
         answer = subprocess.run(
             [*command, "--Format=PreemptTime:20"],
