@@ -6,8 +6,10 @@ from pathlib import Path
 
 import pytest
 
+from tests.composing import composed
 from tests.report.made import change, edit, points, timed
 from tests.run_folders import write_run
+from zeroexp.config.keys import save
 from zeroexp.report.measured_points import points_of
 from zeroexp.tracking.run import read_run
 
@@ -68,3 +70,24 @@ def test_seeds_are_replicates_and_another_setting_is_another_point(tmp_path: Pat
     assert (other.name, seeds.name) == ("zero3-buffer-n2-0.5", "zero3-buffer-n2")
     assert seeds.seconds_by_round == {(3, 0): 3, (4, 1): 4}
     assert seeds.pooled.summary and seeds.pooled.summary.final_loss == 5.5, "the mean"
+
+
+@pytest.mark.parametrize(
+    "values",
+    [("resume=a", "resume=b"), ("checkpoint.every=null", "checkpoint.every=1")],
+    ids=["resume", "saves"],
+)
+def test_runs_of_one_seed_that_differ_in_anything_are_no_repeats(tmp_path, values):
+    for seed in (0, 1):
+        for value in values:
+            folder = write_run(tmp_path / f"zero3-{value}-seed{seed}")
+            save(composed(value, f"train.seed={seed}"), folder / "config.yaml")
+    assert [len(point.runs) for point in points(tmp_path)] == [2, 2]
+
+
+def test_what_each_seed_goes_on_from_makes_no_point(tmp_path):
+    """As with resume=latest, which finds another run for each."""
+    for seed in (0, 1):
+        folder = write_run(tmp_path / f"zero3-seed{seed}")
+        save(composed(f"resume=of{seed}", f"train.seed={seed}"), folder / "config.yaml")
+    assert [len(point.runs) for point in points(tmp_path)] == [2]

@@ -23,6 +23,8 @@ from zeroexp.tracking.run import Run, flatten
 SEED = "train.seed"
 # Keys of the config that say why or where a point ran, or are its replicates, not what it was.
 OUTSIDE = ("study.", "tracking.", "outputs", "resume", "repeats", "checkpoint.", "events.", SEED)
+# Those of them that tell points apart where they differ between runs that are equal otherwise, in their seed too.
+APART = ("resume", "checkpoint.", "events.", "tracking.")
 MOMENT = "after_backward"  # gradients are reduced and the optimizer has not run: stages differ most
 # Of a summary: what is pooled over seeds, and what over all runs of a point.
 MEANS = ("final_loss", "validation_loss", "validation_accuracy")
@@ -162,9 +164,13 @@ def _defaults() -> dict[str, str]:
 
 def points_of(runs: Sequence[Run]) -> list[MeasuredPoint]:
     """Group runs into points, in the order of their first runs; two sweeps have no point in common."""
+    alike: dict[tuple[str, ...], list[Run]] = {}
+    for run in runs:
+        alike.setdefault(_of_one_seed(run), []).append(run)
     groups: dict[tuple[str, ...], list[Run]] = {}
     for run in runs:
-        groups.setdefault((str(run.folder.parent), *settings_of(run)), []).append(run)
+        apart = _apart(run, alike[_of_one_seed(run)])
+        groups.setdefault((str(run.folder.parent), *settings_of(run), *apart), []).append(run)
     folders = {run.folder.parent: run.sweep for run in runs}
     if len({*folders.values()}) < len(folders):  # before/compare and after/compare
         folders = {folder: str(folder) for folder in folders}
@@ -173,6 +179,16 @@ def points_of(runs: Sequence[Run]) -> list[MeasuredPoint]:
         MeasuredPoint(f"{sweeps[group[0].folder.parent]}{_name(group)}", tuple(group))
         for group in groups.values()
     ]
+
+
+def _of_one_seed(run: Run) -> tuple[str, ...]:
+    return str(run.folder.parent), str(seed_of(run)), *settings_of(run)
+
+
+def _apart(run: Run, alike: Sequence[Run]) -> list[str]:
+    """Return the values of APART in which this run differs from runs of equal settings and seed."""
+    keys = (key for key in run.config if key.startswith(APART))
+    return [run.config[key] for key in keys if len({one.config.get(key) for one in alike}) > 1]
 
 
 def of_one_seed(points: Sequence[MeasuredPoint]) -> list[MeasuredPoint]:
