@@ -6,6 +6,7 @@ the whole sweep, since only the sweep knows which points are defined and which m
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -29,19 +30,23 @@ class ZeroexpLauncher(Launcher):
         self._keep_what_is_composed()
         # These checks come before a sweeper writes. The imports are local because Hydra loads this file for every app.
         from zeroexp.check.refusal import refuse_password
-        from zeroexp.config.keys import ConfigError
+        from zeroexp.config.keys import FOLDER, ConfigError
         from zeroexp.process.writable import require_writable
 
         refuse_password("tracking.uri", str(OmegaConf.select(config, "tracking.uri")))
         batch = OmegaConf.select(config, "hydra.sweeper.max_batch_size")
+        key = f"hydra.sweeper.max_batch_size={batch}"
         if batch is not None and batch < 1:
-            key = f"hydra.sweeper.max_batch_size={batch}"
             raise ConfigError(f"{key}: too small; use at least 1, or leave it null")
+        if batch is not None and OmegaConf.select(config, "study.include"):
+            raise ConfigError(f"{key}: a study is one batch; leave it out")
         writes = getattr(task_function, "writes", True)  # a plan does not
         for key in ("outputs", "hydra.sweep.dir") if writes else ():
             folder = OmegaConf.select(config, key)
             if folder is None:
                 raise ConfigError(f"{key}=???: no value; give it one")
+            if key == "outputs" and not re.fullmatch(FOLDER[0], str(folder)):
+                raise ConfigError(f"{key}={folder}: {FOLDER[1]}; {FOLDER[2]}")
             require_writable(f"{key}={folder}", folder, "choose a folder that is yours")
 
     def _keep_what_is_composed(self) -> None:

@@ -37,6 +37,11 @@ def say(monkeypatch: pytest.MonkeyPatch, *words: str) -> int:
     return zeroexp.main()
 
 
+def test_help_takes_its_key_behind_an_equals_sign(monkeypatch, capsys):
+    assert say(monkeypatch, "--help=train.steps") == 0
+    assert "train.steps" in capsys.readouterr().out
+
+
 def test_help_is_one_screen(monkeypatch, capsys):
     assert say(monkeypatch, "--help") == 0
     lines = capsys.readouterr().out.splitlines()
@@ -239,3 +244,14 @@ def test_flags_may_stand_between_settings(monkeypatch, capsys):
     assert say(monkeypatch, *line) == 0
     shown = capsys.readouterr().out
     assert "steps: 3" in shown and "name: zero1" in shown
+
+
+def test_json_of_a_sweep_that_is_interrupted_holds_what_has_ended(monkeypatch):
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(sys, "argv", ["zeroexp"])
+    monkeypatch.setattr(zeroexp, "_run", interrupted)
+    monkeypatch.setattr(Sweep, "as_json", lambda _: "[1]")
+    told: list[str] = []
+    assert (zeroexp._sweep_or_explain(told), told) == (zeroexp.INTERRUPTED, ["[1]"])

@@ -17,6 +17,7 @@ from transformers import AutoTokenizer
 from tests.test_export import config_of, exported, load, require_bits, save
 from tests.warm import Warm
 from zeroexp import export
+from zeroexp.tracking.json_files import write_json
 
 MANY_FILES = ("model=tiny", "model.hf_config.num_hidden_layers=24")
 
@@ -91,3 +92,12 @@ def test_it_goes_along_byte_for_byte_or_is_said_to_be_gone(ranks, tmp_path, weig
     assert line.startswith("zeroexp: exported without a tokenizer: ") and str(weights) in line
     assert not list((tmp_path / "without").glob("*token*"))
     load(tmp_path / "without", "causal")
+
+
+def test_the_tokenizer_of_a_relative_path_is_that_of_the_run(tmp_path, monkeypatch):
+    """Whoever exports may stand elsewhere, where a folder of this name may hold another."""
+    (tmp_path / "run").mkdir()
+    write_json(tmp_path / "run" / "environment.json", {"folder": str(tmp_path)})
+    monkeypatch.setattr("zeroexp.data.sources.choose_tokenizer", lambda *_: os.getcwd())
+    checkpoint = tmp_path / "run" / "checkpoint" / "step-000001"
+    assert export._tokenizer(config_of("data=offline"), checkpoint) == str(tmp_path)

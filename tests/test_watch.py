@@ -46,6 +46,15 @@ def test_a_folder_that_is_no_sweep_is_one_line(
     assert capsys.readouterr().err.startswith(f"zeroexp: {tmp_path}: no run in there; give")
 
 
+def test_a_sweep_is_also_the_folder_that_one_is_in(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """MLflow's store lies in the folder above."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["watch", "."])
+    assert watch.parse_arguments().sweep == tmp_path
+
+
 def test_a_sweep_of_somebody_else_is_one_line(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -108,6 +108,14 @@ def test_a_mistake_is_one_line_and_nothing_runs(line, here, refused):
     assert not list(here.glob("**/state.json")), "a run folder was made"
 
 
+@pytest.mark.parametrize("outputs", ["'~/runs'", "$SCRATCH/runs"])
+def test_a_wrong_name_of_a_folder_makes_none(outputs, here, refused):
+    """Whoever tidies up a folder ~ types rm -r ~."""
+    before = sorted(here.iterdir())
+    assert refused(f"outputs={outputs}").startswith("outputs=")
+    assert sorted(here.iterdir()) == before
+
+
 @pytest.mark.parametrize("line", WRONG_VALUES)
 def test_a_wrong_value_is_one_line_and_nothing_runs(line, here, offline):
     words = line.split()

@@ -42,6 +42,7 @@ from zeroexp.tracking import failure
 
 FAILED, REFUSED, INTERRUPTED = 1, 2, 130
 NOT_UNDERSTOOD = "Hydra does not understand the line; write key=value and group=option"
+OURS_WITH_VALUE = ("--rerun=", "--help=")
 OF_THE_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO, errno.ESTALE)
 ONLY_LINUX = "ranks need Linux (pidfds, memfds, /proc); use a Linux machine, a container or a virtual machine"
 # Hydra 1.3 asks for the version whose behaviour is meant, and later ones warn of the question.
@@ -72,16 +73,13 @@ def _sweep_or_explain(told: list[str] | None) -> int:
         try:
             _run(sweep, arguments)
             code = sweep.conclude()
-            if told is not None:
-                told.append(sweep.as_json())
-            return code
         except MISTAKES as error:
             print(f"zeroexp: {explain(error)}", file=sys.stderr)
             sweep.conclude()  # a sweeper that learns may have run points already
             return REFUSED
         except KeyboardInterrupt:
             sweep.conclude()
-            return INTERRUPTED
+            code = INTERRUPTED
         except BaseException as error:  # a plugin may raise anything
             if problem := plugins.blamed(error):
                 print(f"zeroexp: {problem}", file=sys.stderr)
@@ -90,6 +88,9 @@ def _sweep_or_explain(told: list[str] | None) -> int:
                 raise
             print(f"zeroexp: {problem}", file=sys.stderr)
             return FAILED
+        if told is not None:
+            told.append(sweep.as_json())
+        return code
 
 
 def _explain_disk(error: BaseException) -> str | None:
@@ -106,6 +107,8 @@ def _run(sweep: Sweep, arguments: list[str]) -> None:
         problem = "the folder that you are in has been removed"
         raise ConfigError(f"{problem}; change to one that exists") from error
     plugins.load(plugins.modules_named_in(arguments))
+    if arguments and arguments[0].startswith(OURS_WITH_VALUE):
+        arguments = [*arguments[0].split("=", 1), *arguments[1:]]
     if answer := _help_or_version(arguments):
         print(answer)
     elif "--rerun" in arguments:

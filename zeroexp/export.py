@@ -16,6 +16,7 @@ is written, one rename gives the folder its name. Exit codes: 0 written, 2 refus
 from __future__ import annotations
 
 import argparse
+import contextlib
 import sys
 from pathlib import Path
 
@@ -26,6 +27,7 @@ from zeroexp.config.vocabulary import TokenizerChoice
 from zeroexp.foreign import WRITERS
 from zeroexp.measure.chakra import traced_step, write_chakra
 from zeroexp.process.json_output import answer
+from zeroexp.tracking.files import working_folder_of
 from zeroexp.tracking.json_files import dumps
 
 HUGGINGFACE, CHAKRA = "huggingface", "chakra"
@@ -160,7 +162,7 @@ def export(
             weights.read,
             dtype=getattr(torch, dtype),
             max_shard_size=max_shard_size,
-            tokenizer=_tokenizer(config),
+            tokenizer=_tokenizer(config, checkpoint),
             labels=config.data.labels,
         )
 
@@ -179,15 +181,20 @@ def export_whole(checkpoint: Path, target: Path, form: str) -> None:
         WRITERS[form](folder, config, manifest, Weights(checkpoint, manifest))
 
 
-def _tokenizer(config: Config) -> TokenizerChoice | None:
-    """Return the tokenizer of the training text; None where there was no text or the tokenizer is gone."""
+def _tokenizer(config: Config, checkpoint: Path) -> TokenizerChoice | None:
+    """Return the tokenizer of the training text; None where there was no text or the tokenizer is gone.
+
+    Relative paths are meant from where the run was started, as long as that folder is there.
+    """
     from zeroexp.config.data_sources import DATA
     from zeroexp.data.sources import choose_tokenizer
 
     if config.data.kind not in DATA or not DATA[config.data.kind].tokenizes:
         return None
+    started_in = working_folder_of(checkpoint.parents[1])
     try:
-        return choose_tokenizer(config.data, config.model)
+        with contextlib.chdir(started_in if started_in and started_in.is_dir() else "."):
+            return choose_tokenizer(config.data, config.model)
     except ConfigError as error:
         print(f"zeroexp: exported without a tokenizer: {error}", file=sys.stderr)
 

@@ -14,6 +14,7 @@ from pathlib import Path
 
 from zeroexp.cluster.follow import refresh
 from zeroexp.cluster.job import Job
+from zeroexp.cluster.slurm_state import SlurmSilent
 from zeroexp.config.keys import ConfigError
 from zeroexp.process.json_output import answer
 from zeroexp.tracking.json_files import dumps
@@ -34,7 +35,10 @@ def _sync(told: list[str] | None) -> int:
     )
     sweep = parser.parse_args().sweep.resolve()
     jobs = jobs_of(sweep)
-    refresh(jobs)
+    try:
+        refresh(jobs)
+    except SlurmSilent as error:
+        print(f"zeroexp: states are those of the last look: {error}", file=sys.stderr)
     uploads = open_uploads(job.folder for job in jobs)
     if uploads is None:
         problem = "MLflow tracks none of its runs (tracking.mlflow=false, or all were skipped)"
@@ -53,10 +57,15 @@ def jobs_of(sweep: Path) -> list[Job]:
     return sorted(jobs, key=lambda job: (job.state.get("pending_at", 0.0), job.name))
 
 
+def is_tracked(job: Job) -> bool:
+    """Whether MLflow tracks the run; runs of one sweep may differ in that."""
+    return job.config.tracking.mlflow
+
+
 def sync(jobs: Sequence[Job], uploads: Uploads) -> bool:
     """Send every run that is tracked; return False if the store failed."""
     for job in jobs:
-        if job.config.tracking.mlflow and job.status != "skipped":
+        if is_tracked(job) and job.status != "skipped":
             uploads.send(job.folder)
     uploads.conclude(jobs[0].folder.parent)
     return not uploads.failed

@@ -28,7 +28,7 @@ from zeroexp.report.exports import runs_as_json
 from zeroexp.report.measured_points import points_of
 from zeroexp.report.results_table import print_table
 from zeroexp.report.sweep_progress import SweepProgress
-from zeroexp.sync import jobs_of, sync
+from zeroexp.sync import is_tracked, jobs_of, sync
 from zeroexp.tracking import owner
 from zeroexp.tracking.mlflow_uploads import Uploads, open_uploads
 from zeroexp.tracking.run import UNFINISHED, read_runs
@@ -66,14 +66,16 @@ def parse_arguments() -> argparse.Namespace:
     action.add_argument("--once", action="store_true", help="do not follow")
     action.add_argument("--cancel", action="store_true", help="cancel what has not ended")
     action.add_argument("--rerun", choices=["failed"], help="submit again what failed")
-    return parser.parse_args()
+    arguments = parser.parse_args()
+    arguments.sweep = arguments.sweep.resolve()
+    return arguments
 
 
 def watch(arguments: argparse.Namespace) -> int:
     if arguments.rerun:
         with Sweep(sys.argv[1:]) as sweep:
             try:
-                sweep.rerun(arguments.sweep.resolve())
+                sweep.rerun(arguments.sweep)
             except KeyboardInterrupt:  # which cancelled what it had submitted
                 sweep.conclude()
                 return INTERRUPTED
@@ -106,8 +108,8 @@ def follow_all(jobs: list[Job], uploads: Uploads | None) -> None:
         follow(
             {**numbered, **held},
             progress,
-            on_step=lambda job: uploads.look(job.folder) if uploads else None,
-            on_end=lambda job: uploads.send(job.folder) if uploads else None,
+            on_step=lambda job: uploads.look(job.folder) if uploads and is_tracked(job) else None,
+            on_end=lambda job: uploads.send(job.folder) if uploads and is_tracked(job) else None,
         )
 
 

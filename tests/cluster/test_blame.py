@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
+import resource
 import signal
 import subprocess
 import sys
-from multiprocessing.connection import Pipe
+from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
 
 import pytest
@@ -49,3 +51,18 @@ def test_of_ranks_that_died_together_the_first_cause_is_told(
     cause = read_json(tmp_path / "failure.json")
     assert cause is not None and cause["rank"] == guilty
     assert not open_now() - before
+
+
+def test_ranks_are_supervised_beyond_descriptor_1023(tmp_path: Path) -> None:
+    """Each rank has two."""
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if before[1] < 2048:
+        pytest.skip("needs 2048 open files")
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(before[0], 2048), before[1]))
+    try:
+        ours, theirs = Pipe()
+        high = Connection(fcntl.fcntl(ours.fileno(), fcntl.F_DUPFD_CLOEXEC, 1024))
+        with ours, theirs, high:
+            assert supervise([dead(0, 0)], tmp_path, high, timeout_seconds=60) == "done"
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)

@@ -6,13 +6,17 @@ import os
 import shutil
 import sqlite3
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
 from tests.run_folders import record, write_run
-from zeroexp.config.keys import TrackingConfig
+from zeroexp.cluster.job import Job
+from zeroexp.cluster.sweep import Sweep
+from zeroexp.config.keys import TrackingConfig, load, save
 from zeroexp.measure.formats import refuse_newer_format
 from zeroexp.tracking import mlflow_uploads
 from zeroexp.tracking.files import RecordWriter, write_json
@@ -75,6 +79,17 @@ def test_a_store_that_is_away_costs_a_complaint_and_nothing_else(
     printed = capsys.readouterr().out
     assert printed.startswith("\nMLflow did not take the runs (")
     assert printed.endswith(f"zeroexp sync {os.path.relpath(folder.parent)}\n")
+
+
+@pytest.mark.parametrize("is_tracked", [True, False])
+def test_of_a_sweep_the_tracked_runs_alone_are_sent(tmp_path: Path, is_tracked: bool) -> None:
+    """Where tracking=files,mlflow is swept, one of the runs opens the store."""
+    folder, sent, sweep = write_run(tmp_path / "run"), list[Path](), Sweep([])
+    tracking = TrackingConfig(mlflow=is_tracked)
+    save(replace(load(folder / "config.yaml"), tracking=tracking), folder / "config.yaml")
+    sweep._uploads = cast(Uploads, SimpleNamespace(send=sent.append))
+    sweep._send(Job(folder))
+    assert sent == ([folder] if is_tracked else [])
 
 
 def test_a_run_of_a_later_version_keeps_no_other_from_the_store(

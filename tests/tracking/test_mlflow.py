@@ -187,6 +187,20 @@ def test_a_sweep_that_mlflow_does_not_track_is_refused(sweep: Path, monkeypatch,
     assert "MLflow tracks none of its runs" in capsys.readouterr().err
 
 
+def test_a_sync_takes_files_as_they_are_where_there_is_no_slurm(
+    sweep: Path, monkeypatch, capsys
+) -> None:
+    folder = write_run(sweep / "run", status="running")
+    write_json(folder / "slurm.json", {"job_id": "17"})
+    monkeypatch.setattr(sync, "open_uploads", lambda _: None)
+    monkeypatch.setattr(sys, "argv", ["zeroexp sync", str(sweep)])
+    monkeypatch.setenv("PATH", str(sweep))
+    assert sync.main() == 2
+    told = capsys.readouterr().err
+    assert "states are those of the last look: squeue is not here" in told
+    assert "MLflow tracks none of its runs" in told
+
+
 def test_a_run_can_be_followed_and_a_resumed_one_goes_on(
     tracker: MlflowTracker, outputs: Path, sweep: Path
 ) -> None:

@@ -5,10 +5,9 @@ from __future__ import annotations
 import contextlib
 import math
 import os
-import select
 import signal
 import time
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection, wait
 from pathlib import Path
 
 from zeroexp.cluster.job import Ending
@@ -28,10 +27,11 @@ def supervise(
 ) -> Ending:
     """Wait until all ranks are done, one failed, all hang, the time is over, or the sweep hung up."""
     deadline, kills = time.monotonic() + timeout_seconds, kills_by_kernel()
-    pause = math.inf if hang_seconds is None else min(LOOK_SECONDS, hang_seconds / 4)
+    pause = min(LOOK_SECONDS, math.inf if hang_seconds is None else hang_seconds / 4)
     while alive := _alive(ranks):
         left = max(0.0, deadline - time.monotonic())
-        ready, _, _ = select.select([control, *alive], [], [], min(left, pause))
+        # select.select ends at descriptor 1023.
+        ready = wait([control, *(rank.fileno() for rank in alive)], min(left, pause))
         if not ready and time.monotonic() >= deadline:
             return "timed_out"
         if not ready and hang_seconds is not None:
@@ -42,7 +42,7 @@ def supervise(
                 return "failed"
         if control in ready:
             return "cancelled"
-        if failed := [rank for rank in alive if rank in ready and rank.reap() != 0]:
+        if failed := [rank for rank in alive if rank.fileno() in ready and rank.reap() != 0]:
             # A killed one (status < 0) precedes those that lost it.
             first = min(failed, key=lambda rank: (rank.status, rank.rank))
             failure.write_died(
@@ -57,8 +57,8 @@ def end_processes(ranks: list[WatchedRank]) -> None:
     _signal(ranks, signal.SIGTERM)
     deadline = time.monotonic() + GRACE_SECONDS
     while (alive := _alive(ranks)) and time.monotonic() < deadline:
-        ready, _, _ = select.select(alive, [], [], deadline - time.monotonic())
-        for rank in ready:
+        ready = wait([rank.fileno() for rank in alive], deadline - time.monotonic())
+        for rank in [rank for rank in alive if rank.fileno() in ready]:
             rank.reap()
     _signal(ranks, signal.SIGKILL)
     for rank in _alive(ranks):

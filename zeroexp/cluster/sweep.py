@@ -334,8 +334,8 @@ class Sweep:
         shown = ShownRun(number, job, progress, self._look, skip=True)
         shown.start()
         job.enter("running")
-        if self._uploads:
-            self._uploads.begin(job.folder)
+        if uploads := self._uploads_of(job):
+            uploads.begin(job.folder)
         load_since = begin_load(cluster.server)
         outcome = cluster.run(job, shown.show_steps, progress.note)
         if load := load_since():
@@ -388,14 +388,18 @@ class Sweep:
         if self._uploads is None and job.config.cluster.wait:
             self._uploads = open_uploads([job.folder])
 
+    def _uploads_of(self, job: Job) -> Uploads | None:
+        """Return the uploads for a run that MLflow tracks, which need not be every run of a sweep."""
+        return self._uploads if job.config.tracking.mlflow else None
+
     def _look(self, job: Job) -> None:
-        if self._uploads:
-            self._uploads.look(job.folder)
+        if uploads := self._uploads_of(job):
+            uploads.look(job.folder)
 
     def _send(self, job: Job) -> None:
         _tell(job)
-        if self._uploads:
-            self._uploads.send(job.folder)
+        if uploads := self._uploads_of(job):
+            uploads.send(job.folder)
 
     # ---- the end
 

@@ -50,6 +50,7 @@ def refuse_arguments(arguments: Sequence[str]) -> None:
     for argument in arguments:
         _refuse_idle(argument)
         _refuse_several_studies(argument)
+        _refuse_merged_options(argument)
 
 
 def quoted_override(argument: str) -> str:
@@ -113,6 +114,14 @@ def _refuse_several_studies(argument: str) -> None:
     if key == "study" and any(sign in value for sign in ",(["):
         problem = "one study at a time, since each is a sweep of its own"
         raise ConfigError(f"{argument}: {problem}; use one command for each")
+
+
+def _refuse_merged_options(argument: str) -> None:
+    """Refuse a list of options of a group: Hydra merges them into one point, in which the last wins."""
+    key, _, value = argument.lstrip("+").partition("=")
+    if f"{key}.name" in KEYS and value.startswith("[") and "," in value:
+        options = value.strip("[]")
+        raise ConfigError(f"{argument}: one option a point; sweep them as {key}={options}")
 
 
 def _refuse_idle(argument: str) -> None:
