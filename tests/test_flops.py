@@ -65,6 +65,36 @@ def test_experts_of_transformers_count_by_the_share_of_positions_sent_to_them(ki
     assert flops_per_sample(module, config, SEQ_LEN) == 3 * counter.get_total_flops()
 
 
+@pytest.mark.parametrize(
+    "freeze", [["model.embed_tokens.*"], ["model.embed_tokens.*", "*.layers.0.*"], ["model.*"]]
+)
+def test_what_comes_before_all_that_trains_has_no_backward(freeze):
+    """The form counts the gradient of the input of a first product that trains, which nobody needs."""
+    keys = {**SMALL, "num_hidden_layers": 4, "tie_word_embeddings": False}
+    config = ModelConfig(name="begins_frozen", family="llama", hf_config=keys, freeze=freeze)
+    module = build_model(config, seed=0).module
+    with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
+        module(torch.arange(SEQ_LEN)[None]).logits.sum().backward()
+    counted = counter.get_total_flops()
+    assert counted <= flops_per_sample(module, config, SEQ_LEN) < 1.1 * counted
+
+
+@pytest.mark.parametrize(
+    ("keys", "seen"),
+    [
+        ({"model_type": "mistral", "sliding_window": 32}, 32),
+        ({"model_type": "mistral", "sliding_window": 999}, 512),
+        ({"model_type": "gemma2", "sliding_window": 32, "head_dim": 8}, (32 + 512) / 2),
+    ],
+)
+def test_a_layer_with_a_window_looks_no_further(keys, seen):
+    config = ModelConfig(name="slides", family="hf", hf_config={**SMALL, **keys})
+    module = build_model(config, seed=0, device="meta").module
+    apart = [flops_per_sample(module, config, length) / length for length in (512, 1)]
+    # 12 x layers x width for each of the positions, of which the shorter sequence has one.
+    assert apart[0] - apart[1] == 12 * 2 * 32 * (seen - 1)
+
+
 def test_twice_the_sequence_is_twice_the_weights_and_four_times_the_attention():
     config = from_mapping(ModelConfig, yaml.safe_load((CONF / "tiny.yaml").read_text()))
     module = build_model(config, seed=0, device="meta").module

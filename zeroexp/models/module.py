@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
+from itertools import takewhile
 
 import torch
 from torch import nn
@@ -158,6 +159,12 @@ def freeze(module: nn.Module, patterns: Sequence[str]) -> None:
     if not any(parameter.requires_grad for parameter in named.values()):
         remedy = "leave one parameter out"
         raise ConfigError(f"model.freeze={','.join(patterns)}: nothing is left to train; {remedy}")
+
+
+def without_backward(module: nn.Module) -> set[str]:
+    """Return the names that the model lists before its first trainable parameter: of modules that have no backward."""
+    listed = module.named_parameters()
+    return {name for name, _ in takewhile(lambda each: not each[1].requires_grad, listed)}
 
 
 def _fitting_vocabulary(config: ModelConfig, data_words: int | None) -> int | None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from itertools import takewhile
 from typing import Any
 
 from zeroexp.comm.traits import ALL, TRAITS
@@ -16,7 +15,7 @@ from zeroexp.cut.layout import LAYOUTS
 from zeroexp.cut.matrix_step import CutMatrix, cut_matrices
 from zeroexp.cut.stage import Placement
 from zeroexp.engines.build import options_of, row_dtypes, stage_of
-from zeroexp.models.module import BuiltModel
+from zeroexp.models.module import BuiltModel, without_backward
 from zeroexp.models.outline import outline_of
 from zeroexp.plan.closed_forms import ClosedForm, EngineForm
 from zeroexp.plan.form_terms import OptimizerForm, PrecisionForm
@@ -86,7 +85,7 @@ def _matrices(form: EngineForm, config: Config, model: BuiltModel) -> list[list[
 def _gathers(form: EngineForm, config: Config, model: BuiltModel) -> list[int]:
     """Return how often a microbatch gathers each unit: for forward, backward, and inside of blocks that recompute."""
     recomputes = config.train.activation_checkpointing and form.options.unit == "module"
-    forward_alone = without_backward(model)
+    forward_alone = without_backward(model.module)
     gathers: list[int] = []
     for index, unit in enumerate(form.units):
         names = [member.name for chunk in unit for member in chunk.members]
@@ -95,12 +94,6 @@ def _gathers(form: EngineForm, config: Config, model: BuiltModel) -> list[int]:
         again = 0 if form.is_kept(index) or not has_backward else 1 + (recomputes and in_block)
         gathers.append(1 + again)
     return gathers
-
-
-def without_backward(model: BuiltModel) -> set[str]:
-    """Return the names that the model lists before its first trainable parameter: of modules that have no backward."""
-    listed = model.module.named_parameters()
-    return {name for name, _ in takewhile(lambda each: not each[1].requires_grad, listed)}
 
 
 def arguments_of_every_form(config: Config) -> dict[str, Any]:

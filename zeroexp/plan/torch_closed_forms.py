@@ -22,9 +22,9 @@ from torch import nn
 from zeroexp.config.keys import TORCH_DDP, Config
 from zeroexp.config.optimizer import parameter_groups
 from zeroexp.measure.record import Traffic
-from zeroexp.models.module import BuiltModel
+from zeroexp.models.module import BuiltModel, without_backward
 from zeroexp.plan.closed_forms import ClosedForm
-from zeroexp.plan.form_of_config import arguments_of_every_form, without_backward
+from zeroexp.plan.form_of_config import arguments_of_every_form
 from zeroexp.plan.form_terms import HeldElements, Owned, owned_of
 from zeroexp.zero.grouping import group_parameters, named_in, with_shared_in_root
 
@@ -212,7 +212,7 @@ def _fsdp_form(config: Config, model: BuiltModel) -> FsdpForm:
     of_optimizer = parameter_groups(model.module, config.optimizer, model.blocks)
     unit = config.strategy.unit or "block"
     groups = with_shared_in_root(group_parameters(model.module, model.blocks, unit, of_optimizer))
-    frozen = without_backward(model)
+    frozen = without_backward(model.module)
     first = [
         index for index, group in enumerate(groups) if index and frozen >= set(group.parameters)
     ]
