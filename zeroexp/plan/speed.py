@@ -168,9 +168,7 @@ def speed_of(config: Config, machines: Machines, transport: str) -> Speed:
         try:
             if calibration := load(calibration_path(Path(config.outputs), machines.device)):
                 speed = calibrated_speed(calibration, machines, transport, network)
-                if machines.device == "cpu" and not _has_a_core_for_each_rank(config, machines):
-                    differs = f"of one thread and a core for each rank: {NOT_CALIBRATED}"
-                    speed = replace(speed, label=f"{speed.label}, {differs}")
+                speed = replace(speed, label=f"{speed.label}{_unlike_calibrated(config, machines)}")
         except ConfigError as error:
             speed = replace(speed, label=f"{speed.label}; {error}")
     if config.cluster.link is None and (machines.device == "cpu" or machines.shape.nodes == 1):
@@ -178,10 +176,12 @@ def speed_of(config: Config, machines: Machines, transport: str) -> Speed:
     return _behind_link(speed, config, machines, network)
 
 
-def _has_a_core_for_each_rank(config: Config, machines: Machines) -> bool:
-    """Whether ranks run as they were calibrated: each in one thread, on a core of its own."""
+def _unlike_calibrated(config: Config, machines: Machines) -> str:
+    """Return in which ranks differ from those of a calibration; empty for GPUs, and where each has a core."""
     has_cores = machines.shape.ranks_per_node <= (os.cpu_count() or 1)
-    return has_cores and config.cluster.threads_per_rank == 1
+    if machines.device == "cuda" or (has_cores and config.cluster.threads_per_rank == 1):
+        return ""
+    return f", of one thread and a core for each rank: {NOT_CALIBRATED}"
 
 
 def _behind_link(speed: Speed, config: Config, machines: Machines, network: Network) -> Speed:
