@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from itertools import product
 from typing import Any
@@ -34,7 +35,7 @@ RECIPE = Recipe(world_size=3, steps=2)
 
 
 def train_on_two_hosts(
-    world: World, runs: list[Ours], num_on_first: int
+    world: World, runs: list[Ours], num_on_first: int, recipe: Recipe = RECIPE
 ) -> tuple[list[tuple[Outcome, CanonicalState]], list[tuple[bool, int]], list[int]]:
     """What each engine made of the model; whether it shares memory, and how many reductions may be under way; a
     checksum of its moves.
@@ -48,7 +49,7 @@ def train_on_two_hosts(
         return engines[-1]
 
     try:
-        trained = [train_on_ranks(world, RECIPE, partial(make, run)) for run in runs]
+        trained = [train_on_ranks(world, recipe, partial(make, run)) for run in runs]
     finally:
         direct.neighbour_identity = same_host  # these processes run other tests too
     roads = [(e.wire.held_shared_bytes > 0, e.wire.traits.reductions_in_flight) for e in engines]
@@ -81,6 +82,22 @@ def test_a_plan_knows_which_ranks_of_groups_across_hosts_share_memory(ranks, num
     planned = [form.held_bytes("at_rest", rank)["buffers"] for rank in range(6)]
     assert ranks(bytes_of_slots, words, 6 // num_nodes, world_size=6) == planned
     assert len(set(planned)) > 1
+
+
+@pytest.mark.parametrize("stage", ["zero1", "zero3"])
+def test_groups_that_lie_differently_on_hosts_count_the_same_moves(ranks, stage):
+    """One of two has its ranks on one host, the other on both: a pause must not pass for ranks that differ."""
+    runs, recipe = [Ours(stage, Options(replicas=2))], replace(RECIPE, world_size=4)
+    answers = ranks(train_on_two_hosts, runs, 3, recipe, world_size=4)
+    assert len({tuple(moves) for *_, moves in answers}) == 1
+
+
+def test_matrices_are_stepped_where_one_rank_is_alone_on_its_host(ranks):
+    """Ranks that share memory exchange matrices by messages, and so does the one that shares none."""
+    recipe = replace(RECIPE, optimizer="muon")
+    answers = ranks(train_on_two_hosts, [Ours("zero1", Options())], 2, recipe, world_size=3)
+    outcome = outcome_of([trained for (trained,), *_ in answers])
+    assert_same(outcome, train_oracle(recipe, Rules()))
 
 
 LAYOUT_NAMES = ("buffer", "tensor", "parameter")

@@ -132,6 +132,8 @@ class Transport:
     traits: TransportTraits
     staging_bytes = 0  # of shared memory for gradients on their way to neighbours
     held_shared_bytes = 0  # of all memory that neighbours map; torch's allocator does not count it
+    # Whether all ranks issue the same gathers, also those that share memory with all of their peers.
+    gathers_together = False
 
     def __init__(self, world: World, moves: Moves):
         self._world, self._moves = world, moves

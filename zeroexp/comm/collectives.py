@@ -179,9 +179,11 @@ class Collectives:
             transport.connect()
         if self.world.size == 1 or self.world.is_fake:
             return
-        if self._between is not None:
-            self._common_traits = common_traits(worlds.gather_objects(self.traits))
-        self._moves.start(worlds.gather_objects(uuid.uuid4().hex)[0])
+        shown = worlds.gather_objects((self._transport.traits, uuid.uuid4().hex))
+        self._common_traits = common_traits([traits for traits, _ in shown])
+        for transport in self._transports:
+            transport.gathers_together = not self.traits.gathers_alone
+        self._moves.start(shown[0][1])
 
     @property
     def _transports(self) -> list[Transport]:
@@ -205,7 +207,7 @@ class Collectives:
 
     @property
     def traits(self) -> TransportTraits:
-        """What holds for the moves inside of every group."""
+        """What holds for the moves inside of every group on every rank, of which one may be alone on its host."""
         return self._common_traits or self._transport.traits
 
     @property

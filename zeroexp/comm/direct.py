@@ -129,7 +129,7 @@ class Direct(Transport):
         Those come when their rank gathers the same, so that a different order is told (process/watchdog/differs.py).
         """
         remote = [p for p in self._peers if not isinstance(self._channels[p], SharedChannel)]
-        if remote:  # else ranks may gather what others do not
+        if remote or self.gathers_together:  # else ranks may gather what others do not
             self._moves.record_collective(what)
         if exposure is None:
             exposure = self._num_passing = self._num_passing + 1
