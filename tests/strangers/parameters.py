@@ -218,6 +218,27 @@ def a_buffer_that_is_a_weight(lab: Lab) -> None:
     lab.train(lab.wrap(model))
 
 
+class Conjugating(Block):
+    """Real weights that are used as complex ones: bits of what autograd saves say that it is conjugated or negated."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.pairs = nn.Parameter(torch.randn(WIDTH, WIDTH, 2) / 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight = torch.view_as_complex(self.pairs)
+        turned = (x.to(weight.dtype) @ weight.mH).abs()
+        return (
+            super().forward(x) + turned.sin() * weight.conj().imag.sin()[0] * weight.conj().imag[1]
+        )
+
+
+@scenario(EVERY_WAY)
+def weights_that_are_used_as_complex_numbers(lab: Lab) -> None:
+    """Unitary layers, state spaces, Fourier operators."""
+    lab.train(lab.wrap(Net(Conjugating)))
+
+
 # -- buffers ------------------------------------------------------------------------------------------
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+
 import torch
 from torch import Tensor, nn
 
@@ -171,6 +173,21 @@ def gradient_of_an_input_without_a_graph(lab: Lab) -> None:
         return batch.loss(model(batch.x + 0.1 * slope.sign()))
 
     lab.train(lab.wrap(Net()), loss)
+
+
+@scenario(EVERY_WAY)
+def gradients_that_carry_a_graph(lab: Lab) -> None:
+    """`create_graph=True` on the way to each weight's own gradient, of which the loss that follows is a penalty."""
+    t = lab.wrap(Net(), isolated=True)
+    for batch in lab.microbatches(t, steps=range(2)):
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "Using backward.. with create_graph=True")
+            plain_loss(t.model, batch).backward(create_graph=True)
+        own = [p.grad.square().sum() for p in t.model.parameters()]
+        t.backward(0.1 * torch.stack(own).sum())
+        if lab.plain:  # which keeps these, and by them their graph
+            for p in t.model.parameters():
+                p.grad = p.grad.detach()
 
 
 LOCAL = r"gradient|backward|gathered"

@@ -15,11 +15,14 @@ import torch
 from torch import Tensor, nn
 
 from tests.ranks import RankError
+from zeroexp.comm.collectives import Collectives
 from zeroexp.cut.stage import STAGES
 from zeroexp.engines.sharded import Sharded
 from zeroexp.interface.canonical import merge
 from zeroexp.process.world import World, fake_world, gather_objects
+from zeroexp.zero.full_storage import FullStorage
 from zeroexp.zero.options import Dtypes, Options, OuterOptimizer
+from zeroexp.zero.unit import Unit
 
 WIDTH = 6
 BF16_MASTER = Dtypes(torch.bfloat16, torch.float32, torch.float32)
@@ -136,6 +139,56 @@ def test_microbatches_are_dropped_with_what_is_in_flight_of_them(ranks, stage, t
     usual = ranks(drop_microbatches, stage, transport, 0)
     for mine, theirs in zip(ranks(drop_microbatches, stage, transport, 3), usual, strict=True):
         assert all(torch.equal(mine[key], theirs[key]) for key in theirs)
+
+
+# -- memory that runs out --------------------------------------------------------------------------
+
+
+def run_out_once(monkeypatch: pytest.MonkeyPatch, kind: type, name: str, after: int = 0) -> None:
+    """Let one call of a method find no memory: that after so many others."""
+    method, passed = getattr(kind, name), iter(range(after))
+
+    def maybe(self: Any, *words: Any, **named: Any) -> Any:
+        if next(passed, None) is None:
+            monkeypatch.setattr(kind, name, method)
+            raise torch.OutOfMemoryError
+        return method(self, *words, **named)
+
+    monkeypatch.setattr(kind, name, maybe)
+
+
+def test_a_program_goes_on_behind_a_gather_without_memory(monkeypatch):
+    """It looks for the largest batch, say."""
+    with fake_world(0, 2) as world:
+        strategy = sharded(world, "zero3", transport="gloo")
+        step(strategy, world, 0)
+        run_out_once(monkeypatch, FullStorage, "take_up")
+        with pytest.raises(torch.OutOfMemoryError):
+            microbatch(strategy, world, 1)
+        strategy.zero_grad()
+        step(strategy, world, 2)
+
+
+@pytest.mark.parametrize("write", [False, True])
+def test_a_program_goes_on_where_the_model_does_not_fit_whole(monkeypatch, write):
+    with fake_world(0, 2) as world:
+        strategy = sharded(world, "zero3", transport="gloo")
+        run_out_once(monkeypatch, Unit, "gather_into", after=2)
+        with pytest.raises(torch.OutOfMemoryError), strategy.gathered(write=write):
+            pass
+        assert all(held.pinned is None for unit in strategy.units for held in unit.held)
+        step(strategy, world, 0)
+
+
+def test_a_reduction_without_memory_ends_the_engine(monkeypatch):
+    """Some gradients of it may be counted, and peers may have launched it."""
+    with fake_world(0, 2) as world:
+        strategy = sharded(world, "zero2", transport="gloo")
+        run_out_once(monkeypatch, Collectives, "reduce_scatter")
+        with pytest.raises(torch.OutOfMemoryError):
+            microbatch(strategy, world, 0)
+        with pytest.raises(RuntimeError, match="build the engine again and load the last"):
+            step(strategy, world, 1)
 
 
 # -- an optimizer that raises ----------------------------------------------------------------------
@@ -262,6 +315,10 @@ def start_apart(world: World) -> dict[str, Any]:
     model = make_model(seed=world.rank)
     for name, values in {
         "phases": torch.full((3,), complex(1, world.rank), dtype=torch.complex64),
+        "conjugates": torch.full(
+            (3,), complex(1, world.rank)
+        ).conj(),  # a bit tells so, and not the bytes
+        "negatives": torch.full((3,), complex(1, 1 + world.rank)).conj().imag,
         "short": torch.tensor(world.rank, dtype=torch.int16),
         "expanded": torch.full((1,), 1.0 + world.rank).expand(4),
         "sparse": torch.eye(3).to_sparse(),
@@ -279,6 +336,8 @@ def start_apart(world: World) -> dict[str, Any]:
 def test_ranks_that_start_apart_take_buffers_of_any_dtype_from_rank_0(ranks):
     for answer in ranks(start_apart):
         assert torch.equal(answer["phases"], torch.full((3,), 1 + 0j, dtype=torch.complex64))
+        assert torch.equal(answer["conjugates"].resolve_conj(), answer["phases"])
+        assert torch.equal(answer["negatives"], torch.full((3,), -1.0))
         assert answer["short"] == 0 and torch.equal(answer["expanded"], torch.ones(4))
     assert torch.equal(
         torch.cat([each["0.weight"] for each in ranks(start_apart)]).view(-1)[:1],

@@ -24,8 +24,8 @@ class Keeps(nn.Linear):
         return self.kept
 
 
-def engine_of(world: World, stage: str) -> Sharded:
-    model = nn.Sequential(nn.Linear(4, 4), Keeps(4, 4), nn.Linear(4, 4))
+def engine_of(world: World, stage: str, model: nn.Module | None = None) -> Sharded:
+    model = model or nn.Sequential(nn.Linear(4, 4), Keeps(4, 4), nn.Linear(4, 4))
     return Sharded(
         model,
         blocks=["0", "1"],
@@ -65,6 +65,24 @@ def test_a_graph_without_backward_ends_with_its_last_reference(stage):
             alive = weakref.ref(output)
             del output
             assert alive() is None
+
+
+class Passes(nn.Linear):
+    def forward(self, input: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:  # pyright: ignore
+        return super().forward(input[0]), input[1]
+
+
+def test_a_leaf_that_a_block_returns_as_it_came_is_not_its_output():
+    """It may be the same in each step, as a learned prompt is."""
+    with fake_world(0, 2) as world:
+        strategy = engine_of(world, "zero3", nn.Sequential(Passes(4, 4), Passes(4, 4)))
+        leaf = torch.zeros(4, requires_grad=True)
+        for _ in range(2):
+            with strategy.microbatch(last=True):
+                strategy.backward(sum(map(torch.sum, strategy.model((torch.ones(2, 4), leaf)))))  # pyright: ignore
+            strategy.step()
+            strategy.zero_grad()
+        assert not leaf._backward_hooks
 
 
 def test_a_graph_whose_engine_has_ended_says_so():

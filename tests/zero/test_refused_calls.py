@@ -11,7 +11,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.zero.test_world_of_one import WIDTH, engine, inputs_of, make_model, take_step
+from tests.zero.test_world_of_one import (
+    BF16_MASTER,
+    WIDTH,
+    engine,
+    inputs_of,
+    make_model,
+    take_step,
+)
 from zeroexp.engines.sharded import Sharded
 from zeroexp.interface.canonical import merge, moments_of
 from zeroexp.process.world import fake_world
@@ -57,6 +64,27 @@ def write_inside_a_microbatch(strategy: Sharded) -> None:
         pass
 
 
+def microbatch_inside_of_writing(strategy: Sharded) -> None:
+    with strategy.gathered(write=True):
+        take_step(strategy, 0)
+
+
+def step_inside_of_reading(strategy: Sharded) -> None:
+    with strategy.gathered():
+        take_step(strategy, 0)
+
+
+def save_inside_of_writing(strategy: Sharded) -> None:
+    with strategy.gathered(write=True), strategy.gathered():
+        strategy.state_dict()
+
+
+def load_inside_of_reading(strategy: Sharded) -> None:
+    state = strategy.state_dict()
+    with strategy.gathered():
+        strategy.load_state_dict(state)
+
+
 def backward_outside_of_the_microbatch(strategy: Sharded) -> None:
     with strategy.microbatch(last=True):
         loss = loss_of(strategy)
@@ -99,6 +127,13 @@ CALLS: dict[Callable[[Sharded], None], tuple[str, str]] = {
         "zero3",
         r"write=True\) inside a microbatch: .*after strategy\.step",
     ),
+    microbatch_inside_of_writing: (
+        "zero3",
+        r"a microbatch inside strategy\.gathered\(write=True\): begin it after",
+    ),
+    step_inside_of_reading: ("ddp", r"step\(\) inside strategy\.gathered\(\): call it after"),
+    save_inside_of_writing: ("zero2", r"state_dict\(\) inside strategy\.gathered\(write=True\)"),
+    load_inside_of_reading: ("ddp", r"load_state_dict\(\) inside strategy\.gathered\(\): call"),
     backward_outside_of_the_microbatch: (
         "zero3",
         r"outside of the microbatch in which its forward",
@@ -117,6 +152,20 @@ def test_a_call_that_trains_another_model_is_refused(call):
     stage, line = CALLS[call]
     with fake_world(0, 2) as world, pytest.raises(RuntimeError, match=line):
         call(engine(world, stage, "buffer"))
+
+
+@pytest.mark.parametrize("inner_writes", [False, True])
+@pytest.mark.parametrize("stage", ["ddp", "zero2", "zero3"])
+def test_a_context_inside_of_one_that_writes_changes_nothing(stage, inner_writes):
+    """A helper that saves or evaluates opens one of its own."""
+    with fake_world(0, 2) as world:
+        strategy = engine(world, stage, "buffer", dtypes=BF16_MASTER)
+        with strategy.gathered(write=True), torch.no_grad():
+            for value in (0.5, 0.25):
+                with strategy.gathered(write=inner_writes):
+                    strategy.model.get_parameter("0.bias").fill_(value)
+        piece = strategy.state_dict()["0.bias"]["weight"].pieces[0].tensor
+        assert torch.equal(piece, torch.full_like(piece, 0.25))
 
 
 @pytest.mark.parametrize("stage", ["ddp", "zero2", "zero3"])

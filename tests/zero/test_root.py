@@ -61,6 +61,18 @@ class Recomputed(Language):
         return inner
 
 
+class CastAgain(Language):
+    """What is recomputed casts the weight."""
+
+    def embedded(self, ids: Tensor) -> Tensor:
+        inner = checkpoint(self.wide, ids, use_reentrant=False)
+        assert isinstance(inner, Tensor)
+        return inner
+
+    def wide(self, ids: Tensor) -> Tensor:
+        return self.embed.weight.double()[ids].sin().float()
+
+
 class Viewed(Language):
     """Its own function keeps a view of the weight where autograd does not see it."""
 
@@ -154,7 +166,7 @@ def test_the_embeddings_backward_finds_the_roots_memory_given_back(ranks, transp
 
 
 @EVERY_TRANSPORT
-@pytest.mark.parametrize("kind", [Language, Normed, Recomputed, Viewed])
+@pytest.mark.parametrize("kind", [Language, Normed, Recomputed, CastAgain, Viewed])
 def test_weights_are_those_of_one_process(ranks, kind, transport):
     _, expected = train_plainly(kind, nothing, world_size=2)
     for _, weights in ranks(train, kind, nothing, transport):
@@ -252,6 +264,13 @@ def gathered_in_a_hook(world: World) -> Tensor:
     with strategy.microbatch(last=True):
         strategy.backward(model(tokens(0, world.rank)).square().mean())
     norm = strategy.step()
+    strategy.zero_grad()
+    with strategy.gathered():
+        pass
+    with pytest.raises(
+        RuntimeError, match=r"first\.weight is freed"
+    ):  # outside of microbatches as before
+        model.first.weight.sum()
     barrier()
     return norm
 

@@ -174,4 +174,4 @@ def shares_elements(tensor: Tensor) -> bool:
 
 
 def bytes_of(tensor: Tensor) -> Tensor:
-    return tensor.detach().reshape(-1).contiguous().view(torch.uint8)
+    return tensor.detach().resolve_conj().resolve_neg().reshape(-1).contiguous().view(torch.uint8)

@@ -118,7 +118,7 @@ def bit_checksum(tensor: Tensor) -> int:
 
     A plain sum would be that of the same values in another order too. Products and sums wrap around.
     """
-    flat = tensor.detach().reshape(-1)
+    flat = tensor.detach().resolve_conj().resolve_neg().reshape(-1)
     as_integers = AS_INTEGERS.get(flat.itemsize, torch.uint8)
     total = 0
     for index, part in enumerate(flat.view(as_integers).split(ELEMENTS_AT_ONCE)):

@@ -45,11 +45,11 @@ def gathered(
         return
     if write:
         schedule.wait_and_free_ahead()
-    for unit in units:
-        _pin(unit)
-    if write:  # peers may still read pieces that are overwritten below
-        wire.quiesce()
     try:
+        for unit in units:
+            _pin(unit)
+        if write:  # peers may still read pieces that are overwritten below
+            wire.quiesce()
         yield
         chunks = [held for unit in units for held in unit.held]
         # `sum` visits every chunk, since `_was_written` also takes back parameters that were moved.
@@ -98,6 +98,7 @@ def written_while_reading() -> RuntimeError:
 
 def _pin(unit: Unit) -> None:
     """Show whole parameters in memory of their own until `_unpin`, whatever the schedule does meanwhile."""
+    unit.is_pinned = True
     if not unit.is_sharded:
         unit.arrive()
         return  # the parameters rest whole
@@ -108,7 +109,6 @@ def _pin(unit: Unit) -> None:
     unit.gather_into(copies)
     for held, copy in zip(unit.held, copies, strict=True):
         held.pinned = copy
-    unit.is_pinned = True
     unit.show()
 
 

@@ -96,8 +96,8 @@ class Gathers:
         """Return when the unit's parameters can be used; they stay until the unit is freed."""
         if unit.is_sharded and unit not in self.in_use:
             self._order.record(unit)
-            self.in_use.add(unit)
             self._gather(unit)
+            self.in_use.add(unit)
             for ahead in self._order.units_after(self.depth):
                 self._gather(ahead)
         unit.arrive()

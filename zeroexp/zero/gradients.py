@@ -191,6 +191,8 @@ class ChunkGradients:
             place = self._chunk.members[member]
             return torch.zeros(place.stop - place.start, dtype=self._dtype, device=self._device)
         self.present[member] = True
+        if gradient.requires_grad:  # of a backward with create_graph=True
+            gradient = gradient.detach()
         stays = gradient.dtype is self._dtype or self.has_two_dtypes
         if stays and gradient.layout is torch.strided:
             return gradient

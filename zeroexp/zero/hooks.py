@@ -68,7 +68,7 @@ def attach(unit: Unit, module: nn.Module, schedule: Schedule, observer: Observer
         ticks = schedule.after_forward(unit, differentiable=torch.is_grad_enabled())
         for tensor in tensors_in(output):
             observer.returned(unit, tensor)
-            if tensor.requires_grad and not isinstance(tensor, nn.Parameter):
+            if tensor.requires_grad and not tensor.is_leaf:  # nothing came before a leaf
                 tensor.register_hook(partial(_report, Schedule.before_backward, *weakly, ticks))
 
     module.register_forward_pre_hook(_uncompiled(before_forward), prepend=True)
@@ -114,6 +114,9 @@ class SavedView:
     size: tuple[int, ...] = ()
     stride: tuple[int, ...] = ()
     offset: int = 0  # in elements
+    # Whether torch reads the elements as conjugates, or as negatives, of what lies there.
+    is_conj: bool = False
+    is_neg: bool = False
 
 
 class SavedTensor(NamedTuple):
@@ -171,7 +174,8 @@ class SavedViews:
             )
         offset = int(tensor.storage_offset())
         size, stride = tensor.size(), tensor.stride()
-        return self._place(unit, None, tensor.dtype, size, stride, offset)
+        lazy = tensor.is_conj(), tensor.is_neg()
+        return self._place(unit, None, tensor.dtype, size, stride, offset, *lazy)
 
     def _place(self, unit: Unit, *where: Any) -> SavedView:
         return SavedView(weakref.ref(self._schedule), weakref.ref(unit), unit.generation, *where)
@@ -209,4 +213,6 @@ def _unpack(kept: SavedView | SavedTensor) -> Tensor:
     if kept.parameter is not None:
         return kept.parameter
     assert unit.full is not None
-    return unit.full.view(kept.dtype, kept.size, kept.stride, kept.offset)
+    view = unit.full.view(kept.dtype, kept.size, kept.stride, kept.offset)
+    view = view.conj() if kept.is_conj else view
+    return torch._neg_view(view) if kept.is_neg else view

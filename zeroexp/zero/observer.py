@@ -91,6 +91,9 @@ class Observer:
         are_equal: all replicas have the same now.
         """
 
+    def saving(self) -> None:
+        """A state is about to be given."""
+
     def loading(self) -> None:
         """A state is about to be loaded."""
 

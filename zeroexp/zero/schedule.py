@@ -348,7 +348,8 @@ class Schedule:
 
     def announce_release(self) -> None:
         """Tell the observer that a use of the root gathers it again, where it is released."""
-        if self._root_released and self._root.gather_state is GatherState.FREED:
+        released = self.in_microbatch and self._root_released
+        if released and self._root.gather_state is GatherState.FREED:
             self._observer.released(self._root, partial(self.make_ready_for_backward, self._root))
 
     def _free_after_inner_backward(self) -> None:
@@ -386,8 +387,8 @@ class Schedule:
         """Start the bucket's reduce-scatter or all-reduce, and wait for the oldest where too many are in flight."""
         if not (self._last or self._reduces_each_microbatch):
             return
+        self._reduced = True  # also if it fails here: peers may have launched it, and parts of it may be counted
         self._in_flight.append(unit.reduce(bucket, last=self._last))
-        self._reduced = True
         while len(self._in_flight) > self._most_in_flight:
             self._in_flight.popleft().wait()
 

@@ -148,18 +148,18 @@ class Unit:
     def gather(self) -> None:
         """Start P -> replicate; `arrive` ends it. With a secondary copy of these weights no other node is asked."""
         assert self.full is not None
-        self._become(GatherState.GATHERING)
         copy, what = self.secondary, str(self)
         if copy is not None and copy.is_current:
             with meter.timing("secondary", what):
                 self.full.take_up()
                 self._arriving = self._wire.gather_in_node(self._parts, copy, what)
-            return
-        with meter.timing("gather", what):
-            self.full.take_up()
-            self._arriving = self._wire.all_gather(
-                self._parts, "gather", self._exposure, what, codes=self._codes, secondary=copy
-            )
+        else:
+            with meter.timing("gather", what):
+                self.full.take_up()
+                self._arriving = self._wire.all_gather(
+                    self._parts, "gather", self._exposure, what, codes=self._codes, secondary=copy
+                )
+        self._become(GatherState.GATHERING)  # where memory has run out it is freed as before
 
     def arrive(self) -> None:
         """Return when nothing is in flight, and show the full parameters to the module."""

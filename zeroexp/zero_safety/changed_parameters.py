@@ -104,8 +104,25 @@ class ChangedParameters(Observer):
         elif is_compared(self._num_steps + 1):
             self._bits_shown[id(held)] = [_sum_of_bits(view) for view in held.views]
 
+    def saving(self) -> None:
+        if self._may_write:
+            raise RuntimeError(
+                "strategy.state_dict() inside strategy.gathered(write=True): what is written becomes the weights as "
+                "the `with` ends; call it after that"
+            )
+
+    def loading(self) -> None:
+        if self._is_gathered:
+            raise RuntimeError(
+                "strategy.load_state_dict() inside strategy.gathered(): call it after the `with` has ended"
+            )
+
     def begin_microbatch(self) -> None:
         """Raise RuntimeError if something was changed; it names the parameter or module and the remedy."""
+        if self._may_write:
+            raise RuntimeError(
+                "a microbatch inside strategy.gathered(write=True): begin it after the `with` has ended"
+            )
         self._refuse_writes_between()
         self._refuse_other_modules()
         with unguarded():

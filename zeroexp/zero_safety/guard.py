@@ -46,6 +46,11 @@ class State:
     gradient_taken: bool = False
     arrive: Callable[[], None] | None = None  # gathers the values again, or waits for them
 
+    @property
+    def is_gone(self) -> bool:
+        """Whether a use of the values finds none, and brings none."""
+        return self.freed and self.arrive is None
+
     def set_classes(self) -> None:
         guarded = self.freed or self.gradient_taken or self.arrive is not None
         for parameter, plain in zip(self.parameters, self.plain, strict=True):
@@ -86,7 +91,7 @@ class GuardedParameter(nn.Parameter):
                 return func(
                     *args, **kwargs
                 )  # another tensor, which becomes of the parameter's dtype and device
-            if func in functions.CONVERSIONS and _guard_of(args[0]).state.freed:
+            if func in functions.CONVERSIONS and _guard_of(args[0]).state.is_gone:
                 return _unchanged(args[0], func(args[0].new_empty(0), *args[1:], **kwargs))
             if func == functions.GET_DEVICE:
                 args = (_guard_of(args[0]).nothing,)  # a fake tensor of another class can not tell
