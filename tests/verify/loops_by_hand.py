@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -247,8 +247,10 @@ def gain_is_zero() -> Loop:
     return two(ranks_of_gain=float("inf"))
 
 
-def clipped(forgets: str = "") -> Loop:
-    """forgets: `zero_grad`, or `step`, in the second step."""
+def clipped(
+    forgets: str = "", clip: Any = nn.utils.clip_grad_norm_, dtype: torch.dtype = torch.float32
+) -> Loop:
+    """forgets: `zero_grad`, or `step`, in the second step. dtype: of weights, and of what is clipped."""
 
     def train(model: nn.Module) -> Any:
         own, steps = adamw(model), itertools.count()
@@ -259,7 +261,7 @@ def clipped(forgets: str = "") -> Loop:
             gradients = [each.grad for each in model.parameters() if each.grad is not None]
             for each in gradients:
                 dist.all_reduce(each)
-            nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+            clip(model.parameters(), 0.1)
             if next(steps) != 1 or forgets != "step":
                 own.step()
             if forgets != "zero_grad":
@@ -270,8 +272,24 @@ def clipped(forgets: str = "") -> Loop:
 
         return step
 
-    words: Any = {"loss": loss_of, "batch": batch_of, "max_grad_norm": 0.1}
-    return Loop(model=Model(), optimizer=adamw, train=train, **words)
+    words: Any = {"loss": loss_of, "batch": batch_of, "max_grad_norm": 0.1, "dtype": dtype}
+    return Loop(model=Model().to(dtype), optimizer=adamw, train=train, **words)
+
+
+def clipped_in_bfloat16() -> Loop:
+    return clipped(dtype=torch.bfloat16)
+
+
+def clipped_by_hand() -> Loop:
+    """By the norm alone, to which torch adds 1e-6."""
+
+    def clip(parameters: Iterable[Tensor], most: float) -> None:
+        gradients = [each.grad for each in parameters if each.grad is not None]
+        norm = torch.cat([each.flatten() for each in gradients]).norm()
+        for each in gradients:
+            each *= min(1.0, most / float(norm))
+
+    return clipped(clip=clip)
 
 
 def keeps_clipped_gradients() -> Loop:

@@ -55,6 +55,18 @@ def test_masters_in_groups_are_the_weights_whose_values_they_have():
     assert [list(each) for each in found] == [[name] for name in order]
 
 
+def test_weights_of_equal_values_are_told_apart_by_an_order_that_is_the_models():
+    layer = nn.TransformerEncoderLayer(4, 2, 4)
+    initial = weights_of(nn.TransformerEncoder(layer, 2, enable_nested_tensor=False))
+    initial |= weights_of(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)))
+    found = claims([each.clone() for each in initial.values()], initial)
+    assert [list(each) for each in found] == [[name] for name in initial]
+    backwards = list(initial)[::-1]
+    found = claims([initial[name].clone() for name in backwards], initial)
+    guessed = {n: [*each] for n, each in zip(backwards, found, strict=True) if list(each) != [n]}
+    assert len(guessed) >= 24 and not any(guessed.values())
+
+
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
 def test_slices_of_one_flat_tensor_are_found_with_their_constants(size: int):
     initial = weights_of(Model())

@@ -17,7 +17,9 @@ from benchmarks.silent_loops import BUGS, adamw
 from tests.verify.loops import rows
 from tests.warm import Warm
 from zeroexp.verify.compare_steps import CLIPPED
+from zeroexp.verify.local_elements import Places
 from zeroexp.verify.loop_to_verify import Loop
+from zeroexp.verify.observe import LoopRecorder
 from zeroexp.verify.oracle import Oracle, Updates
 
 HERE = Path(__file__).resolve().parent
@@ -85,6 +87,18 @@ def test_a_frozen_integer_parameter_is_left_as_it_is():
     assert exact["count"].tolist() == [3.0] and bounds["count"] == 0
 
 
+def test_what_a_fused_step_divides_by_a_loss_scale_is_seen_divided():
+    model = nn.Linear(2, 1, bias=False)
+    places = Places(model, {"weight": model.weight.detach().clone()})
+    recorder, scaler = LoopRecorder(places), torch.amp.GradScaler("cpu", init_scale=1024.0)
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    with recorder.recording_step():
+        scaler.scale(model(torch.ones(1, 2)).sum()).backward()
+        scaler.step(optimizer)
+    (gradient,) = recorder.record.steps[0].gradients
+    assert gradient.values.tolist() == [1.0, 1.0]
+
+
 @pytest.mark.slow
 def test_some_right_loops_raise_no_alarm():
     assert {rows()[n].engine for n in QUICK_RIGHT} == {"ddp", "fsdp2", "sharded"}
@@ -105,6 +119,8 @@ BY_HAND = {
     "not_a_number": "unknown",
     "keeps_clipped_gradients": "stale",
     "leaves_out_a_step": "optimizer",
+    "clipped_in_bfloat16": None,
+    "clipped_by_hand": None,
 }
 
 

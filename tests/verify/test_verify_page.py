@@ -68,18 +68,21 @@ def test_programs_read_the_same(tmp_path: Path) -> None:
     assert found["bound"] < 1e-4 < 1.9 < found["distance"] < 2.1  # three times as long
 
 
-def test_a_setting_that_no_weight_shows_is_said(tmp_path: Path) -> None:
+def test_what_no_weight_shows_is_said(tmp_path: Path) -> None:
     """A decay of a rate that float32 rounds away in three steps is another model after a million."""
-    text = CODE.replace("lr=1e-3", "lr=1e-8").replace(
+    text = CODE.replace("=0.1,\n    )", "=99,\n    )").replace(", 0.1)\n", ", 99)\n")
+    text = text.replace("lr=1e-3", "lr=1e-8").replace(
         "optimizer = build_optimizer(model)",
         "optimizer = torch.optim.AdamW(model.parameters(), lr=1e-8, weight_decay=0.0)",
     )
     code, printed, _ = verify(tmp_path, text, "loop.py:my_loop", "--json", "--worlds", "2")
     (world,) = json.loads(printed)
-    said = (
-        "0.weight: weight_decay is 0.0, and the plain process has 0.1; its weights do not show it"
-    )
-    assert (code, world["difference"], world["notes"]) == (0, None, [said])
+    said = [
+        "0.weight: weight_decay is 0.0, and the plain process has 0.1; its weights do not show it",
+        "no norm reaches max_grad_norm=99, so clipping is not judged; give less",
+        "0.weight and 4 more: an update is less than the weight's rounding, and is not judged; give a larger rate",
+    ]
+    assert (code, world["difference"], world["notes"]) == (0, None, said)
 
 
 def test_numbers_that_are_not_finite_are_json(monkeypatch: Any, capsys: Any) -> None:
@@ -100,6 +103,7 @@ CANNOT = {
     "divides": "rank 0 of 1: loop.py:{line}: ZeroDivisionError: division by zero",
     "with_dropout": "Loop(loss=...): the same weights and microbatch give {number} and {number}: dropout, or",
     "of_an_iterator": "Loop(batch=...): equal generators give different microbatches; draw from the",
+    "one_microbatch": "Loop(batch=...): all generators give one microbatch, by which no missing sum",
     "no_optimizer": "Loop(optimizer=...): returns list; return one torch.optim.Optimizer, or a list",
     "half_a_list": "Loop(optimizer=...): returns int; return one torch.optim.Optimizer, or a",
     "of_another_model": "Loop(optimizer=...): holds others than the weights of the model it is given",
@@ -129,6 +133,10 @@ def with_dropout():
 def of_an_iterator():
     numbers = itertools.count()
     return replace(my_loop(), batch=lambda _: random_batch(torch.Generator().manual_seed(next(numbers))))
+
+def one_microbatch():
+    drawn = random_batch(torch.Generator())
+    return replace(my_loop(), batch=lambda _: drawn)
 
 def in_a_closure():
     def train(model):

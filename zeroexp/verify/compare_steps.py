@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 
+import torch
+
 from zeroexp.verify import explain_difference
 from zeroexp.verify.explain_difference import GradientLook, Story, UpdateLook, Wrong
 from zeroexp.verify.local_elements import LocalElements, whole
 from zeroexp.verify.loop_to_verify import Loop, NoLoop
 from zeroexp.verify.observe import Record, Seen
-from zeroexp.verify.oracle import Expected, Oracle, Updates, Whole, distance
+from zeroexp.verify.oracle import MARGIN, Expected, Oracle, Updates, Whole, distance
 
 START, RAW = "weights at the start", "gradient before clipping"
 GRADIENT, UPDATE = "gradient at the optimizer", "weights after the step"
@@ -65,6 +67,10 @@ class _Judge:
         self.verdict = Verdict(len(records), num_steps, len(self.oracle.shapes))
         self.weights = [self._whole(self._held(step)) for step in range(num_steps + 1)]
         self.unseen = ""  # a setting that differs, where no weight has shown it
+        # What no step has shown so far: a difference between microbatches, and an active clipping.
+        self.is_one_microbatch = True
+        self.is_never_clipped = loop.max_grad_norm is not None
+        self.drowned: dict[str, None] = {}  # weights whose update is less than its rounding
 
     def judge(self) -> Verdict:
         exact = self.oracle.initial
@@ -77,9 +83,25 @@ class _Judge:
             seen = [record.steps[step] for record in self.records]
             found = found or self._gradient(step, seen) or self._update(step, seen)
         self.verdict.difference = found
-        if self.unseen and not found:
-            self._note(self.unseen)
+        if not found:
+            self._note_unjudged()
         return self.verdict
+
+    def _note_unjudged(self) -> None:
+        """Say what is not known to be equal though nothing differs. Raises NoLoop where no sum could be judged."""
+        if self.is_one_microbatch:
+            raise NoLoop(
+                "Loop(batch=...): all generators give one microbatch, by which no missing sum shows; draw from them"
+            )
+        if self.unseen:
+            self._note(self.unseen)
+        if self.is_never_clipped:
+            too_large = f"max_grad_norm={self.loop.max_grad_norm:g}"
+            self._note(f"no norm reaches {too_large}, so clipping is not judged; give less")
+        if drowned := [*self.drowned]:
+            more = f" and {len(drowned) - 1} more" * (len(drowned) > 1)
+            problem = "an update is less than the weight's rounding, and is not judged"
+            self._note(f"{drowned[0]}{more}: {problem}; give a larger rate")
 
     def _refuse_hidden(self) -> None:
         for name, values in self.weights[0].items():
@@ -92,6 +114,9 @@ class _Judge:
     def _gradient(self, step: int, seen: list[Seen]) -> Difference | None:
         weights, raw = self.weights[step], [each.raw for each in seen]
         rows = self.oracle.contributions(weights, step)
+        alike = (torch.equal(each, each[:1].expand_as(each)) for each in rows.values())
+        is_one = self.oracle.counts.numel() > 1 and all(alike)
+        self.is_one_microbatch = self.is_one_microbatch and is_one
         exact = {name: each.sum(0) for name, each in rows.items()}
         bounds = self.oracle.rounding(weights, step, rows, self.loop.dtype)
         self._note_rounding(exact, bounds)
@@ -103,9 +128,10 @@ class _Judge:
         if any(raw):
             own = self._whole(raw)
             exact = {n: own[n] if own[n].isfinite().all() else each for n, each in exact.items()}
-            bounds = {name: CLIPPED * float(each.norm()) for name, each in exact.items()}
+            bounds = {name: _of_clipping(name, raw) * float(e.norm()) for name, e in exact.items()}
             look.clipping = True
         factor, of_norm = self.oracle.clipping(exact)
+        self.is_never_clipped = self.is_never_clipped and factor == 1
         if factor < 1 and not any(raw):
             self._note("clipping hides a factor of all gradients, as it is not torch's own")
         expected = (
@@ -145,6 +171,10 @@ class _Judge:
         gradients = {name: each for name, each in gradients.items() if not each.isnan().any()}
         before, settings = self.weights[step], (self.updates.settings(), seen)
         expected = self.updates.step(before, gradients)
+        for name in gradients:
+            moved = float((expected[0][name] - before[name]).norm())
+            if expected[1][name] > 0.5 * moved > 0:
+                self.drowned[name] = None
         look = UpdateLook(before, expected[0], *settings, self.oracle.shapes)
         found = self._first(step, UPDATE, self._held(step + 1), expected, look.stories)
         for name in () if found else before:
@@ -205,6 +235,12 @@ class _Judge:
     def _note(self, text: str) -> None:
         if text not in self.verdict.notes:
             self.verdict.notes.append(text)
+
+
+def _of_clipping(name: str, raw: list[list[LocalElements]]) -> float:
+    """How far, relatively, rounding takes a gradient that torch clips in the gradient's own dtype."""
+    found = [piece.values.dtype for each in raw for piece in each if piece.name == name]
+    return max([CLIPPED, *(MARGIN / 2 * torch.finfo(each).eps for each in found)])
 
 
 def _most_bytes(held: list[list[LocalElements]]) -> dict[str, int]:

@@ -85,17 +85,27 @@ class Places:
         self._learn_constants([each for each in copies if not self._known[id(each)][1]])
 
     def _learn_constants(self, copies: list[Tensor]) -> None:
-        """Take these for the weights of equal values, as gains of ones, where all of them are here, in their order."""
+        """Take these for the weights of equal values, as gains of ones, where all of them are here, in their order.
+
+        Several are told apart only where those that are known come in the model's order.
+        """
+        in_order = self._are_in_order()
         taken = {name for _, places in self._known.values() for name, _, _ in places}
         left = {name: each.flatten() for name, each in self._initial.items() if name not in taken}
         for tensor in copies:
             mine = _flat(tensor)
             names = [n for n, each in left.items() if torch.equal(each.to(mine.dtype), mine)]
             alike = [id(each) for each in copies if torch.equal(_flat(each), mine)]
-            if len(names) == len(alike):
+            if len(names) == len(alike) and (len(names) == 1 or in_order):
                 name = names[alike.index(id(tensor))]
                 place = name, torch.arange(len(mine)), slice(0, len(mine))
                 self._known[id(tensor)] = tensor, [place]
+
+    def _are_in_order(self) -> bool:
+        """Whether the tensors that are known come as the model's do, matrices and vectors each by themselves."""
+        number = {name: (each.ndim, i) for i, (name, each) in enumerate(self._initial.items())}
+        found = [number[places[0][0]] for _, places in self._known.values() if places]
+        return sorted(found, key=lambda each: each[0]) == sorted(found)
 
     def _shown(self) -> Iterable[tuple[str, Tensor, Tensor]]:
         """(name, which elements, their values) of what the sharded model shows."""

@@ -73,6 +73,10 @@ class LoopRecorder:
         if self._depth == 1:
             tensors = [each for group in stepping.param_groups for each in group["params"]]
             pieces = self._places.gradients(tensors)
+            # A fused optimizer divides by what torch's GradScaler sets, inside of its step.
+            if (scale := getattr(stepping, "grad_scale", None)) is not None:
+                for piece in pieces:
+                    piece.values /= scale
             # Optimizers may hold parts of one weight; who finds a part again steps once more.
             for name in {piece.name for piece in add(seen.gradients, pieces)}:
                 seen.calls[name] = seen.calls.get(name, 1) + 1
