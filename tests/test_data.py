@@ -540,12 +540,15 @@ def test_names_that_a_data_set_knows_are_its_classes(tmp_path):
     names = datasets.ClassLabel(names=["worst", "bad", "fair", "good", "best"])
     table = datasets.Dataset.from_dict({"text": ["a", "b"], "label": [4, 1]})
     table.cast_column("label", names).save_to_disk(tmp_path / "named")
+    hashes = set[str]()
     for labels, classes in ((None, [4, 1]), (["best", "good", "fair", "bad", "worst"], [0, 3])):
         changes = {"path": str(tmp_path / "named"), "labels": labels, "seq_len": 8}
         data = opened("yelp", "smollm2_360m_yelp", **changes)
         assert [int(t.labels[0]) for t in in_stored_order(data).microbatches] == classes
         names = ["worst", "bad", "fair", "good", "best"]
         assert data.label_names == (labels or names)
+        hashes.add(data.tokens_hash)
+    assert len(hashes) == 2, "no checkpoint goes on with its classes in another order"
     data, model = configs("yelp", "smollm2_360m_yelp", path=str(tmp_path / "named"))
     with pytest.raises(ConfigError, match=r"has 5 classes \(worst,.*; set model.num_labels=5"):
         build_data(data, replace(model, num_labels=2), 0)

@@ -8,18 +8,22 @@ import json
 import os
 import re
 import resource
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 from tests import rank_code
+from zeroexp.checkpoint.folders import newest_checkpoint
+from zeroexp.checkpoint.manifest import read_manifest
 from zeroexp.cluster.follow import ShownRun
 from zeroexp.cluster.job import Job, JobOutcome
 from zeroexp.cluster.local import LocalCluster
 from zeroexp.config import keys as configs
-from zeroexp.config.keys import Config
+from zeroexp.config.keys import Config, ConfigError
 from zeroexp.report.sweep_progress import SweepProgress
 from zeroexp.run import rank
 from zeroexp.run.rank import keep_freed_memory, prepare  # noqa: F401
@@ -107,6 +111,7 @@ def replicated(local, tmp_path_factory) -> Job:
     job = make_job(
         tmp_path_factory.mktemp("replicated") / "run",
         strategy__implementation="torch",
+        checkpoint__every=100,  # behind the last step alone
         optimizer__kinds={"vectors": {"weight_decay": 0.0}},
     )
     assert local.run(job).status == "done"
@@ -135,6 +140,25 @@ def test_peaks_and_wire_are_known_on_the_cpu(replicated):
     # An all-reduce among two ranks sends the gradients once; gloo's headers, the loss and the barrier are small.
     assert last.wire_bytes is not None
     assert gradients <= last.wire_bytes < gradients + 4096
+
+
+def test_ranks_draw_by_themselves(replicated):
+    newest = newest_checkpoint(replicated.folder)
+    assert newest is not None
+    states = read_manifest(newest).rng.values()
+    assert len({kinds["torch"].pieces[0].hash for kinds in states}) == 2
+
+
+def test_ranks_that_read_other_data_than_the_first_are_refused(monkeypatch):
+    data: Any = SimpleNamespace(tokens_hash="a", num_samples=8)
+    for num_samples, context in (
+        (8, nullcontext()),
+        (9, pytest.raises(ConfigError, match="ranks read")),
+    ):
+        others = [("a", num_samples)]
+        monkeypatch.setattr(rank.worlds, "gather_objects", lambda own: [own, *others])  # noqa: B023
+        with context:
+            rank._refuse_other_data(Config(), data)  # pyright: ignore[reportPrivateUsage]
 
 
 def test_what_a_rank_raises_is_in_failure_and_log(local, tmp_path):

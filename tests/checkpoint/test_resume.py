@@ -281,10 +281,12 @@ def test_another_text_than_that_of_the_checkpoint_is_refused_before_ranks_start(
     tmp_path, monkeypatch
 ):
     config = config_for(tmp_path)
-    saved = str(write(tmp_path / "sweep" / "run", 1, config, tokens_hash="theirs"))
-    ours = SimpleNamespace(tokens_hash="theirs")
+    saved = str(write(tmp_path / "sweep" / "run", 1, config, tokens_hash="theirs labels"))
+    ours = SimpleNamespace(tokens_hash="theirs labels")
     monkeypatch.setattr(try_data, "build_data", lambda *_: ours)
     try_data.check_data(replace(config, resume=saved))
-    ours.tokens_hash = "ours"
-    with pytest.raises(ConfigError, match=r"held another text when its run began.*; bring"):
-        try_data.check_data(replace(config, resume=saved))
+    older = str(write(tmp_path / "sweep" / "older", 1, config, tokens_hash="theirs"))
+    try_data.check_data(replace(config, resume=older))
+    for ours.tokens_hash in ("ours labels", "theirs others"):
+        with pytest.raises(ConfigError, match=r"held another text when its run began.*; bring"):
+            try_data.check_data(replace(config, resume=saved))

@@ -11,6 +11,7 @@ from tests.crossed import crossed, every_nth
 from tests.optimizers_for_tests import CountingAverage, KeepsElsewhere, LateFactors, OldFashioned
 from tests.oracle import assembled, pieces_of
 from tests.strategies.states_for_tests import STATEFUL, build, options, save, take_up, train
+from zeroexp.interface.loss_scale import COUNT, SCALE
 from zeroexp.interface.python_values import PythonValues
 
 
@@ -117,6 +118,17 @@ def test_parameters_of_one_group_that_counted_apart_are_refused():
     for take in (together.require, together.load):  # before anything is changed, and then
         with pytest.raises(ValueError, match="use the param_groups that they were trained in"):
             take(told)
+
+
+def test_a_loss_scale_is_not_taken_by_what_has_none():
+    weight, told = torch.nn.Parameter(torch.ones(2)), {}
+    for scale in ({SCALE: 8.0, COUNT: 3}, {}):
+        optimizer = CountingAverage([weight])
+        optimizer.param_groups[0].update(scale)
+        values = PythonValues(optimizer, [["weight"]])
+        told = told or {"weight": values.of("weight", weight)}
+        values.load(told)
+        assert {k: v for k, v in optimizer.param_groups[0].items() if k in (SCALE, COUNT)} == scale
 
 
 @pytest.mark.parametrize("factory", [KeepsElsewhere, LateFactors])

@@ -75,7 +75,9 @@ class Manifest:
     world_size: int
     state: Stored
     rng: Stored  # by rank: "torch", "cuda", "python", "numpy"
-    tokens_hash: str = ""  # hash of the tokens it trains on; empty where it reads no text, and in older checkpoints
+    # Hashes of the tokens it trains on and, behind a blank, of their labels; empty where it reads no text, and in older
+    # checkpoints.
+    tokens_hash: str = ""
 
     def tensors(self) -> Iterator[tuple[str, StoredTensor]]:
         for stored in (self.state, self.rng):
@@ -94,10 +96,12 @@ class Manifest:
 
 def require_same_tokens(checkpoint: Path, manifest: Manifest, tokens_hash: str) -> None:
     """Raise CheckpointError where the checkpoint's run trained on other tokens than those of this hash."""
-    if manifest.tokens_hash and tokens_hash and manifest.tokens_hash != tokens_hash:
+    # Older checkpoints know their tokens alone.
+    pairs = zip(manifest.tokens_hash.split(), tokens_hash.split(), strict=False)
+    if any(theirs != ours for theirs, ours in pairs):
         raise CheckpointError(
             f"{checkpoint}: data.path={manifest.config['data']['path']} held another text when its run began, or one "
-            "that was tokenized otherwise; bring that text back, or begin a new run"
+            "that was tokenized or labelled otherwise; bring that text back, or begin a new run"
         )
 
 

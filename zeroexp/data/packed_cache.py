@@ -79,7 +79,9 @@ class _Folder:
         self.names: list[Any] | None = about["names"]
         self.tokens = np.load(folder / "tokens.npy", mmap_mode="r")
         digests = json.loads((folder / DIGESTS).read_text(encoding="utf-8"))
-        self.tokens_hash: str = digests["tokens.npy"]
+        # Labels, and which tokens count, decide as much of what a run trains on.
+        decisive = ("tokens.npy", "labels.npy", "counts.npy")
+        self.tokens_hash = " ".join(digests[name] for name in decisive if name in digests)
 
     def __len__(self) -> int:
         return len(self.tokens)

@@ -78,7 +78,10 @@ class PythonValues:
     def load(self, state: CanonicalState) -> None:
         """Set the groups' numbers. The caller loads a parameter's own values with `own_values`."""
         for i, names in enumerate(self._names):
-            counted = self._saved_numbers(state, names)
+            # A loss scale is of a float16 run alone.
+            unscaled = {SCALE, COUNT} - self._at_first[i].keys()
+            saved = self._saved_numbers(state, names)
+            counted = {key: value for key, value in saved.items() if key not in unscaled}
             again = self._counted[i] & self._at_first[i].keys()
             for optimizer in (self._optimizer, *self._mirrors):
                 optimizer.param_groups[i].update({key: self._at_first[i][key] for key in again})

@@ -181,6 +181,7 @@ def _train(config: Config, world: World, folder: Path, stop: Stop) -> bool:
     began = time.perf_counter()
     progress.note_phase(0, progress.BUILDING)
     data = build_data(config.data, config.model, config.train.seed)
+    _refuse_other_data(config, data)
     memory = AllocationMeter(world.device)
     model = build_deferred(config.model, seed=config.train.seed, vocab_size=data.vocab_size)
     needed = flops_per_sample(model.module, config.model, config.data.seq_len)
@@ -198,6 +199,8 @@ def _train(config: Config, world: World, folder: Path, stop: Stop) -> bool:
     facts, number = _environment_facts(config, data), attempt.own_number() or 0
     saver = Saver(folder, strategy, facts, world, attempt=number, tokens_hash=data.tokens_hash)
     num_steps = config.train.warmup_steps + config.train.steps
+    # What a model draws: by default every rank of every seed would draw the same.
+    torch.manual_seed(config.train.seed * configs.MANY + world.rank)
     start_step, is_own = _resume(config, folder, strategy, world, data.tokens_hash)
     gc.collect()
     gc.freeze()  # what is built lives to the end, and no collection (measure/drift.py) has to visit it
@@ -235,6 +238,13 @@ def _train(config: Config, world: World, folder: Path, stop: Stop) -> bool:
             saver.save_now(num_steps)
     saver.close()
     return over
+
+
+def _refuse_other_data(config: Config, data: Data) -> None:
+    """Raise ConfigError unless all ranks read the same: nodes pack what each of them sees."""
+    if len({*worlds.gather_objects((data.tokens_hash, data.num_samples))}) > 1:
+        problem = f"data.path={config.data.path}: ranks read different data"
+        raise ConfigError(f"{problem}; give all nodes the same files")
 
 
 def _log_build(world: World, seconds: float, data: Data) -> None:
