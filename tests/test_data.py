@@ -26,6 +26,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
+from tokenizers.processors import TemplateProcessing
 
 from tests.cache_writers import die, race
 from tests.composing import composed
@@ -36,6 +37,7 @@ from zeroexp.cut.rank_grid import RankGrid
 from zeroexp.data import StepBatch, packed_cache, table_rows
 from zeroexp.data.batches import Data, build_data, sample_indices
 from zeroexp.data.classes import classes_of
+from zeroexp.data.conversations import ConversationEncoder
 from zeroexp.data.sources import CORPUS, choose_tokenizer, identity_of
 from zeroexp.models import find_weights
 
@@ -687,6 +689,17 @@ def test_only_a_completion_counts_in_the_loss(tmp_path, talks):
     words = [token for each in labels for token in each.tolist() if token != -100]
     answers = [token for token, mark in zip(document * 40, marks, strict=True) if mark]
     assert words == answers[: len(words)] and len(answers) - len(words) < 6
+
+
+def test_a_prompt_begins_as_the_tokenizer_lets_a_text_begin():
+    """With a first token of its own, as LLaMA's does."""
+    begins = Tokenizer.from_str(TOKENIZER.to_str())
+    begins.post_processor = TemplateProcessing(single="! $A", special_tokens=[("!", 1)])
+    words = choose_tokenizer(DataConfig(), ModelConfig())
+    encode = ConversationEncoder(words, begins, None)
+    ((tokens, num_prompt),) = encode({"prompt": ["A slice"], "completion": [" is a part"]})
+    assert tokens == [1, *ids("A slice is a part"), words.end_of_text]
+    assert num_prompt == 1 + len(ids("A slice"))
 
 
 def test_a_replica_that_steps_by_itself_averages_over_its_own_labels(tmp_path):

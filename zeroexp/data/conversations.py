@@ -3,7 +3,8 @@
 The columns and their meaning are those of TRL's supervised trainer:
 
     messages              a list of {role, content} through the tokenizer's chat template; every token counts
-    prompt, completion    texts: both in sequence, then the end-of-text token; what comes after the prompt counts
+    prompt, completion    texts: both in sequence as the tokenizer begins a text, then the end-of-text token; what comes
+                          after the prompt counts
                           lists of messages: through the template, the prompt with what begins an answer; as above
 """
 
@@ -44,24 +45,25 @@ class ConversationEncoder:
         return documents
 
     def _answer(self, prompt: Any, completion: Any) -> Document:
-        if isinstance(prompt, str) and isinstance(completion, str):
-            before, end = prompt, [self._words.end_of_text]
-            whole = prompt + completion
+        is_text = isinstance(prompt, str) and isinstance(completion, str)
+        if is_text:
+            before, whole = prompt, prompt + completion
         elif isinstance(prompt, list) and isinstance(completion, list):
-            before, end = self._render(prompt, PROMPT, add_generation_prompt=True), []
+            before = self._render(prompt, PROMPT, add_generation_prompt=True)
             whole = self._render([*prompt, *completion], COMPLETION)
         else:
             kinds = f"{type(prompt).__name__} and {type(completion).__name__}"
             self._refuse(COMPLETION, f"prompt and completion are {kinds}", "give texts, or lists")
-        tokens, first = self._encode(whole), self._encode(before)
+        # A template writes special tokens itself; a text begins with those of its tokenizer.
+        tokens, first = (self._encode(each, special=is_text) for each in (whole, before))
         same = zip(tokens, first, strict=False)  # a token over the end of the prompt counts
         num_same = next(
             (n for n, (a, b) in enumerate(same) if a != b), min(len(tokens), len(first))
         )
-        return tokens + end, num_same
+        return tokens + [self._words.end_of_text] * is_text, num_same
 
-    def _encode(self, text: str) -> list[int]:
-        return self._tokenizer.encode(text, add_special_tokens=False).ids
+    def _encode(self, text: str, *, special: bool = False) -> list[int]:
+        return self._tokenizer.encode(text, add_special_tokens=special).ids
 
     def _render(self, messages: Any, column: str, **how: bool) -> str:
         if not isinstance(messages, list) or not messages:
