@@ -22,6 +22,7 @@ from pathlib import Path
 
 from zeroexp.checkpoint import folders
 from zeroexp.checkpoint.manifest import MANIFEST, CheckpointError, read_manifest
+from zeroexp.config import plugins
 from zeroexp.config.keys import Config, ConfigError, from_mapping
 from zeroexp.config.vocabulary import TokenizerChoice
 from zeroexp.foreign import WRITERS
@@ -175,10 +176,20 @@ def export_whole(checkpoint: Path, target: Path, form: str) -> None:
         problem = f"model.lora.quantize={config.model.lora.quantize} packs weights as no other trainer reads them"
         raise ConfigError(f"--format={form}: {problem}; leave it out, which exports the adapters")
     folders.refuse_existing(target)
+    _load_plugins(config, checkpoint)
     from zeroexp.checkpoint.weights import Weights
+    from zeroexp.models.huggingface_folder import require_same
+    from zeroexp.models.module import build_empty
 
+    weights = Weights(checkpoint, manifest)
+    require_same(build_empty(config.model, weights.shapes).module, weights.shapes)
     with folders.asked_for(target) as folder:
-        WRITERS[form](folder, config, manifest, Weights(checkpoint, manifest))
+        WRITERS[form](folder, config, manifest, weights)
+
+
+def _load_plugins(config: Config, checkpoint: Path) -> None:
+    """Raises ConfigError where one is gone from where the run was started."""
+    plugins.load(config.plugins, working_folder_of(checkpoint.parents[1]))
 
 
 def _tokenizer(config: Config, checkpoint: Path) -> TokenizerChoice | None:
@@ -189,10 +200,11 @@ def _tokenizer(config: Config, checkpoint: Path) -> TokenizerChoice | None:
     from zeroexp.config.data_sources import DATA
     from zeroexp.data.sources import choose_tokenizer
 
-    if config.data.kind not in DATA or not DATA[config.data.kind].tokenizes:
-        return None
     started_in = working_folder_of(checkpoint.parents[1])
     try:
+        _load_plugins(config, checkpoint)
+        if config.data.kind not in DATA or not DATA[config.data.kind].tokenizes:
+            return None
         with contextlib.chdir(started_in if started_in and started_in.is_dir() else "."):
             return choose_tokenizer(config.data, config.model)
     except ConfigError as error:

@@ -23,6 +23,7 @@ from torch import Tensor
 from torch.distributed import checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
+    get_model_state_dict,
     get_optimizer_state_dict,
     set_optimizer_state_dict,
 )
@@ -143,6 +144,8 @@ def test_torchs_own_muon_takes_ours(tmp_path):
     export.export_whole(checkpoint, tmp_path / "to", "dcp")
 
     other, others = of_torch(123.0)
+    for each in others:  # of which a load asks for the rate at first
+        torch.optim.lr_scheduler.LambdaLR(each, lambda step: 1.0)
     options = StateDictOptions(flatten_optimizer_state_dict=True)
     state = {"optimizer": get_optimizer_state_dict(other, others, options=options)}
     with warnings.catch_warnings():
@@ -150,6 +153,7 @@ def test_torchs_own_muon_takes_ours(tmp_path):
         dcp.load(state, checkpoint_id=tmp_path / "to", no_dist=True)
     set_optimizer_state_dict(other, others, state["optimizer"], options=options)
     assert others[0].param_groups[0]["lr"] == config.optimizer.lr
+    assert others[0].param_groups[0]["initial_lr"] == config.optimizer.lr
     for mine, theirs in zip(others, pair, strict=True):
         of_mine, of_theirs = (list(each.state.values()) for each in (mine, theirs))
         assert len(of_mine) == len(of_theirs) > 0
@@ -400,6 +404,30 @@ def test_names_around_the_model_change_nothing(first, tmp_path, prefix, around):
     save_quietly(tmp_path / "theirs", holder, optimizer, prefix)
     checkpoint, notes = brought_in(tmp_path / "theirs", tmp_path / "run", config_of())
     assert notes == [] and hashes(checkpoint) == hashes(first)
+
+
+def test_averages_before_the_model_are_said_to_be_left_out(first, tmp_path):
+    model, optimizer = stepped(config_of())
+    averages = {name: torch.zeros_like(each) for name, each in model.state_dict().items()}
+    state = {"ema": averages, "model": get_model_state_dict(model)}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of no process group
+        state["optimizer"] = get_optimizer_state_dict(model, optimizer)
+        dcp.save(state, checkpoint_id=tmp_path / "theirs", no_dist=True)
+    checkpoint, notes = brought_in(tmp_path / "theirs", tmp_path / "run", config_of())
+    assert hashes(checkpoint) == hashes(first)
+    assert len(notes) == 1 and "neither weights nor moments: ema." in notes[0]
+
+
+@pytest.mark.parametrize("form", WRITERS)
+def test_a_model_that_is_built_otherwise_today_is_one_line(first, tmp_path, monkeypatch, form):
+    """Under other names, of another version of transformers or of somebody's own code."""
+    manifest = read_manifest(first)
+    state = {name.replace("mlp", "ffn"): entry for name, entry in manifest.state.items()}
+    monkeypatch.setattr(export, "read_manifest", lambda _: replace(manifest, state=state))
+    with pytest.raises(ConfigError, match=r"the checkpoint's model: .* here; export it with the"):
+        export.export_whole(first, tmp_path / "to", form)
+    assert not any(tmp_path.iterdir())
 
 
 def test_moments_of_what_is_frozen_here_are_said_to_be_left_out(alone, tmp_path):

@@ -268,6 +268,22 @@ def test_moments_that_rest_in_8_bits_leave_decoded(tmp_path):
             assert torch.equal(back.read(name, key), weights.read(name, key)), f"{name}.{key}"
 
 
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_the_momentum_of_outer_steps_stays_behind(tmp_path):
+    config = config_of(**LLAMA, tie_word_embeddings=True)
+    save_quietly(tmp_path / "alone", *stepped(config))
+    checkpoint, _ = brought_in(tmp_path / "alone", tmp_path / "run", config)
+    manifest = read_manifest(checkpoint)
+    state = {n: {**each, "outer.momentum": each["weight"]} for n, each in manifest.state.items()}
+    outer = replace(manifest, state=state)
+    write_megatron(tmp_path / "out", config, outer, Weights(checkpoint, outer))
+    again, _ = brought_in(tmp_path / "out", tmp_path / "back", config)
+    back = read_manifest(again).state
+    assert {n: each.keys() for n, each in back.items()} == {
+        n: each.keys() for n, each in manifest.state.items()
+    }
+
+
 def save_each(world: World, saved: list[Any]) -> None:
     for each in saved:
         save_as_megatron(world, *each, True)

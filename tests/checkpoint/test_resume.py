@@ -82,6 +82,14 @@ def test_latest_is_the_newest_that_fits(tmp_path):
     assert resolve_resume(config) == str(fits)
 
 
+def test_latest_may_be_what_was_imported_and_is_nothing_half_written(tmp_path):
+    """An import goes to outputs/NAME, as a whole, from a hidden folder beside it."""
+    config = config_for(tmp_path, "resume=latest")
+    imported = write(tmp_path / "theirs", 20, config)
+    write(tmp_path / ".zeroexp-half" / "others", 40, config)
+    assert resolve_resume(config) == str(imported)
+
+
 @pytest.mark.parametrize("closed", ["checkpoint", "checkpoint/step-000040", "."])
 def test_latest_passes_over_a_run_of_somebody_else_that_can_not_be_read(closed):
     with open_to_all() as outputs:

@@ -90,8 +90,13 @@ def _newest_of_run(config: Config, run: Path) -> Path:
 def _latest_of_all_runs(config: Config) -> Path:
     """Return the newest fitting checkpoint of any run under outputs."""
     outputs = Path(config.outputs).resolve()
+    # A run lies in its sweep, what was imported beside sweeps; what is hidden is being written.
+    places = ("[!.]*", "[!.]*/[!.]*")
     checkpoint, problems = _look_until_found(
-        config, lambda: [path.parent for path in outputs.glob(f"*/*/{folders.FOLDER}")]
+        config,
+        lambda: [
+            path.parent for place in places for path in outputs.glob(f"{place}/{folders.FOLDER}")
+        ],
     )
     if checkpoint:
         return checkpoint

@@ -101,13 +101,13 @@ def _told_by_megatron(reader: _Reader) -> tuple[int | None, Mapping[str, Any], l
 
 
 def _prefix_of_weights(keys: Iterable[str], names: Collection[str]) -> str:
-    """Return what stands before the model's names in most keys."""
+    """Return what stands before the model's names in most keys; where averages are beside it, the model's own."""
     prefixes = Counter(
         plain.removesuffix(name)
         for plain in keys
         if (name := next((s for s in _suffixes(plain) if s in names), None))
     )
-    return prefixes.most_common(1)[0][0] if prefixes else ""
+    return max(prefixes, key=lambda p: (prefixes[p], ".model." in f".{p}", -len(p)), default="")
 
 
 def _place_of(plain: str, prefix: str, names: Collection[str]) -> Place | None:

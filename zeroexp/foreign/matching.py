@@ -184,12 +184,14 @@ def moments_kept(config: Config, built: BuiltModel) -> dict[str, set[str]]:
 
 def param_groups(config: Config, step: int, built: BuiltModel) -> list[dict[str, Any]]:
     """Return the optimizer's groups as others save them: names for parameters, and the next step's learning rate."""
+    highest = config.optimizer.lr
     lr = learning_rate(config.optimizer, step, config.train.warmup_steps + config.train.steps)
     optimizer, names = _small_optimizer(config, built)
     return [
         {
             **{key: value for key, value in group.items() if key not in OURS},
             "lr": lr * group.get("lr_scale", 1.0),
+            "initial_lr": highest * group.get("lr_scale", 1.0),  # which torch's schedulers ask for
             "params": own,
         }
         for group, own in zip(optimizer.param_groups, names, strict=True)

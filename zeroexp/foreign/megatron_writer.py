@@ -25,7 +25,7 @@ from zeroexp.config.keys import Config
 from zeroexp.foreign.dcp import save_one_by_one
 from zeroexp.foreign.matching import STEP
 from zeroexp.foreign.megatron import ITERATION, LATEST, PARTS, heads_of, rows_of, to_megatron
-from zeroexp.interface.canonical import WEIGHT
+from zeroexp.interface.canonical import WEIGHT, is_moment
 from zeroexp.models.module import build_empty
 
 IN_MODEL, IN_OPTIMIZER = "module.module.", "module.module.module."  # names of its wrappers
@@ -71,7 +71,8 @@ def _their_tensors(
             raise CheckpointError(f"--format=megatron: {problem}; use --format dcp")
         part = PARTS.search(name)
         shape = entry[WEIGHT].shape
-        for key in (each for each in entry if weights.empty(name, each).shape == shape):
+        kept = [each for each in entry if each == WEIGHT or is_moment(each)]
+        for key in (each for each in kept if weights.empty(name, each).shape == shape):
             tensors[theirs, key][part[1] if part else ""] = name
     for (theirs, key), parts in tensors.items():
         if "" not in parts and len(parts) < len(heads_of(of_model)):

@@ -80,15 +80,16 @@ def empty_model(config: ModelConfig, shapes: Shapes) -> Any:
         use = f"export a run of {', '.join(n for n in MODELS.own if MODELS[n].of_transformers)}"
         raise ConfigError(f"model.family={config.family}: transformers has no such model; {use}")
     module: Any = build_empty(config, shapes).module
-    _require_same(module, shapes)
+    require_same(module, shapes)
     return module
 
 
-def _require_same(module: nn.Module, shapes: Shapes) -> None:
+def require_same(module: nn.Module, shapes: Shapes) -> None:
+    """Raise ConfigError where the model, as it is built here, has other tensors than the checkpoint."""
     expected = {name: tuple(tensor.shape) for name, tensor in saved_tensors(module).items()}
     for name in (*expected, *shapes):
         if expected.get(name) != shapes.get(name):
-            difference = f"{name} is {shapes.get(name)} in it, {expected.get(name)} in transformers"
+            difference = f"{name} is {shapes.get(name)} in it, {expected.get(name)} here"
             remedy = "export it with the version of transformers that trained it"
             raise ConfigError(f"the checkpoint's model: {difference}; {remedy}")
 
