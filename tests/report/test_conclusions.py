@@ -20,7 +20,9 @@ from zeroexp.report.conclusions import (
     points_that_moved,
 )
 from zeroexp.report.loss_agreement import losses_of
+from zeroexp.report.measured_points import MeasuredPoint, points_of
 from zeroexp.report.page.losses import loss_chart
+from zeroexp.report.reading import read_runs
 from zeroexp.report.results_table import render
 from zeroexp.report.statistics import why_doubtful
 from zeroexp.report.words import headline_cards
@@ -233,6 +235,32 @@ def test_another_seed_moves_no_point(seeds: Path) -> None:
     edit(seeds / "other/ddp-seed1/records.jsonl", '"loss": 8.0,', '"loss": 8.5,')
     ((ddp,), _) = points_that_moved(one, points(seeds / "other"))
     assert ddp.changes == ["losses part at step 0: 8.0 and 8.5"]
+
+
+def test_a_run_that_went_on_from_another_is_compared_by_step(sweeps: Path) -> None:
+    records = sweeps / "after/ddp/records.jsonl"
+    lines = records.read_text(encoding="utf-8").splitlines(keepends=True)
+    records.write_text("".join(lines[10:]), encoding="utf-8")
+    before, after = points(sweeps / "before"), points(sweeps / "after")
+    (ddp,) = [one for one in points_that_moved(before, after)[0] if one.name == "ddp"]
+    assert ddp.changes == [] and not conclude(after).broken
+    assert [trace["x"][0] for trace in loss_chart(after[:1]).data] == [10]
+
+
+def test_a_study_speaks_of_its_own_sweep(sweeps: Path) -> None:
+    """What it wants equal is another in each sweep, after any change."""
+    for file in sweeps.glob("*/*/config.yaml"):
+        edit(file, "must_equal: []", "must_equal: [git]")
+    for file in (sweeps / "after").glob("*/environment.json"):
+        change(file, {"git.commit": "4567def"})
+
+    def both() -> list[MeasuredPoint]:
+        return points_of([x for name in ("before", "after") for x in read_runs(sweeps / name)[0]])
+
+    assert conclude(both()).broken == []
+    change(sweeps / "after/zero2/environment.json", {"git.commit": "89ab012"})
+    (line,) = conclude(both()).broken
+    assert "git.commit differs: 4567def, but 89ab012 in after/zero2" in line
 
 
 def test_a_byte_and_a_bit_of_a_loss_move_a_point(sweeps: Path) -> None:

@@ -164,6 +164,19 @@ def test_sending_again_changes_nothing(tracker: MlflowTracker, outputs: Path, sw
     assert status(outputs, run_id) == "FINISHED"
 
 
+def test_outputs_that_were_renamed_hold_the_same_runs(
+    outputs: Path, empty_store: Path, tmp_path: Path
+) -> None:
+    old, new = tmp_path / "old", tmp_path / "new"
+    old.mkdir()
+    shutil.copy(empty_store, old)
+    folder = write_run(old / "sweep/run", status="failed", num_steps=3)
+    run_id = MlflowTracker(None, "renamed", old).log_run(folder)
+    write_json(folder / "state.json", {"status": "running", "running_at": 1_800_000_000.0})
+    old.rename(new)
+    assert MlflowTracker(None, "renamed", new).log_run(new / "sweep/run") == run_id
+
+
 @pytest.mark.slow
 def test_sent_to_another_store_and_back_it_is_the_same_run(
     tracker: MlflowTracker, outputs: Path, sweep: Path, empty_store: Path, tmp_path: Path
@@ -214,6 +227,7 @@ def test_a_run_can_be_followed_and_a_resumed_one_goes_on(
     assert status(outputs, run_id) == "FAILED"
     assert tag(outputs, run_id, "reason") == "after 3600 s"
     (folder / "earlier" / "1" / "logs").mkdir(parents=True)  # as --rerun leaves it, with its steps
+    write_json(folder / "attempts.json", {"attempts": [{"number": 2, "began_at": 1.0}]})
     write_json(folder / "state.json", {"status": "running"})
     assert tracker.start_run(folder).run_id == run_id
     assert status(outputs, run_id) == "RUNNING"
@@ -224,6 +238,7 @@ def test_a_run_can_be_followed_and_a_resumed_one_goes_on(
     finish(folder)
     tracker.log_run(folder)
     assert status(outputs, run_id) == "FINISHED"
+    assert tag(outputs, run_id, "reason") == "", "it is the first attempt's"
 
 
 def finish(folder: Path) -> None:

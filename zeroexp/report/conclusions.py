@@ -12,6 +12,7 @@ import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from zeroexp.config.keys import ConfigError
@@ -90,7 +91,7 @@ def lines_of_varied_numbers(point: MeasuredPoint) -> list[str]:
         changes = [(first, change) for change in _changed_numbers(first, other)]
         if has_one_order:
             mate = point.of_seeds[seed_of(other)].run
-            curves = ([record.loss for record in records_of(run)] for run in (mate, other))
+            curves = ({each.step: each.loss for each in records_of(run)} for run in (mate, other))
             changes += [(mate, change) for change in _changed_losses(*curves)]
         lines += [f"{point.name}: {change} ({one.name}, {other.name})" for one, change in changes]
     return lines
@@ -116,9 +117,9 @@ def _changed_peaks(before: Run, after: Run) -> list[str]:
     return lines
 
 
-def _changed_losses(one: Sequence[float], two: Sequence[float]) -> list[str]:
+def _changed_losses(one: Mapping[int, float], two: Mapping[int, float]) -> list[str]:
     """Say at which step losses differ in any bit; nothing where they are equal as far as both go."""
-    for step, (a, b) in enumerate(zip(one, two, strict=False)):
+    for step, a, b in ((step, one[step], two[step]) for step in one if step in two):
         if a != b and not (math.isnan(a) and math.isnan(b)):
             return [f"losses part at step {step}: {a!r} and {b!r}"]
     return []
@@ -224,7 +225,9 @@ def lines_of_moved(pairs: Sequence[Moved], alone: Sequence[str]) -> list[str]:
         lines += [f"    and {hidden} more"] if hidden > 0 else []
     if still:
         number = "1 point has" if len(still) == 1 else f"{len(still)} points have"
-        lines.append(f"{number} equal bytes, counts and losses; of the step time:")
+        lines.append(
+            f"{number} equal bytes and counts, and losses of equal seeds; of the step time:"
+        )
     return [*lines, *_aligned({one.name: one.time for one in still}), *alone]
 
 
@@ -243,8 +246,8 @@ def _moved(
     curves = [point.losses for point in of_one_seed([old, new])]
     if len(curves) == 2:
         changes += _changed_losses(*curves)
-        if len(curves[0]) != len(curves[1]):
-            changes.append(f"steps: {len(curves[0])} and {len(curves[1])}")
+        one, two = (max(curve, default=-1) + 1 for curve in curves)
+        changes += [f"steps: {one} and {two}"] if one != two else []
     before, after = old.seconds_by_round, new.seconds_by_round
     if unchanged and new is not unchanged[1]:
         before, after = _over(before, unchanged[0]), _over(after, unchanged[1])
@@ -368,13 +371,18 @@ def conclude(points: Sequence[MeasuredPoint], reference: str | None = None) -> C
     """Raises ConfigError if no point has the reference's name."""
     chosen, compared = compare_points(points, reference)
     broken = [line for point in points for line in lines_of_varied_numbers(point)]
-    studies = [json.loads(point.run.config.get("study.must_equal", "[]")) for point in points]
-    must_equal = dict.fromkeys(word for words in studies for word in words)
-    broken += [f"study.must_equal: {x}" for x in lines_of_broken_must_equal(points, must_equal)]
-    claims = claims_of(points)
+    claims, lines, sweeps = list[Claim](), list[str](), dict[Path, list[MeasuredPoint]]()
+    for point in points:
+        sweeps.setdefault(point.run.folder.parent, []).append(point)
+    for own in sweeps.values():  # a study speaks of its own points
+        studies = [json.loads(point.run.config.get("study.must_equal", "[]")) for point in own]
+        must_equal = dict.fromkeys(word for words in studies for word in words)
+        broken += [f"study.must_equal: {x}" for x in lines_of_broken_must_equal(own, must_equal)]
+        found = claims_of(own)
+        claims += found
+        lines += lines_of(found) if is_proof(own) else []
     broken += [claim.line for claim in claims if not claim.holds]
     qualities = _qualities(points, chosen)
-    lines = lines_of(claims) if is_proof(points) else []
     return Conclusions(chosen, compared, _doubts(points), broken, qualities, claims, lines)
 
 

@@ -118,13 +118,13 @@ def losses_of(points: Sequence[MeasuredPoint]) -> LossVerdict | None:
 
 
 def judge_losses(
-    curves: Mapping[str, Sequence[float]],
+    curves: Mapping[str, Mapping[int, float]],
     apart: Collection[str] = (),
     *,
     bound: float | None,
     must_fall: bool = False,
 ) -> LossVerdict:
-    """Judge curves, one loss for each step by the name of its point, beside the first one.
+    """Judge curves, losses by step by the name of their point, beside the first one, from where both begin.
 
     apart: those that are by design not equal (strategy.outer).
     """
@@ -143,7 +143,7 @@ def in_order_of_losses(points: Sequence[MeasuredPoint]) -> list[MeasuredPoint]:
     """
     return sorted(
         (point for point in of_one_seed(points) if point.losses),
-        key=lambda p: (p.outer_every is not None, not all(map(math.isfinite, p.losses))),
+        key=lambda p: (p.outer_every is not None, not all(map(math.isfinite, p.losses.values()))),
     )
 
 
@@ -164,16 +164,16 @@ def loss_falls(losses: Sequence[float]) -> bool:
 
 def _judge_curve(
     name: str,
-    curve: Sequence[float],
-    reference: Sequence[float],
+    curve: Mapping[int, float],
+    reference: Mapping[int, float],
     bound: float | None,
     *,
     is_apart: bool,
 ) -> Curve:
-    distances = [relative_distance(a, b) for a, b in zip(curve, reference, strict=False)]
-    worst = max(distances, default=math.inf)
-    step = distances.index(worst) if distances else 0
-    if len(curve) != len(reference):
-        worst, step = math.inf, len(distances)
+    steps = range(max(min(curve), min(reference)), max(*curve, *reference) + 1)
+    losses = ([of.get(step, math.nan) for of in (curve, reference)] for step in steps)
+    distances = [relative_distance(*each) for each in losses]
+    worst = max(distances)
+    step = steps[distances.index(worst)]
     agrees = None if bound is None else not is_apart and worst <= bound
-    return Curve(name, worst, step, loss_falls(curve), agrees, is_apart)
+    return Curve(name, worst, step, loss_falls([*curve.values()]), agrees, is_apart)

@@ -101,8 +101,9 @@ class MeasuredPoint:
         return records_of(self.run)
 
     @property
-    def losses(self) -> list[float]:
-        return [record.loss for record in self.records]
+    def losses(self) -> dict[int, float]:
+        """By step: a run that goes on from another one's checkpoint begins behind it."""
+        return {record.step: record.loss for record in self.records}
 
     @property
     def held_bytes(self) -> dict[str, float]:

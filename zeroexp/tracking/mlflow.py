@@ -76,7 +76,7 @@ class MlflowTracker:
     def _link_of(self, folder: Path) -> LoggedRun | None:
         """Return the folder's link, if the store has its run."""
         link = LoggedRun.read(folder)
-        return link if link and self.store.has_run(link.uri, link.run_id) else None
+        return link if link and self.store.has_run(link.run_id) else None
 
     def _opened_link(self, folder: Path) -> LoggedRun:
         """Return the link to a run that MLflow takes for running."""

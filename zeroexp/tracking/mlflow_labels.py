@@ -48,7 +48,13 @@ def run_tags(run: Run, status: str) -> dict[str, str]:
         # These are tags, since another attempt may find other links, and MLflow writes a param only once.
         **{f"engine.{key}": value for key, value in run.engine.items()},
     }
-    return {tag: value for tag, value in tags.items() if value and value != "null"}
+    # What an attempt before has told ends with it.
+    ended = ("reason", "verdict", "drift") if run.num_attempts > 1 else ()
+    return {
+        tag: value or ""
+        for tag, value in tags.items()
+        if (value and value != "null") or tag in ended
+    }
 
 
 def artifacts(folder: Path) -> list[Path]:

@@ -142,12 +142,10 @@ class Store:
                 raise
             return made.experiment_id
 
-    def has_run(self, uri: str, run_id: str) -> bool:
-        """Tell whether this store has the run; it may belong to another store, or have been deleted."""
+    def has_run(self, run_id: str) -> bool:
+        """Tell whether this store, which may have been moved, has the run; it may have been deleted."""
         from mlflow.exceptions import MlflowException
 
-        if uri != self.shown:
-            return False
         with self.opened() as client:
             try:
                 return client.get_run(run_id).info.lifecycle_stage == "active"

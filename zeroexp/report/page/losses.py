@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from zeroexp.report.loss_agreement import in_order_of_losses, losses_of, relative_distance
@@ -22,13 +22,17 @@ def loss_chart(points: Sequence[MeasuredPoint]) -> Chart:
     apart = [point.name for point in recorded if point.outer_every]
     curves = {name: line for name, line in lines.items() if name not in apart}
     # Of a run that came to its end, where there is one: the verdict is of these alone.
-    reference = lines[verdict.reference] if verdict else next(iter(curves.values()), ())
+    reference = lines[verdict.reference] if verdict else next(iter(curves.values()), {})
     # A logarithm has no zero.
     away = [
-        [relative_distance(a, b) or math.inf for a, b in zip(curve, reference, strict=False)]
+        {
+            s: relative_distance(a, reference[s]) or math.inf
+            for s, a in curve.items()
+            if s in reference
+        }
         for curve in curves.values()
     ]
-    distances = [d for curve in away for d in curve if math.isfinite(d)]
+    distances = [d for curve in away for d in curve.values() if math.isfinite(d)]
     # Later lines are narrower, so that equal curves show as stripes.
     stripe = (WIDEST - THIN) / max(1, min(len(curves), MOST_STRIPES) - 1)
     data = [
@@ -67,13 +71,13 @@ def _decades(distances: Sequence[float]) -> dict[str, object]:
 
 
 def _line(
-    name: str, values: Sequence[float], index: int, *, below: bool = False, width: float = 1.5
+    name: str, values: Mapping[int, float], index: int, *, below: bool = False, width: float = 1.5
 ) -> Trace:
     """Return one line; what is no number leaves a gap."""
     return scatter(
         name,
-        range(len(values)),
-        [value if math.isfinite(value) else None for value in values],
+        [*values],
+        [value if math.isfinite(value) else None for value in values.values()],
         "lines+markers" if below else "lines",
         legendgroup=name,
         showlegend=not below,
