@@ -29,7 +29,7 @@ from zeroexp.engines.sharded import Sharded
 from zeroexp.interface import elementwise
 from zeroexp.interface.canonical import canonical_of_one_rank
 from zeroexp.interface.elementwise import make_optimizer, refuse_unless_elementwise
-from zeroexp.process.world import fake_world
+from zeroexp.process.world import fake_world, joined_process_group
 from zeroexp.zero.options import Dtypes
 
 
@@ -233,7 +233,7 @@ def test_the_last_optimizer_that_a_factory_makes_is_the_real_one(stage):
         return made[-1]
 
     model = nn.Linear(3, 3)
-    with fake_world(0, 2) as world:
+    with joined_process_group() as world:
         strategy = Sharded(
             model,
             blocks=[],

@@ -87,7 +87,8 @@ class TorchDDP:
             "transport": world.backend,
             "bucket_mb": self._ddp.bucket_bytes_cap / (1 << 20),
         }
-        kept = moments_kept(optimizer_factory, param_groups)
+        # Before the real optimizer, and by values, which a rehearsal has not.
+        kept = () if world.is_fake else moments_kept(optimizer_factory, param_groups)
         self.optimizer, self._inner = _make_optimizer(
             list(param_groups), optimizer_factory, shard_optimizer
         )

@@ -86,7 +86,8 @@ class TorchFSDP2:
             {**group, "params": [self._named[names[p]] for p in group["params"]]}
             for group in param_groups
         ]
-        kept = moments_kept(optimizer_factory, groups)
+        # Before the real optimizer, and by values, which a rehearsal has not.
+        kept = () if world.is_fake else moments_kept(optimizer_factory, groups)
         self.optimizer = optimizer_factory(groups)
         self._loss_scale = LossScale(self.optimizer, is_used=scales_loss, is_fake=world.is_fake)
         held_names = names_in(module, self.optimizer.param_groups)

@@ -103,7 +103,8 @@ class Engine:
                 attach(unit, group.module, self._schedule, self._observer)
         self._trainable = [p for unit in self.units for p in unit.trainable_parameters]
         masters = _masters_in_groups(self.units, param_groups)
-        kept = moments_kept(optimizer_factory, param_groups)
+        # Before the real optimizer, and by values, which a rehearsal has not.
+        kept = () if world.is_fake else moments_kept(optimizer_factory, param_groups)
         with self.wire.bus.at(self.wire.bus.places[0]):
             self.optimizer = make_optimizer(optimizer_factory, masters)
         self._loss_scale = LossScale(self.optimizer, is_used=scales_loss, is_fake=world.is_fake)

@@ -92,7 +92,7 @@ class Observer:
         """
 
     def saving(self) -> None:
-        """A state is about to be given."""
+        """The engine is about to return its state."""
 
     def loading(self) -> None:
         """A state is about to be loaded."""
