@@ -209,7 +209,7 @@ def test_an_engine_that_can_not_be_rehearsed_leaves_the_others(monkeypatch):
         each._replace(outcome=replace(each.outcome, implementation=name, name=name))
         for each, name in zip(points, names, strict=True)
     ]
-    by_name = dict(zip(names, points, strict=True))
+    by_name: dict[str, PlannedPoint] = dict(zip(names, points, strict=True))
     monkeypatch.setattr(advise_module, "with_rehearsal", rehearsed)
     found = advice(*(e._replace(outcome=replace(e.outcome, rehearsed=None)) for e in points))
     advise_module._rehearse_likely_first(found, None, lambda: 0.0)

@@ -218,7 +218,8 @@ def _rehearse_likely_first(advice: Advice, until: float | None, now: Callable[[]
         outcome = tried.outcome
         if outcome.rehearsed is None:
             layout = outcome.implementation  # of which no other one can be
-            left = {at: each for at, each in left.items() if each.outcome.implementation != layout}
+            for same in [at for at, e in left.items() if e.outcome.implementation == layout]:
+                del left[same]
             continue
         beside = (outcome.peak_bytes - outcome.total.fullest) / tried.micro
         bytes_per_sample[tried.recomputes] = max(beside, 0.0)
