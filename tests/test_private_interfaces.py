@@ -79,6 +79,7 @@ ATTRIBUTES = {
     "torch.optim._muon._zeropower_via_newtonschulz",
     "torch._has_compatible_shallow_copy_type",
     "torch._chunk_cat",
+    "torch._neg_view",
     "torch._foreach_add_",
     "torch._foreach_copy_",
     "torch._foreach_mul_",

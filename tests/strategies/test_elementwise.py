@@ -27,9 +27,8 @@ from tests.optimizers_for_tests import (
 from zeroexp.cut.stage import STAGES
 from zeroexp.engines.sharded import Sharded
 from zeroexp.interface import elementwise
-from zeroexp.interface.canonical import canonical_of_one_rank
 from zeroexp.interface.elementwise import make_optimizer, refuse_unless_elementwise
-from zeroexp.process.world import fake_world, joined_process_group
+from zeroexp.process.world import fake_world
 from zeroexp.zero.options import Dtypes
 
 
@@ -221,33 +220,6 @@ def test_so_is_one_where_nothing_is_sharded(size, kind):
             world=world,
             dtypes=Dtypes(torch.bfloat16, torch.float32, torch.float32),
         )
-
-
-@pytest.mark.parametrize("stage", ["ddp", "zero3"])
-def test_the_last_optimizer_that_a_factory_makes_is_the_real_one(stage):
-    """It may keep it, or make a scheduler of it."""
-    made: list[optim.Optimizer] = []
-
-    def factory(groups):
-        made.append(optim.AdamW(groups))
-        return made[-1]
-
-    model = nn.Linear(3, 3)
-    with joined_process_group() as world:
-        strategy = Sharded(
-            model,
-            blocks=[],
-            stage=STAGES[stage],
-            param_groups=[{"params": list(model.parameters())}],
-            optimizer_factory=factory,
-            world=world,
-        )
-        state = {
-            n: {"weight": canonical_of_one_rank(torch.ones(p.shape))}
-            for n, p in model.named_parameters()
-        }
-        strategy.load_state_dict(state)
-        assert made[-1] is strategy.optimizer
 
 
 class Drawing(optim.AdamW):

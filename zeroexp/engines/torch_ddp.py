@@ -87,14 +87,13 @@ class TorchDDP:
             "transport": world.backend,
             "bucket_mb": self._ddp.bucket_bytes_cap / (1 << 20),
         }
-        # Before the real optimizer, and by values, which a rehearsal has not.
-        kept = () if world.is_fake else moments_kept(optimizer_factory, param_groups)
         self.optimizer, self._inner = _make_optimizer(
             list(param_groups), optimizer_factory, shard_optimizer
         )
         self._shards_optimizer = shard_optimizer
         names = names_in(module, self.optimizer.param_groups)
         mirrors = [self.optimizer] if shard_optimizer else []
+        kept = moments_kept(optimizer_factory, param_groups)
         python = PythonValues(self._inner, names, mirrors)
         self._saved = SavedState(module, world, self._inner, names, kept, python)
 

@@ -86,10 +86,9 @@ class TorchFSDP2:
             {**group, "params": [self._named[names[p]] for p in group["params"]]}
             for group in param_groups
         ]
-        # Before the real optimizer, and by values, which a rehearsal has not.
-        kept = () if world.is_fake else moments_kept(optimizer_factory, groups)
         self.optimizer = optimizer_factory(groups)
         self._loss_scale = LossScale(self.optimizer, is_used=scales_loss, is_fake=world.is_fake)
+        kept = moments_kept(optimizer_factory, groups)
         held_names = names_in(module, self.optimizer.param_groups)
         self._saved = SavedState(module, world, self.optimizer, held_names, kept)
 

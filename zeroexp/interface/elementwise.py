@@ -97,28 +97,41 @@ def try_out(factory: OptimizerFactory, groups: Sequence[Mapping[str, Any]]) -> N
         _step(factory, trial, with_matrices=True)
 
 
-def moments_kept(factory: OptimizerFactory, groups: Sequence[Mapping[str, Any]]) -> list[Kept]:
-    """Return the names of the moments that the optimizer keeps of each group, by one step of small tensors.
+def moments_kept(
+    factory: OptimizerFactory, groups: Sequence[Mapping[str, Any]]
+) -> Callable[[], list[Kept]]:
+    """Return what names, for each group, the moments that the optimizer keeps.
 
-    No group is named of an optimizer that can not make a step so, or that has made others. It comes before the real
-    optimizer: what a factory keeps of what it makes, as a scheduler does, is to be of that one.
+    They are read off one step of small tensors when it is called; of the parameters their shapes are kept until then.
+    No group is named of an optimizer that can not make a step so, or that has made others.
     """
-    found: list[list[set[str]]] = [[] for _ in groups]
-    for choose in (max, min):  # of small parameters an optimizer may keep others
-        trial = _trial([{**g, "params": [*_chosen(g, choose)]} for g in groups])
-        try:
-            with _random_states_kept(trial):
-                optimizer, _ = _step(factory, trial, num_steps=1)
-        except Exception:  # a factory may know the model's own parameters alone
-            return []
-        if len(optimizer.param_groups) != len(groups):
-            return []
-        for states, group in zip(found, optimizer.param_groups, strict=True):
-            states += [set(moments_of(optimizer.state.get(p, {}))) for p in group["params"]]
-    return [
-        Kept(set.intersection(*states), set.union(*states)) if states else Kept(set(), set())
-        for states in found
+    trials = [
+        [{**g, "params": [*map(_without_memory, _chosen(g, choose))]} for g in groups]
+        for choose in (max, min)  # of small parameters an optimizer may keep others
     ]
+
+    def names() -> list[Kept]:
+        found: list[list[set[str]]] = [[] for _ in groups]
+        for trial in map(_trial, trials):
+            try:
+                with _random_states_kept(trial):
+                    optimizer, _ = _step(factory, trial, num_steps=1)
+            except ValueError:
+                return []
+            if len(optimizer.param_groups) != len(groups):
+                return []
+            for states, group in zip(found, optimizer.param_groups, strict=True):
+                states += [set(moments_of(optimizer.state.get(p, {}))) for p in group["params"]]
+        return [
+            Kept(set.intersection(*states), set.union(*states)) if states else Kept(set(), set())
+            for states in found
+        ]
+
+    return names
+
+
+def _without_memory(parameter: Tensor) -> nn.Parameter:
+    return nn.Parameter(torch.zeros((), device=parameter.device).expand(parameter.shape))
 
 
 def make_optimizer(factory: OptimizerFactory, groups: Sequence[dict[str, Any]]) -> Optimizer:

@@ -54,12 +54,12 @@ class SavedState:
         world: World,
         optimizer: Optimizer,
         names: Sequence[Sequence[str]],
-        kept: Sequence[Kept] = (),
+        kept: Callable[[], Sequence[Kept]] = tuple,
         python: PythonValues | None = None,
     ):
         """optimizer: that keeps the moments. names: see PythonValues; `python` is that of other optimizers.
 
-        kept: see elementwise.moments_kept. By default no moment is required.
+        kept: see elementwise.moments_kept; asked when a state is loaded. By default no moment is required.
         """
         self.buffers = Buffers(module, world)
         self._names = [name for name, _ in module.named_parameters()]
@@ -145,7 +145,7 @@ class SavedState:
             require_names(state, WEIGHT, self._names)
             if are_needed:
                 require_moments(state)
-            require_moments_kept(state, self._names_in_groups, self._kept)
+            require_moments_kept(state, self._names_in_groups, self._kept())
             require_pieces_cover(state, held)
             self._python.require(state)
             require_buffers(state, self.buffers)

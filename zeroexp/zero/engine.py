@@ -103,14 +103,13 @@ class Engine:
                 attach(unit, group.module, self._schedule, self._observer)
         self._trainable = [p for unit in self.units for p in unit.trainable_parameters]
         masters = _masters_in_groups(self.units, param_groups)
-        # Before the real optimizer, and by values, which a rehearsal has not.
-        kept = () if world.is_fake else moments_kept(optimizer_factory, param_groups)
         with self.wire.bus.at(self.wire.bus.places[0]):
             self.optimizer = make_optimizer(optimizer_factory, masters)
         self._loss_scale = LossScale(self.optimizer, is_used=scales_loss, is_fake=world.is_fake)
         bring_matrices_together(self.optimizer, self.units, stage, self.wire, options.matrix_step)
         self._outer = OuterStep(self.units, self.wire, options.outer, dtypes.master)
         names = names_in(module, param_groups)
+        kept = moments_kept(optimizer_factory, param_groups)
         self._saved_state = SavedState(module, world, self.optimizer, names, kept)
         self._reads_late = world.device.type != "cpu" and not world.is_fake
         self._observer.built(self)
