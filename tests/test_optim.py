@@ -93,22 +93,6 @@ def test_sgd_with_momentum_and_decay(fused):
     torch.testing.assert_close(stepped(config, start, grads), expected)
 
 
-def test_a_parameter_whose_first_gradient_comes_late_is_stepped_by_fused_sgd_as_by_any():
-    """As an expert's whose first token comes in a later step."""
-    found: list[list[float]] = []
-    for fused in (True, False):
-        early, late = (nn.Parameter(torch.ones(2)) for _ in range(2))
-        optimizer = optimizer_factory(
-            OptimizerConfig(name="sgd", lr=0.1, momentum=0.9, fused=fused)
-        )
-        stepping = optimizer([{"params": [early, late]}])
-        for step in range(3):
-            early.grad, late.grad = torch.ones(2), torch.ones(2) if step else None
-            stepping.step()
-        found.append([*early.tolist(), *late.tolist()])
-    assert found[0] == pytest.approx(found[1])
-
-
 @pytest.mark.parametrize(("name", "momentum"), [("sgd", 0.0), ("sgd", 0.9), ("adamw", 0.9)])
 def test_a_plan_counts_the_moments_that_the_optimizer_makes(name, momentum):
     config = OptimizerConfig(name=name, momentum=momentum)

@@ -212,7 +212,7 @@ import signal, sys
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
 from pathlib import Path
 from zeroexp.cluster.job import Job
-from zeroexp.cluster.local import LocalCluster, environment
+from zeroexp.cluster.local import LocalCluster
 from zeroexp.config.keys import Config, ConfigError
 with LocalCluster(Config().cluster, rank_main="tests.cluster.rank_mains:main") as local:
     local.run(Job(Path(sys.argv[1])))
@@ -227,7 +227,8 @@ def test_no_orphan_when_the_sweep_ends(tmp_path, number):
     sweep = subprocess.Popen(
         [sys.executable, "-c", SWEEP, str(job.folder)], stderr=subprocess.DEVNULL
     )
-    wait_until(lambda: sweep.poll() is None and len(pids(job.folder)) == 2)
+    wait_until(lambda: sweep.poll() is not None or len(pids(job.folder)) == 2)
+    assert sweep.poll() is None
     ranks = pids(job.folder)
     server = int(
         Path(f"/proc/{ranks[0]}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[1]

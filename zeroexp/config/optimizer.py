@@ -222,7 +222,7 @@ def _sgd(groups: Iterable[Any], config: OptimizerConfig) -> torch.optim.Optimize
 
     groups = list(groups)
     tensors = [each["params"] if isinstance(each, dict) else [each] for each in groups]
-    made = torch.optim.SGD(
+    return torch.optim.SGD(
         groups,
         lr=config.lr,
         momentum=config.momentum,
@@ -230,18 +230,6 @@ def _sgd(groups: Iterable[Any], config: OptimizerConfig) -> torch.optim.Optimize
         # torch has no fused SGD for the shards of FSDP2, which are DTensors
         fused=config.fused and not any(hasattr(p, "placements") for each in tensors for p in each),
     )
-    if config.momentum and made.defaults["fused"]:
-        made.register_step_pre_hook(_begin_momenta)
-    return made
-
-
-def _begin_momenta(stepping: torch.optim.Optimizer, *_: Any) -> None:
-    """Begin with zeros, which give the same: torch's fused SGD takes momenta of all tensors or of none."""
-    import torch
-
-    for p in (p for group in stepping.param_groups for p in group["params"] if p.grad is not None):
-        if stepping.state[p].get("momentum_buffer") is None:
-            stepping.state[p]["momentum_buffer"] = torch.zeros_like(p.grad)
 
 
 OPTIMIZERS = Registry(
