@@ -199,8 +199,6 @@ def _train(config: Config, world: World, folder: Path, stop: Stop) -> bool:
     facts, number = _environment_facts(config, data), attempt.own_number() or 0
     saver = Saver(folder, strategy, facts, world, attempt=number, tokens_hash=data.tokens_hash)
     num_steps = config.train.warmup_steps + config.train.steps
-    # What a model draws: by default every rank of every seed would draw the same.
-    torch.manual_seed(config.train.seed * configs.MANY + world.rank)
     start_step, is_own = _resume(config, folder, strategy, world, data.tokens_hash)
     gc.collect()
     gc.freeze()  # what is built lives to the end, and no collection (measure/drift.py) has to visit it
@@ -319,6 +317,8 @@ def _resume(
 ) -> tuple[int, bool]:
     """Load the run's newest checkpoint, else that of config.resume; return its steps, and whether it is the run's."""
     began = time.perf_counter()
+    # The model's random state, where no checkpoint has one: by default every rank of every seed would draw the same.
+    torch.manual_seed(config.train.seed * configs.MANY + world.rank)
     taken = load_newest(folder, config.resume, strategy, world, tokens_hash=tokens_hash)
     if taken is None:
         return 0, False
