@@ -14,8 +14,7 @@ from zeroexp.config.vocabulary import vocabulary_of_data
 from zeroexp.models.blocks import module_list_names
 from zeroexp.models.checkpointing import operators_of
 from zeroexp.models.expert_kernels import check_experts
-from zeroexp.models.module import BuiltModel
-from zeroexp.models.outline import longest_sequence, outline_of
+from zeroexp.models.module import BuiltModel, build_model, longest_sequence
 from zeroexp.zero.options import DTYPES
 
 # Libraries raise these when they cannot build a model from a number; the message goes behind our key.
@@ -65,7 +64,7 @@ def _build(model: ModelConfig, vocabulary: int | None) -> BuiltModel:
     key = f"model.{MODELS[model.family].shape}"
     named = f"{key} of model.name={model.name}"
     try:
-        built = outline_of(model, vocabulary)
+        built = build_model(model, seed=0, device="meta", vocab_size=vocabulary)
     except ConfigError:
         raise
     except RAISED as error:

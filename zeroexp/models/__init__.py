@@ -1,7 +1,6 @@
 """Models to train, each built from a `ModelConfig` with the names of its repeated blocks.
 
 module.py                     the only entry point: a module on meta, whole, or with its values to come; what is frozen
-outline.py                    names and shapes alone, kept on disk, for plans
 deferred.py                   values that a constructor draws, drawn after it has run, one parameter at a time
 mlp.py, moe.py                our own families: the residual MLP of the memory table, experts that are not run unused
 huggingface.py                the families of transformers

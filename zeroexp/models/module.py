@@ -167,6 +167,19 @@ def without_backward(module: nn.Module) -> set[str]:
     return {name for name, _ in takewhile(lambda each: not each[1].requires_grad, listed)}
 
 
+def longest_sequence(model: BuiltModel) -> int | None:
+    """Return the most positions that the model's own config names; None where it names none, as Mamba's.
+
+    RoBERTa and its relatives count them from the row of padding in their table, and leave the rows before it unused.
+    """
+    longest = getattr(getattr(model.module, "config", None), "max_position_embeddings", None)
+    for name, module in model.module.named_modules():
+        padding = getattr(module, "padding_idx", None)
+        if longest and padding is not None and name.endswith("position_embeddings"):
+            return longest - padding - 1
+    return longest
+
+
 def _fitting_vocabulary(config: ModelConfig, data_words: int | None) -> int | None:
     """Return the model's vocabulary size. Raises ConfigError if the data's token ids exceed it."""
     words = vocabulary(config)

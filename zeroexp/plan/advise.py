@@ -27,7 +27,7 @@ from typing import Any
 from zeroexp.check.sweep_points import fitting_batch
 from zeroexp.config.gpus import USUAL_GPU
 from zeroexp.config.keys import Config, ConfigError
-from zeroexp.models.outline import longest_sequence
+from zeroexp.models.module import longest_sequence
 from zeroexp.plan.changes import MICRO, RECOMPUTES, SEQ_LEN, planned_change, with_settings
 from zeroexp.plan.composed_points import BATCH
 from zeroexp.plan.outcome import PlannedPoint

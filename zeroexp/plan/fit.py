@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from math import lcm
 
 from zeroexp.config.keys import ConfigError
-from zeroexp.models.outline import longest_sequence
+from zeroexp.models.module import longest_sequence
 from zeroexp.plan.changes import MICRO, SEQ_LEN, planned_change, with_settings
 from zeroexp.plan.composed_points import BATCH
 from zeroexp.plan.outcome import PlannedPoint, plan_point

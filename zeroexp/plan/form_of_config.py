@@ -15,8 +15,7 @@ from zeroexp.cut.layout import LAYOUTS
 from zeroexp.cut.matrix_step import CutMatrix, cut_matrices
 from zeroexp.cut.stage import Placement
 from zeroexp.engines.build import options_of, row_dtypes, stage_of
-from zeroexp.models.module import BuiltModel, without_backward
-from zeroexp.models.outline import outline_of
+from zeroexp.models.module import BuiltModel, build_model, without_backward
 from zeroexp.plan.closed_forms import ClosedForm, EngineForm
 from zeroexp.plan.form_terms import OptimizerForm, PrecisionForm
 from zeroexp.zero.grouping import group_parameters, specs_of, stage_for_world
@@ -25,7 +24,7 @@ from zeroexp.zero.grouping import group_parameters, specs_of, stage_for_world
 def build_on_meta(config: Config, vocab_size: int | None = None) -> BuiltModel:
     """Return the point's model without memory; `vocab_size` is the data's, once it is read. Raises ConfigError."""
     words = vocab_size or vocabulary_of_data(config)
-    return outline_of(config.model, words)
+    return build_model(config.model, seed=0, device="meta", vocab_size=words)
 
 
 def form_of(
