@@ -26,9 +26,9 @@ pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 
 
 @pytest.fixture
-def server(mlflow: tuple[MlflowServer, dict[str, str]]) -> MlflowServer:
+def server(mlflow: MlflowServer) -> MlflowServer:
     """One for all tests; each has a run of another name."""
-    return mlflow[0]
+    return mlflow
 
 
 @pytest.fixture(autouse=True)
