@@ -19,7 +19,8 @@ from tests.strategies.pairwise import Row, pairwise
 from tests.strategies.test_kinds import WITH_MUON
 from tests.strategies.test_outer import assert_close, outcome_of_replicas, plain_loop
 from tests.strategies.test_parity import FLOAT32_ROUNDING, train_rows
-from zeroexp.cut.stage import STAGES, why_no_secondary_copy, why_not_over_all
+from zeroexp.cut.engine_rules import why_no_secondary_copy, why_not_over_all
+from zeroexp.cut.stage import STAGES
 from zeroexp.zero.options import Options, OuterOptimizer
 
 AXES: dict[str, Sequence[Any]] = {
@@ -51,9 +52,8 @@ def legal(row: Row) -> bool:
     stage, size, outer = given.get("stage"), given.get("world_size", 8), given["outer"]
     if size % given["replicas"] or size == given["replicas"] or (given["replicas"] == 1 and outer):
         return False
-    if given["optimizer_over"] == "all" and why_not_over_all(
-        given["replicas"], differ=outer is not None, offload=given["offload"]
-    ):
+    words = {name: given[name] for name in ("replicas", "outer", "offload")}
+    if given["optimizer_over"] == "all" and why_not_over_all(Options(**words)):
         return False
     if (copies := given["secondary_partition"]) and (
         given["offload"] == "all"

@@ -12,12 +12,12 @@ from dataclasses import asdict, fields, replace
 from typing import Any
 
 from zeroexp.check.refusal import Refusal, as_typed, value_of
-from zeroexp.config.keys import KEYS, LONGEST_NAME_BYTES, Config, StrategyConfig
+from zeroexp.config.keys import KEYS, LONGEST_NAME_BYTES, Config
 from zeroexp.config.optimizer import OF_ENGINE, OPTIMIZERS, ROW_KEYS, OptimizerKind, rows_of
 from zeroexp.config.parameter_kinds import KINDS, is_pattern
 from zeroexp.config.plugins import REGISTRIES
+from zeroexp.cut.engine_rules import why_not_over_all
 from zeroexp.cut.layout import LAYOUTS
-from zeroexp.cut.stage import why_not_over_all
 from zeroexp.process.ports import parse_port_range
 from zeroexp.registry.did_you_mean import suggest_nearest, suggest_word
 
@@ -202,7 +202,7 @@ def _wrong_for_engine(config: Config, key: str, value: Any) -> Iterator[tuple[st
         yield f"{strategy.implementation} {does}", remedy
     if key == "over" and value == strategy.optimizer.over:
         yield f"no effect, strategy.optimizer.over={value} is for all parameters", "leave it out"
-    if key == "over" and value == "all" and (problem := why_no_optimizer_over_all(strategy)):
+    if key == "over" and value == "all" and (problem := why_not_over_all(strategy)):
         yield problem
     if key != "master":
         return
@@ -217,14 +217,6 @@ def _wrong_for_engine(config: Config, key: str, value: Any) -> Iterator[tuple[st
     }
     for word in (word for word in taken if taken[word]):
         yield f"strategy.{word} takes all master weights in one dtype", "leave one of the two out"
-
-
-def why_no_optimizer_over_all(strategy: StrategyConfig) -> tuple[str, str] | None:
-    """Return why there are not several groups that take each step together, and what to do."""
-    differ, rest = strategy.outer.every is not None, strategy.masters_rest
-    return why_not_over_all(
-        strategy.replicas or 1, differ=differ, offload=strategy.offload, masters_rest=rest
-    )
 
 
 def check_watched_steps(config: Config) -> Iterator[Refusal]:

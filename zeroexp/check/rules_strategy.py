@@ -5,16 +5,22 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from zeroexp.check.refusal import Refusal
-from zeroexp.check.rules_of_one_key import why_no_optimizer_over_all
 from zeroexp.config.engines import ENGINES
 from zeroexp.config.families import MODELS
-from zeroexp.config.keys import MASTER, TORCH_DDP, Config, StrategyConfig
+from zeroexp.config.keys import TORCH_DDP, Config, StrategyConfig
 from zeroexp.config.optimizer import OPTIMIZERS, master_of_kind, rows_of
+from zeroexp.cut.engine_rules import problems
 from zeroexp.cut.moment_blocks import INT8, MOST_DECAY
-from zeroexp.cut.stage import STAGES, Stage, why_no_replicas, why_no_secondary_copy
+from zeroexp.cut.stage import STAGES, Stage
 
 # Engines of others whose optimizers step whole parameters.
 WHOLE_ON_A_RANK = {("torch", stage) for stage in TORCH_DDP}
+# Settings of the engine whose key has another name.
+OTHER_KEYS = {
+    "optimizer_over": "strategy.optimizer.over",
+    "masters_rest": "strategy.parameters.dtype",
+    "outer": "strategy.outer.every",
+}
 
 
 def check_stage_of_rows(config: Config) -> Iterator[Refusal]:
@@ -168,65 +174,42 @@ def check_moments(config: Config) -> Iterator[Refusal]:
             yield key, problem, "use bfloat16, or strategy.implementation=buffer"
 
 
-def check_replicas(config: Config) -> Iterator[Refusal]:
-    """Require that the ranks form so many groups that shard."""
-    strategy, replicas = config.strategy, config.strategy.replicas
-    if replicas is None or replicas == 1:
-        return
+def check_engine(config: Config) -> Iterator[Refusal]:
+    """Require what our engine carries out, and replicas that form groups under any."""
+    strategy = config.strategy
     stage = Stage.of(*(row.placement for row in strategy.rows))
-    differ = strategy.outer.every is not None
-    if problem := why_no_replicas(replicas, stage, config.world_size, differ=differ):
-        yield "strategy.replicas", *problem
-    elif strategy.implementation == "torch" and not _is_fsdp2(strategy):
+    for key, problem, remedy in problems(
+        strategy, stage, config.world_size, codes=strategy.codes, group="strategy."
+    ):
+        if key == "replicas" or strategy.implementation not in ENGINES:
+            yield OTHER_KEYS.get(key, f"strategy.{key}"), problem, remedy
+    if (strategy.implementation, strategy.name) in WHOLE_ON_A_RANK and config.grid.num_groups > 1:
         problem = "ZeroRedundancyOptimizer shards over all ranks"
         yield "strategy.replicas", problem, "use zero2 or zero3, which are FSDP2"
 
 
-def check_optimizer_over(config: Config) -> Iterator[Refusal]:
-    """Require several groups that take each step together, where the optimizer rests over all of them."""
-    strategy, problem = config.strategy, why_no_optimizer_over_all(config.strategy)
-    if strategy.implementation not in ENGINES and strategy.optimizer.over == "all" and problem:
-        yield "strategy.optimizer.over", *problem
-
-
 def check_secondary_partition(config: Config) -> Iterator[Refusal]:
     """Require gathers that such groups would save; what nodes they need is in rules_machine.py."""
-    strategy, key = config.strategy, "strategy.secondary_partition"
-    size, data = strategy.secondary_partition, config.data
-    if size is None:
+    strategy, key, data = config.strategy, "strategy.secondary_partition", config.data
+    if strategy.secondary_partition is None:
         return
     if _is_fsdp2(strategy):
         problem = "FSDP2 has its own, fully_shard(reshard_after_forward=ranks of a node)"
         yield key, f"{problem}, and no key sets it", "use buffer, or leave it out"
-    if strategy.implementation in ENGINES:
-        return
-    stage = Stage.of(*(row.placement for row in strategy.rows))
-    if problem := why_no_secondary_copy(size, stage, config.grid.group_size):
-        yield key, *problem
-    microbatch = data.micro_batch_size * config.world_size
-    if strategy.keep == "all" and data.global_batch_size == microbatch:
+    once = data.global_batch_size == data.micro_batch_size * config.world_size
+    if strategy.implementation not in ENGINES and strategy.keep == "all" and once:
         yield key, "strategy.keep=all gathers each unit once a step", "use keep=last"
-    if strategy.offload == "all":
-        problem = "keeps on the device what strategy.offload=all puts on the host"
-        yield key, problem, "use one of them"
 
 
 def check_masters_at_rest(config: Config) -> Iterator[Refusal]:
-    """Require parameters that are gathered, and have other masters, where masters or codes of them rest."""
+    """Require that masters or codes at rest are other than the parameters, and what is sent."""
     strategy, key = config.strategy, "strategy.parameters.dtype"
     if not strategy.masters_rest or strategy.implementation in ENGINES:
         return
-    shards = config.grid.group_size
-    if strategy.parameters.placement != "shard" or shards == 1:
-        problem = "parameters that rest whole are computed with as they rest"
-        yield key, problem, "use strategy=zero3 on two ranks or more, or leave it out"
     if strategy.codes is None:
         if config.precision.compute == strategy.optimizer.dtype:
             remedy = "use precision=bf16_master, or leave it out"
             yield key, "parameters are the masters anyway", remedy
-        if strategy.offload is not None:
-            problem = "each gather would bring masters from the host"
-            yield "strategy.offload", problem, f"leave out {key}={MASTER}"
         return
     if config.model.lora.r is not None:
         problem = "adapters freeze weights, which have no master: they would rest beside codes"
@@ -234,26 +217,15 @@ def check_masters_at_rest(config: Config) -> Iterator[Refusal]:
     if strategy.gather_codec is not None:
         problem = f"gathers send the codes of {key}={strategy.codes} as they rest"
         yield "strategy.gather_codec", problem, "leave it null"
-    if strategy.offload == "all":
-        yield "strategy.offload", f"codes of {key} rest on the device", "use optimizer"
-    for part in ("offload_fraction", "offload_folder"):
-        if getattr(strategy, part) is not None:
-            yield f"strategy.{part}", f"not beside codes of {key}", "leave it out"
 
 
 def check_outer(config: Config) -> Iterator[Refusal]:
-    """Require several replicas, and that all which needs one model comes after an outer step."""
+    """Require that all which needs one model comes after an outer step."""
     strategy, train, every = config.strategy, config.train, config.strategy.outer.every
     if every is None:
         return
-    if config.grid.num_groups == 1:
-        remedy = "set strategy.replicas=2 or more"
-        yield "strategy.outer.every", "there is one replica, and nothing to join", remedy
     if strategy.outer.momentum >= 1:
         yield "strategy.outer.momentum", "a change would never fade", "use 0.9"
-    if strategy.offload is not None:
-        problem = "not with strategy.outer, whose weights and momentum stay on the device"
-        yield "strategy.offload", problem, "leave it null"
     lasts = {
         "train.steps": train.warmup_steps + train.steps,
         "train.validate_every": train.validate_every,
@@ -265,13 +237,6 @@ def check_outer(config: Config) -> Iterator[Refusal]:
             problem = f"{steps} end between outer steps, where replicas differ"
             remedy = f"use a multiple of strategy.outer.every={every}"
             yield key, problem, remedy if key != "train.steps" else f"{remedy} in all"
-
-
-def check_reduce_each(config: Config) -> Iterator[Refusal]:
-    strategy = config.strategy
-    if strategy.gradients.placement == "partial" and strategy.reduce_each == "microbatch":
-        problem = f"strategy={strategy.name} keeps gradients unreduced until the step"
-        yield "strategy.reduce_each", problem, "use step, or strategy=zero2"
 
 
 def check_whole_blocks(config: Config) -> Iterator[Refusal]:

@@ -18,9 +18,6 @@ from zeroexp.registry.did_you_mean import suggest_nearest
 NEEDS = {
     "model.lora": "model.lora.r",
     "strategy.outer": "strategy.outer.every",
-    "strategy.offload_fraction": "strategy.offload",
-    "strategy.offload_folder": "strategy.offload",
-    "strategy.error_feedback": "strategy.reduce_codec",
     "optimizer.decay_norms_and_biases": "optimizer.weight_decay",
     "checkpoint.keep": "checkpoint.every",
     "train.recompute_every": "train.activation_checkpointing",
@@ -130,18 +127,9 @@ def _of_our_engine(config: Config) -> Iterator[Idle]:
     if all(has_owners) or not shards:
         yield "strategy.matrix_step", "no matrix is cut", ""
     if strategy.parameters.placement != "shard":
-        keys = "strategy.prefetch strategy.keep strategy.gather_codec"
-        yield keys, f"{named} never gathers parameters", ""
-        if strategy.offload == "all":
-            yield "strategy.offload", f"{named} keeps parameters whole", "use optimizer"
-    if strategy.parameters.placement == "shard" or not shards:
-        yield "strategy.publish", f"{named} publishes nothing after a step", ""
-    if strategy.gradients.placement == "replicate":
-        yield "strategy.reduce_codec", f"{named} all-reduces gradients", ""
+        yield "strategy.prefetch strategy.keep", f"{named} never gathers parameters", ""
     if strategy.overlap is False and strategy.prefetch:
         yield "strategy.prefetch", "nothing is gathered ahead without overlap", ""
-    if strategy.overlap is False:
-        yield "strategy.publish", "nothing is on its way without overlap", ""
 
 
 def _of_a_run(config: Config) -> Iterator[Idle]:

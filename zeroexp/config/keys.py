@@ -232,6 +232,10 @@ class StrategyConfig:
         return self.parameters, self.gradients, self.optimizer
 
     @property
+    def optimizer_over(self) -> str:
+        return self.optimizer.over
+
+    @property
     def codes(self) -> str | None:
         """The codec in whose codes parameters rest; None: they rest in a dtype of torch."""
         return self.parameters.dtype if self.parameters.dtype in CODE_BITS else None

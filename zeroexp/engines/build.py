@@ -120,8 +120,7 @@ def dtypes_of(config: Config) -> Dtypes:
 def options_of(strategy: StrategyConfig) -> Options:
     """Make Options of the config's fields; a None (no effect in this stage) keeps the default."""
     words = {field.name: getattr(strategy, field.name, None) for field in fields(Options)}
-    words["layout"], words["optimizer_over"] = strategy.implementation, strategy.optimizer.over
-    words["outer"] = None
+    words["layout"], words["outer"] = strategy.implementation, None
     if strategy.outer.every is not None:
         words["outer"] = OuterOptimizer(
             strategy.outer.every, strategy.outer.lr, strategy.outer.momentum

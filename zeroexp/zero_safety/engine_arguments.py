@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import chain
 from typing import Any
 
 import torch
@@ -14,16 +15,10 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from zeroexp.comm.collectives import TRANSPORTS
 from zeroexp.comm.traits import ALL
 from zeroexp.config.keys import ENGINE_SETTINGS
+from zeroexp.cut.engine_rules import problems, why_not_over_all
 from zeroexp.cut.layout import LAYOUTS
 from zeroexp.cut.owners import OWNERS
-from zeroexp.cut.stage import (
-    Move,
-    Placement,
-    Stage,
-    why_no_replicas,
-    why_no_secondary_copy,
-    why_not_over_all,
-)
+from zeroexp.cut.stage import Placement, Stage
 from zeroexp.interface.elementwise import refuse_unless_elementwise
 from zeroexp.interface.strategy import OptimizerFactory
 from zeroexp.interface.values import Values
@@ -147,6 +142,8 @@ def _refuse_groups(
             raise ValueError(
                 f"param_groups: over={over}: use {', '.join(words)}, in a group that has a kind of its own"
             )
+        if over == "all" and (why := why_not_over_all(options)):
+            raise ValueError(f"param_groups: over=all: {'; '.join(why)}")
         _refuse_master(group, options)
         for parameter in group["params"]:
             if parameter not in own:
@@ -246,45 +243,46 @@ def _extent(tensor: Tensor) -> tuple[int, int, int]:
 
 def _refuse_options(options: Options, stage: Stage, world_size: int) -> None:
     """Raise ValueError in one line that names the option, its value, what is wrong and what to use."""
-    for problems in (_of_values, _of_moves, _of_host, _of_groups, _of_outer):
-        for key, problem in problems(options, stage, world_size):
-            value = getattr(options, key)
-            named = f"options.{key}={value if key in WORDS else repr(value)}"
-            if key == "over_of_kinds":  # which the groups set
-                named = "param_groups: over=all"
-            raise ValueError(f"{named}: {problem}")
+    codes = options.gather_codec if options.masters_rest else None
+    of_engine = problems(options, stage, world_size, codes=codes, group="options.")
+    for key, *problem in chain(_of_values(options), _of_direct(options), of_engine):
+        value = getattr(options, key)
+        named = f"options.{key}={value if key in WORDS else repr(value)}"
+        raise ValueError(f"{named}: {'; '.join(problem)}")
 
 
 Problems = Iterator[tuple[str, str]]  # an option, and what is wrong with its value
 
 
-def _of_values(options: Options, *_: object) -> Problems:
+def _of_values(options: Options) -> Problems:
     for key, words in WORDS.items():
         if getattr(options, key) not in words:
             yield key, f"use {', '.join(map(str, words))}"
     for key in ("overlap", "reductions_apart", "masters_rest", "error_feedback"):
         if not isinstance(getattr(options, key), bool):
             yield key, "use True or False"
-    depth, size = options.prefetch, options.bucket_mb
+    depth, size, num_ranks = options.prefetch, options.bucket_mb, options.secondary_partition
     if depth is not None and not (isinstance(depth, int) and depth >= 0):
         yield "prefetch", "use 0 or more units, or None"
     if size is not None and not (_is_number(size) and size > 0):
         yield "bucket_mb", "use a size in MiB above 0, or None"
+    if not (_is_number(options.offload_fraction) and 0 < options.offload_fraction <= 1):
+        yield "offload_fraction", "use a share above 0, up to 1"
+    if type(options.replicas) is not int or options.replicas < 1:
+        yield "replicas", "use a number of groups, 1 or more"
+    if num_ranks is not None and (type(num_ranks) is not int or num_ranks < 2):
+        yield "secondary_partition", "use the number of ranks of a node, 2 or more, or None"
+    if (outer := options.outer) is None:
+        return
+    if not isinstance(outer, OuterOptimizer) or type(outer.every) is not int or outer.every < 1:
+        yield "outer", "use OuterOptimizer(every=...) with 1 step or more"
+    if not (_is_number(outer.lr) and outer.lr > 0 and _is_number(outer.momentum)):
+        yield "outer", "use an lr above 0, as 0.7"
+    if not 0 <= outer.momentum < 1:
+        yield "outer", "use a momentum of 0 up to 1, as 0.9"
 
 
-def _of_moves(options: Options, stage: Stage, world_size: int) -> Problems:
-    if options.gather_codec and stage.parameters is not Placement.SHARD:
-        yield "gather_codec", "parameters that rest replicated are not gathered, use zero3"
-    if options.masters_rest and (
-        stage.parameters is not Placement.SHARD or world_size == options.replicas
-    ):
-        yield "masters_rest", "nothing is gathered, use zero3, on two ranks or more that shard"
-    if options.publish == "forward" and not (options.overlap and stage.publish is Move.ALL_GATHER):
-        yield "publish", "nothing is on its way after a step, use zero1 or zero2 with overlap=True"
-    if options.reduce_codec and stage.gradients is Placement.REPLICATE:
-        yield "reduce_codec", "gradients are all-reduced, use zero1, zero2 or zero3"
-    if options.error_feedback and options.reduce_codec is None:
-        yield "error_feedback", "gradients are not rounded, set reduce_codec, or use False"
+def _of_direct(options: Options) -> Problems:
     for what, is_set in (
         ("a codec saves nothing", options.gather_codec or options.reduce_codec),
         ("a secondary copy saves nothing", options.secondary_partition),
@@ -293,62 +291,6 @@ def _of_moves(options: Options, stage: Stage, world_size: int) -> Problems:
     ):
         if is_set and options.transport == "direct":
             yield "transport", f"ranks read each other's memory, so that {what}; use auto"
-    if stage.gradients is Placement.PARTIAL and options.reduce_each == "microbatch":
-        yield "reduce_each", "gradients that rest partial are reduced once, use step or zero2"
-
-
-def _of_host(options: Options, stage: Stage, *_: object) -> Problems:
-    if options.offload and options.masters_rest and options.gather_codec is None:
-        yield "offload", "each gather would bring masters from the host, leave it None"
-    elif options.offload == ALL and options.masters_rest:
-        yield "offload", "codes rest on the device, use optimizer"
-    if options.offload == ALL and stage.parameters is not Placement.SHARD:
-        yield "offload", "parameters that rest whole stay on the device, use optimizer, or zero3"
-    if not (_is_number(options.offload_fraction) and 0 < options.offload_fraction <= 1):
-        yield "offload_fraction", "use a share above 0, up to 1"
-    for key, default in (("offload_fraction", 1), ("offload_folder", None)):
-        if getattr(options, key) != default and options.masters_rest:
-            yield key, "not with masters_rest, leave it out"
-        if getattr(options, key) != default and options.offload is None:
-            yield key, "nothing is offloaded, set offload"
-
-
-def _of_groups(options: Options, stage: Stage, world_size: int) -> Problems:
-    """Whether these ranks can form the groups and nodes, and the optimizer rest where it is to."""
-    replicas, num_ranks, differ = options.replicas, options.secondary_partition, bool(options.outer)
-    if type(replicas) is not int or replicas < 1:
-        yield "replicas", "use a number of groups, 1 or more"
-    if num_ranks is not None and (type(num_ranks) is not int or num_ranks < 2):
-        yield "secondary_partition", "use the number of ranks of a node, 2 or more, or None"
-    if replicas > 1 and (why := why_no_replicas(replicas, stage, world_size, differ=differ)):
-        yield "replicas", "; ".join(why)
-    if "all" in (options.optimizer_over, *dict(options.over_of_kinds).values()):
-        key = "optimizer_over" if options.optimizer_over == "all" else "over_of_kinds"
-        words = {"differ": differ, "offload": options.offload, "masters_rest": options.masters_rest}
-        if why := why_not_over_all(replicas, **words):
-            yield key, "; ".join(why)
-    if num_ranks is not None:
-        if why := why_no_secondary_copy(num_ranks, stage, options.grid(world_size).group_size):
-            yield "secondary_partition", "; ".join(why)
-        if options.offload == ALL:
-            where = "keeps on the device what options.offload=all puts on the host"
-            yield "secondary_partition", f"{where}; use one of them"
-
-
-def _of_outer(options: Options, *_: object) -> Problems:
-    outer = options.outer
-    if outer is None:
-        return
-    if not isinstance(outer, OuterOptimizer) or type(outer.every) is not int or outer.every < 1:
-        yield "outer", "use OuterOptimizer(every=...) with 1 step or more"
-    if not (_is_number(outer.lr) and outer.lr > 0 and _is_number(outer.momentum)):
-        yield "outer", "use an lr above 0, as 0.7"
-    if not 0 <= outer.momentum < 1:
-        yield "outer", "use a momentum of 0 up to 1, as 0.9"
-    if options.replicas == 1:
-        yield "outer", "there is one replica, set replicas"
-    if options.offload is not None:
-        yield "offload", "what `outer` keeps stays on the device; leave it None"
 
 
 def _is_number(value: object) -> bool:
