@@ -69,13 +69,15 @@ def local(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalCluster]:
 
 
 @pytest.fixture(scope="session")
-def mlflow(tmp_path_factory: pytest.TempPathFactory, empty_store: Path) -> Iterator[MlflowServer]:
+def mlflow(
+    tmp_path_factory: pytest.TempPathFactory, empty_store: Path
+) -> Iterator[tuple[MlflowServer, dict[str, str]]]:
     """One server for all tests, since it starts for ten seconds of a core; its store holds a study."""
     folder = tmp_path_factory.mktemp("mlflow")
     shutil.copy(empty_store, folder)
-    log_study(folder)
+    links = log_study(folder)
     with MlflowServer(folder) as server:
-        yield server
+        yield server, links
 
 
 @pytest.fixture(scope="session")

@@ -36,15 +36,15 @@ STRATEGIES = ("ddp", "zero2", "zero3")
 WORLD_SIZES = (1, 2, 4)
 
 
-def log_study(outputs: Path) -> None:
-    """Into a new store, beside the run of another sweep; the first of its points has begun last."""
+def log_study(outputs: Path) -> dict[str, str]:
+    """Into a new store, beside the run of another sweep; each saved view's title, and its link."""
     tracker = MlflowTracker(None, "zeroexp", outputs)
     started = time.time() - 3600
-    for number, (strategy, world_size) in enumerate(product(STRATEGIES, WORLD_SIZES)):
+    for strategy, world_size in product(STRATEGIES, WORLD_SIZES):
         folder = outputs / "study" / f"{strategy}-buffer-n{world_size}"
-        began = started - number
-        tracker.log_run(write_run(folder, strategy, "buffer", world_size, started=began))
+        tracker.log_run(write_run(folder, strategy, "buffer", world_size, started=started))
     tracker.log_run(write_run(outputs / "other" / "of-another-sweep", started=started))
+    return dict(tracker.write_views("study"))
 
 
 def write_run(

@@ -26,9 +26,9 @@ pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 
 
 @pytest.fixture
-def server(mlflow: MlflowServer) -> MlflowServer:
+def server(mlflow: tuple[MlflowServer, dict[str, str]]) -> MlflowServer:
     """One for all tests; each has a run of another name."""
-    return mlflow
+    return mlflow[0]
 
 
 @pytest.fixture(autouse=True)

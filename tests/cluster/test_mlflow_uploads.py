@@ -61,7 +61,7 @@ def test_a_run_is_there_from_its_start_followed_and_closed(
     sent.conclude(folder.parent)
     printed = capsys.readouterr().out
     assert f"--backend-store-uri sqlite:///{tmp_path}/mlflow.db" in printed
-    assert "  runs: http://127.0.0.1:5000/#/experiments/" in printed
+    assert "memory by kind: http://127.0.0.1:5000/#/experiments/" in printed
     assert not sent.failed
 
 

@@ -169,7 +169,7 @@ def test_a_store_without_room_is_no_matter_of_permission_and_leaves_nothing(tmp_
     resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, hard))
     try:
         with pytest.raises(ConfigError) as caught:
-            tracker.address_of("x")
+            tracker.write_views("x")
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert "may not write" not in str(caught.value)
@@ -186,10 +186,10 @@ def test_a_store_of_somebody_else_is_told_as_a_matter_of_permission(outputs: Pat
         with pytest.raises(ConfigError, match=r"mlflow\.db: .*: this user may not write it and"):
             tracker.store.send(run_id, tags={"a": "b"})
         with pytest.raises(ConfigError, match=r"other\.db\.lock: Permission denied: this user may"):
-            missing.address_of("x")
+            missing.write_views("x")
     database.chmod(0)
     with not_root(), pytest.raises(ConfigError) as unreadable:
-        MlflowTracker(None, "x", outputs).address_of("x")
+        MlflowTracker(None, "x", outputs).write_views("x")
     assert "this user may not write it" in str(unreadable.value)
     assert "move it away" not in str(unreadable.value)
     database.chmod(0o644)

@@ -20,10 +20,11 @@ import pytest
 from tests.run_folders import record, write_run
 from zeroexp import sync
 from zeroexp.config.keys import ConfigError, load, save
-from zeroexp.tracking import attempt
+from zeroexp.tracking import attempt, mlflow_views
 from zeroexp.tracking.files import RecordWriter, read_timed_records, write_json
-from zeroexp.tracking.mlflow import MlflowTracker, filter_of
+from zeroexp.tracking.mlflow import MlflowTracker
 from zeroexp.tracking.mlflow_store import METRICS_PER_CALL, store_uri
+from zeroexp.tracking.mlflow_views import filter_of
 
 # What mlflow's own libraries think of one another is none of our business.
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
@@ -108,7 +109,7 @@ def test_a_run_has_its_params_metrics_tags_times_and_files(
     assert (files / "logs" / "rank1.log").read_text() == "rank 1 of 2: ready\n"
 
 
-def test_the_page_of_a_sweep_is_an_artifact_that_is_no_point(
+def test_the_page_of_a_sweep_is_an_artifact_that_no_view_takes_for_a_point(
     tracker: MlflowTracker, outputs: Path, sweep: Path
 ) -> None:
     assert tracker.log_page(sweep) is None
@@ -313,6 +314,7 @@ def _send_all(folders: list[Path], outputs: Path, together: Barrier) -> None:
     for folder in folders:
         tracker.start_run(folder)
         tracker.log_run(folder)
+    tracker.write_views(folders[0].parent.name)
 
 
 @pytest.mark.slow
@@ -339,6 +341,28 @@ def test_several_sweeps_at_once_on_a_fresh_store_lose_no_metric(tmp_path: Path) 
     assert [count for _, count in counts] == [100 * METRICS_PER_STEP] * num_sweeps * num_runs
     assert ask(tmp_path, "select count(*) from experiments where name = 'together'") == [(1,)]
     assert ask(tmp_path, "select count(*) from runs where status != 'KILLED'") == [(0,)]
+    saved = ask(
+        tmp_path,
+        "select count(*) from experiment_tags where key like ?",
+        f"{mlflow_views.TAG_PREFIX}%",
+    )
+    assert saved == [(len(mlflow_views.of_sweep("a")) * num_sweeps,)]
+
+
+def test_views_are_saved_once_however_often_they_are_written(
+    tracker: MlflowTracker, outputs: Path, sweep: Path
+) -> None:
+    tracker.log_run(write_run(sweep / "run"))
+    links = tracker.write_views(sweep.name)
+    assert tracker.write_views(sweep.name) == links
+    assert [title for title, _ in links] == [
+        *("table", "memory × step time", "memory by kind", "speed", "loss"),
+        "scaling over world size",
+    ]
+    assert all(url.startswith("http://127.0.0.1:5000/#/experiments/") for _, url in links)
+    query = "select key from experiment_tags where key like ?"
+    keys = {key for (key,) in ask(outputs, query, f"{mlflow_views.TAG_PREFIX}%{sweep.name}.%")}
+    assert keys == {view.tag for view in mlflow_views.of_sweep(sweep.name)}
 
 
 def test_a_deleted_experiment_is_refused_with_the_remedy(
@@ -353,7 +377,7 @@ def test_a_deleted_experiment_is_refused_with_the_remedy(
     assert found is not None
     client.delete_experiment(found.experiment_id)
     with pytest.raises(ConfigError, match=r"tracking\.experiment=.* was deleted.*restore"):
-        MlflowTracker(None, tracker.store.experiment, outputs).address_of("x")
+        MlflowTracker(None, tracker.store.experiment, outputs).write_views("x")
 
 
 def test_an_experiment_that_another_process_has_made_meanwhile_is_taken(
@@ -493,7 +517,7 @@ def test_a_key_that_is_refused_costs_that_key_alone(
 
 
 @pytest.mark.parametrize("name", ['a "b"', """it's "b\""""])
-def test_a_quote_in_the_name_of_a_sweep_breaks_no_filter(
+def test_a_quote_in_the_name_of_a_sweep_breaks_no_view(
     tracker: MlflowTracker, outputs: Path, name: str
 ) -> None:
     from mlflow import MlflowClient

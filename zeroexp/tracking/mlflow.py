@@ -1,4 +1,4 @@
-"""Send run folders to MLflow as runs of one experiment, through a store that `mlflow_store.py` opens.
+"""Send run folders to MLflow as runs and saved views of one experiment, through a store that `mlflow_store.py` opens.
 
 Everything is made from the files of a run. So no measured rank calls anything here, sending again changes nothing, and
 a store that was away can be filled later.
@@ -6,14 +6,14 @@ a store that was away can be filled later.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlencode
 
 from zeroexp.measure.record import StepRecord
-from zeroexp.tracking import attempt, mlflow_labels, mlflow_metrics
+from zeroexp.tracking import attempt, mlflow_labels, mlflow_metrics, mlflow_views
 from zeroexp.tracking.files import RECORDS, read_json, read_timed_records, write_json
 from zeroexp.tracking.mlflow_labels import LINK
 from zeroexp.tracking.mlflow_store import Store
@@ -66,7 +66,7 @@ class MlflowTracker:
         """Return the run folder's MLflow run; the first call creates the run, later calls reopen it.
 
         A run that goes on from its checkpoint goes on in its MLflow run. One that is repeated from its start becomes
-        a new one, and the old one is shown among those of the sweep no more.
+        a new one, and the old one leaves the views of the sweep.
         """
         with self.store.locked(folder / f".{LINK}.lock"):
             link = replace(self._opened_link(folder), closed=False)
@@ -119,7 +119,7 @@ class MlflowTracker:
         return link.run_id
 
     def log_page(self, sweep: Path) -> str | None:
-        """Send the page of a sweep, as the artifact of a run of its own that is not shown among its points.
+        """Send the page of a sweep, as the artifact of a run of its own that no view of points shows.
 
         Return the address at which MLflow shows it; None without a page. Sent again, it replaces the old one.
         """
@@ -155,11 +155,16 @@ class MlflowTracker:
         )
         sent.update(record.step for _, record in new)
 
-    def address_of(self, sweep: str) -> str:
-        """Return where MLflow shows the runs of a sweep, in the order in which they began."""
-        order = {"orderByKey": "attributes.start_time", "orderByAsc": "true"}
-        query = urlencode({"searchFilter": filter_of(sweep), **order})
-        return f"{self.store.address}/#/experiments/{self.store.experiment_id}/runs?{query}"
+    def write_views(self, sweep: str) -> list[tuple[str, str]]:
+        """Save the views of a sweep in the experiment; return (title, link) for each."""
+        experiment_id, saved = self.store.experiment_id, mlflow_views.of_sweep(sweep)
+        with self.store.opened() as client:
+            tags = client.get_experiment(experiment_id).tags
+            for view in saved:
+                client.set_experiment_tag(experiment_id, view.tag, view.envelope(time.time()))
+            for tag in mlflow_views.outdated_tags(tags, sweep):
+                client.delete_experiment_tag(experiment_id, tag)
+        return [(view.title, view.url(self.store.address, experiment_id)) for view in saved]
 
     def _found(self, run: Run, beginning: int) -> LoggedRun | None:
         """Return the run that this store has of a folder which has been sent to another store since."""
@@ -194,10 +199,3 @@ class MlflowTracker:
 
 def _milliseconds(seconds: float) -> int:
     return int(seconds * 1000)
-
-
-def filter_of(sweep: str) -> str:
-    """Return MLflow's filter for the sweep's runs; its syntax has no escape for a quote."""
-    if "'" not in sweep:
-        return f"tags.sweep = '{sweep}'"
-    return "tags.sweep LIKE '{}'".format(sweep.replace("'", "_"))  # `_` matches any one character

@@ -34,10 +34,10 @@ class Uploads:
     def __init__(self, config: TrackingConfig, outputs: Path, sweep: str) -> None:
         """Raises ConfigError for a store that MLflow refuses."""
         self._tracker = MlflowTracker(config.uri, config.experiment, outputs)
-        self._addresses: dict[str, str] = {}  # by what MLflow shows there
+        self._views: list[tuple[str, str]] = []
         self._worker = _Worker()
         self._looked: dict[Path, float] = {}  # time.monotonic() of the last look at each run
-        self._worker.do(lambda: self._addresses.update(runs=self._tracker.address_of(sweep)))
+        self._worker.do(lambda: self._views.extend(self._tracker.write_views(sweep)))
 
     @property
     def failed(self) -> bool:
@@ -76,12 +76,12 @@ class Uploads:
         for key, why in self._tracker.store.refused.items():
             print(f"\nMLflow did not take {key}, and all else: {without_password(why)[:200]}")
         print(f"\nMLflow: {self._tracker.store.ui_command()}")
-        for shown, address in self._addresses.items():
-            print(f"  {shown}: {address}")
+        for title, url in self._views:
+            print(f"  {title}: {url}")
 
     def _send_page(self, folder: Path) -> None:
         if (address := self._tracker.log_page(folder)) is not None:
-            self._addresses["report"] = address
+            self._views.append(("report", address))
 
 
 def open_uploads(folders: Iterable[Path]) -> Uploads | None:
