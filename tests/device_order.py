@@ -88,7 +88,7 @@ class PlayedMark:
     device: PlayedDevice
     clock: Counter[str]
 
-    def wait(self) -> None:
+    def synchronize(self) -> None:
         self.device.clocks[HOST] |= self.clock
 
 
@@ -275,7 +275,7 @@ def played_device() -> Iterator[PlayedDevice]:
         mock.patch.multiple(dist, **calls, _coalescing_manager=device.one_launch),
         mock.patch.object(Moves, "record_collective", recording),
         mock.patch.object(torch.UntypedStorage, "resize_", resizing),
-        mock.patch.multiple(bus, copy_over=device.copy_over, Mark=device.mark),
+        mock.patch.multiple(bus, copy_over=device.copy_over, mark=device.mark),
         device,
     ):
         yield device

@@ -27,7 +27,7 @@ from zeroexp.config.keys import Config, ConfigError, from_mapping
 from zeroexp.config.vocabulary import TokenizerChoice
 from zeroexp.foreign import WRITERS
 from zeroexp.measure.chakra import traced_step, write_chakra
-from zeroexp.process.json_output import answer
+from zeroexp.process.json_output import answer, parser_of
 from zeroexp.tracking.files import working_folder_of
 from zeroexp.tracking.json_files import dumps
 
@@ -72,9 +72,7 @@ def _export(told: list[str] | None) -> int:
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__)
     parser.add_argument("run", type=Path, help="folder of a run, or of one of its checkpoints")
     parser.add_argument("--to", type=Path, help="a folder that does not exist yet")
     parser.add_argument(

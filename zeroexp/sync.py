@@ -7,7 +7,6 @@ none that MLflow tracks.
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,7 +15,7 @@ from zeroexp.cluster.follow import refresh
 from zeroexp.cluster.job import Job
 from zeroexp.cluster.slurm_state import SlurmSilent
 from zeroexp.config.keys import ConfigError
-from zeroexp.process.json_output import answer
+from zeroexp.process.json_output import answer, parser_of
 from zeroexp.tracking.json_files import dumps
 from zeroexp.tracking.mlflow_uploads import Uploads, open_uploads
 from zeroexp.tracking.run import run_folders
@@ -27,9 +26,7 @@ def main() -> int:
 
 
 def _sync(told: list[str] | None) -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__)
     parser.add_argument(
         "sweep", type=Path, help="folder of the sweep; --json: the answer for programs"
     )

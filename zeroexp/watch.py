@@ -23,7 +23,7 @@ from zeroexp.cluster.submit import is_held_back, slurm_id
 from zeroexp.cluster.sweep import Sweep
 from zeroexp.config.keys import ConfigError
 from zeroexp.process import signals
-from zeroexp.process.json_output import answer
+from zeroexp.process.json_output import answer, parser_of
 from zeroexp.report.exports import runs_as_json
 from zeroexp.report.measured_points import points_of
 from zeroexp.report.results_table import print_table
@@ -58,9 +58,7 @@ def _watch(told: list[str] | None) -> int:
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__)
     parser.add_argument("sweep", type=Path, help="folder of the sweep")
     action = parser.add_mutually_exclusive_group()
     action.add_argument("--once", action="store_true", help="do not follow")

@@ -30,8 +30,9 @@ from zeroexp.checkpoint.manifest import (
     read_manifest,
 )
 from zeroexp.checkpoint.save import Saver
-from zeroexp.checkpoint.staging import ALIGNMENT, Staging
+from zeroexp.checkpoint.staging import Staging
 from zeroexp.checkpoint.storage import Written, join_pieces
+from zeroexp.comm.shared_memory_sizes import ALIGNMENT_BYTES
 from zeroexp.config.keys import Config
 from zeroexp.interface.strategy import CanonicalTensor, Piece
 from zeroexp.process import world as worlds
@@ -198,7 +199,7 @@ def test_copies_lie_in_memory_that_is_taken_once():
             assert copy.tensor.data_ptr() != original.tensor.data_ptr()
         places.add(staged["0"].pieces[0].tensor.data_ptr())
         held = staged["0"].pieces[0].tensor.untyped_storage().nbytes()
-        assert held == ALIGNMENT + 448 + ALIGNMENT  # 400 bytes in whole lines of 64
+        assert held == ALIGNMENT_BYTES + 448 + ALIGNMENT_BYTES  # 400 bytes in whole lines of 64
     assert len(places) == 1
 
 

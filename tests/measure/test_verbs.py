@@ -14,7 +14,7 @@ from zeroexp.cut.stage import STAGES
 from zeroexp.engines.sharded import Sharded
 from zeroexp.measure import verb_seconds
 from zeroexp.measure.record import VerbSeconds
-from zeroexp.measure.verb_seconds import TimedMove, meter, sum_up_moves, timed_as_verb
+from zeroexp.measure.verb_seconds import TimedMove, meter, sum_up_moves
 from zeroexp.process import world as worlds
 from zeroexp.process.world import World
 from zeroexp.zero.options import Options
@@ -135,24 +135,16 @@ def test_overlapping_waits_of_streams_are_exposed_once(seconds):
 
 
 def test_a_verb_without_a_message_works(seconds, moves):
-    class Unit:
-        @timed_as_verb("hand_over")
-        def hand_over(self) -> int:
-            seconds.pass_by(4)
-            return 3
-
-    assert Unit().hand_over() == 3
+    with meter.timing("hand_over", "unit a"):
+        seconds.pass_by(4)
     assert sum_up_moves(moves) == ({"hand_over": VerbSeconds(1, working=4)}, {})
 
 
 def test_a_message_inside_a_named_verb_is_part_of_it(seconds, moves):
-    class Unit:
-        @timed_as_verb("publish")
-        def publish(self) -> Pending:
-            seconds.pass_by(4)  # casts
-            return start(seconds, "inner")
-
-    Unit().publish().wait()
+    with meter.timing("publish", "unit a"):
+        seconds.pass_by(4)  # casts
+        pending = start(seconds, "inner")
+    pending.wait()
     verbs, _ = sum_up_moves(moves)
     assert verbs == {"publish": VerbSeconds(1, working=4 + 1 + 8 + 2, overlapped=0, exposed=16)}
 

@@ -15,7 +15,6 @@ copy it there. Links between nodes are not measured; those of a plan are a named
 
 from __future__ import annotations
 
-import argparse
 import os
 import sys
 import time
@@ -39,7 +38,7 @@ from zeroexp.plan.speed import (
     these_gpus,
     this_machine,
 )
-from zeroexp.process.json_output import answer
+from zeroexp.process.json_output import answer, parser_of
 from zeroexp.process.on_ranks import on_ranks
 from zeroexp.report.statistics import SPOILT
 
@@ -49,9 +48,7 @@ def main() -> int:
 
 
 def _measure(told: list[str] | None) -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__)
     parser.add_argument("--outputs", type=Path, default=Path("outputs"))
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     args = parser.parse_args()

@@ -9,9 +9,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from zeroexp.comm.shared_memory_sizes import aligned
 from zeroexp.interface.strategy import CanonicalTensor, Piece, Strategy
 
-ALIGNMENT = 64  # bytes; files are aligned too, so that any dtype can be viewed in a mapped file
 STATE, RNG = "state", "rng"  # prefixes of names in the flat state
 
 # Maps name in the checkpoint -> what this rank holds of it.
@@ -47,10 +47,6 @@ class Staging:
         if self._device.type == "cuda":
             torch.cuda.current_stream(self._device).synchronize()
         return staged
-
-
-def aligned(num_bytes: int) -> int:
-    return -(-num_bytes // ALIGNMENT) * ALIGNMENT
 
 
 def _copied(piece: Piece, room: Tensor) -> Piece:

@@ -17,7 +17,8 @@ import torch
 
 from zeroexp import __version__
 from zeroexp.checkpoint.manifest import Manifest, Stored, StoredPiece, StoredTensor, require_whole
-from zeroexp.checkpoint.staging import RNG, STATE, Flat, aligned
+from zeroexp.checkpoint.staging import RNG, STATE, Flat
+from zeroexp.comm.shared_memory_sizes import aligned
 from zeroexp.config.keys import Config
 from zeroexp.process.content_hash import hash_of
 from zeroexp.process.durable import sync

@@ -68,7 +68,7 @@ class Bus:
         self._moments: dict[tuple[Any, ...], Tensor] = {}  # those in the file
         # By master: where its gradient arrives, and from where its parameter leaves in another dtype.
         self._transit: dict[Tensor, Tensor] = {}
-        self._last_copy: Mark | None = None
+        self._last_copy: torch.cuda.Event | None = None
 
     # -- what rests on the host --------------------------------------------------------------------
 
@@ -185,7 +185,7 @@ class Bus:
                 with on_host.entered():
                     source = self._transit_of(master, parameter).copy_(master)
             copy_over(parameter, source)
-        self._last_copy = Mark(is_on_gpu=self._is_on_gpu)
+        self._last_copy = mark(is_on_gpu=self._is_on_gpu)
         self._count("to_device", sum(parameter.nbytes for parameter in parameters))
 
     def brought(self, made: Tensor, device: torch.device) -> Tensor:
@@ -212,13 +212,13 @@ class Bus:
         """Start to copy over the bus: to each target its source."""
         for target, source in pairs:
             copy_over(target, source)
-        self._last_copy = Mark(is_on_gpu=self._is_on_gpu)
+        self._last_copy = mark(is_on_gpu=self._is_on_gpu)
         self._count(way, sum(source.nbytes for _, source in pairs))
 
     def settle(self) -> None:
         """Return when no copy is under way: what was on its way to the host is there, and masters may be written."""
         if self._last_copy is not None:
-            self._last_copy.wait()
+            self._last_copy.synchronize()
 
     def counted_apart(self, states: ModelStates, moments: Sequence[Tensor]) -> ModelStates:
         """Return the states with those that rest on the host, and these moments there, as kinds of their own."""
@@ -243,15 +243,9 @@ def copy_over(target: Tensor, source: Tensor) -> None:
         target.copy_(source, non_blocking=True)
 
 
-class Mark:
-    """A place in the current stream, for which the host can wait; on a CPU all has happened already."""
-
-    def __init__(self, *, is_on_gpu: bool) -> None:
-        self._event = torch.cuda.Event() if is_on_gpu else None
-        if self._event is not None:
-            self._event.record()
-
-    def wait(self) -> None:
-        """Return when all that was queued before the mark has been done."""
-        if self._event is not None:
-            self._event.synchronize()
+def mark(*, is_on_gpu: bool) -> torch.cuda.Event | None:
+    """Return a place in the current stream, for which the host can wait; None on a CPU, where all has happened."""
+    event = torch.cuda.Event() if is_on_gpu else None
+    if event is not None:
+        event.record()
+    return event

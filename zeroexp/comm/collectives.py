@@ -182,7 +182,7 @@ class Collectives:
         shown = worlds.gather_objects((self._transport.traits, uuid.uuid4().hex))
         self._common_traits = common_traits([traits for traits, _ in shown])
         for transport in self._transports:
-            transport.gathers_together = not self.traits.gathers_alone
+            transport.gathers_together = not self.traits.moves_on_wait
         self._moves.start(shown[0][1])
 
     @property
@@ -466,20 +466,21 @@ class Collectives:
             pending = self._transport.sum(value, f"the {kind}", ranks)
             return self._count("all_reduce", ranks, kind, (pending, num_bytes), move)
 
-    def same_everywhere(self, number: int, what: str = "a comparison of the ranks") -> bool:
-        """Whether all ranks hold the same non-negative number below 2**32; ranks that do not exist always do.
+    def same_everywhere(self, thing: object, what: str = "a comparison of the ranks") -> bool:
+        """Whether all ranks hold what prints the same, almost certainly; ranks that do not exist always do.
 
         Raises RuntimeError where another rank is in the comparison of something else.
         """
         if self.world.is_fake or self.world.size == 1:
             return True
-        terms = [*checksum_terms(number), *checksum_terms(zlib.crc32(what.encode()))]
+        texts = repr(thing), what
+        terms = [term for text in texts for term in checksum_terms(zlib.crc32(text.encode()))]
         sums = torch.tensor(terms, dtype=torch.float64, device=self.world.device)
         self._transport.sum(sums, what).wait()
-        of_number, of_what = sums.view(2, -1).tolist()
+        of_thing, of_what = sums.view(2, -1).tolist()
         if not checksums_were_equal(of_what):
             raise RuntimeError(f"{DIFFER}, this one is in {what}. {REMEDY}")
-        return checksums_were_equal(of_number)
+        return checksums_were_equal(of_thing)
 
     def take_traffic(self) -> Traffic:
         """Return what this rank sent since the last call."""

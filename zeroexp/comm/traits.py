@@ -16,15 +16,12 @@ class TransportTraits:
     name: str
     reductions_in_flight: int  # reductions that may be in flight beside the one just launched
     bucket_bytes: int | None  # the best size of a reduction; None: a whole unit
-    moves_on_wait: bool  # a move does its work in `wait`, so starting it early gains nothing
+    # A move does its work in `wait`, so starting it early gains nothing, and a rank gathers without the others: it
+    # copies out of their memory.
+    moves_on_wait: bool
     # Moves are the backend's own collectives, which send padding too: all ranks issue the same ones.
     is_collective: bool
     shares_memory: bool  # ranks of a host read each other's memory, uncounted by torch's allocator
-
-    @property
-    def gathers_alone(self) -> bool:
-        """Whether a rank gathers without the others: it copies out of their memory while it waits."""
-        return self.moves_on_wait
 
 
 # Each reduction in flight holds the gradients of a unit or bucket. Ranks of one host move bytes only while they wait

@@ -27,7 +27,7 @@ from zeroexp.commandline import mistakes
 from zeroexp.config.keys import Config, ConfigError
 from zeroexp.foreign import READERS
 from zeroexp.plan.__main__ import composed_points
-from zeroexp.process.json_output import answer
+from zeroexp.process.json_output import answer, parser_of
 from zeroexp.tracking.json_files import dumps
 
 
@@ -58,9 +58,7 @@ def _import(told: list[str] | None) -> int:
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__)
     parser.add_argument("folder", type=Path, help="of one checkpoint of another trainer")
     parser.add_argument("--to", type=Path, required=True, help="a folder that does not exist yet")
     parser.add_argument("--step", type=int, help="steps done, where the folder does not tell")

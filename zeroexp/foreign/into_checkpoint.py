@@ -25,8 +25,8 @@ from zeroexp.checkpoint.manifest import (
     StoredTensor,
     to_json,
 )
-from zeroexp.checkpoint.staging import aligned
 from zeroexp.checkpoint.storage import manifest_of
+from zeroexp.comm.shared_memory_sizes import aligned
 from zeroexp.config.keys import Config
 from zeroexp.foreign.found import Found, Place
 from zeroexp.foreign.matching import STEP, TURNED, Matched, match, names_of

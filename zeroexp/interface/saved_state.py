@@ -103,17 +103,17 @@ class SavedState:
         state: CanonicalState,
         held: Sequence[HeldPiece],
         *,
-        same_everywhere: Callable[[int], bool] = worlds.same_everywhere,
+        same_everywhere: Callable[[object], bool] = worlds.same_everywhere,
         before_writes: Callable[[], None] = lambda: None,
         keeping: Callable[[Tensor], AbstractContextManager[Any]] = nullcontext,
     ) -> None:
         """Fill what is held, and buffers. Raises ValueError on all ranks, before anything changes, where one can not.
 
-        same_everywhere: whether all ranks hold the same number; all ranks call it. before_writes: runs when all ranks
+        same_everywhere: whether all ranks hold the same; all ranks call it. before_writes: runs when all ranks
         can load. keeping: what is made inside for a held tensor lies where that does.
         """
         problem = self._problem_of(state, held, same_everywhere)
-        if not same_everywhere(int(problem is None)) or problem is not None:
+        if not same_everywhere(problem is None) or problem is not None:
             problem = next(filter(None, worlds.gather_objects(problem)))  # the same on all ranks
             raise ValueError(f"strategy.load_state_dict: {problem}")
         before_writes()
@@ -135,11 +135,11 @@ class SavedState:
         self,
         state: CanonicalState,
         held: Sequence[HeldPiece],
-        same_everywhere: Callable[[int], bool],
+        same_everywhere: Callable[[object], bool],
     ) -> str | None:
         keeps = self._has_moments and any(map(moments_of, self._optimizer.state.values()))
         # A rank may own nothing: then others tell.
-        are_needed = not same_everywhere(int(keeps)) or keeps
+        are_needed = not same_everywhere(keeps) or keeps
         try:
             require_state(state)
             require_names(state, WEIGHT, self._names)

@@ -16,12 +16,11 @@ inside `recording`, and nobody else pays for events.
 
 from __future__ import annotations
 
-import functools
 import time
 from collections.abc import Callable, Generator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 
@@ -30,7 +29,6 @@ from zeroexp.measure.record import ALL_RANKS, VerbSeconds
 from zeroexp.measure.time_spans import Interval, count_once
 
 HOST = torch.device("cpu")
-Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 @dataclass(slots=True)
@@ -144,20 +142,6 @@ class VerbMeter:
 
 
 meter = VerbMeter()
-
-
-def timed_as_verb(verb: str) -> Callable[[Function], Function]:
-    """Return a decorator that counts a method, and the moves it issues, as this verb of its object."""
-
-    def decorate(method: Function) -> Function:
-        @functools.wraps(method)
-        def timed(self: Any, *args: Any, **kwargs: Any) -> Any:
-            with meter.timing(verb, str(self)):
-                return method(self, *args, **kwargs)
-
-        return timed  # pyright: ignore[reportReturnType]
-
-    return decorate
 
 
 def sum_up_moves(moves: Sequence[TimedMove]) -> tuple[dict[str, VerbSeconds], dict[str, float]]:

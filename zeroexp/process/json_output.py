@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import os
 import sys
@@ -11,6 +12,12 @@ from zeroexp.config.keys import ConfigError
 from zeroexp.process import safe_output
 
 WORD, REFUSED = "--json", 2
+
+
+def parser_of(verb: str | None, prog: str | None = None) -> argparse.ArgumentParser:
+    """Return a parser whose help begins with the docstring of a verb's module, as it is."""
+    raw = argparse.RawDescriptionHelpFormatter
+    return argparse.ArgumentParser(prog, description=verb, formatter_class=raw)
 
 
 def answer(command: Callable[[list[str] | None], int]) -> int:

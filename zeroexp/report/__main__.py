@@ -19,6 +19,7 @@ from pathlib import Path
 
 from zeroexp.config.keys import ConfigError
 from zeroexp.process import safe_output
+from zeroexp.process.json_output import parser_of
 from zeroexp.report import exports, markdown
 from zeroexp.report.columns import (
     POINT,
@@ -156,11 +157,7 @@ def _newest(outputs: Path) -> list[Path]:
 
 
 def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="zeroexp report",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = parser_of(__doc__, "zeroexp report")
     parser.add_argument("folders", nargs="*", type=Path, metavar="outputs/<sweep>")
     parser.add_argument("--html", type=Path, metavar="FILE", help="one page with every chart")
     parser.add_argument("--reference", metavar="POINT", help="what others are compared with")

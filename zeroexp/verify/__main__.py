@@ -26,7 +26,7 @@ from zeroexp.check.try_model import check_model
 from zeroexp.commandline.mistakes import MISTAKES, explain
 from zeroexp.config.keys import Config
 from zeroexp.plan.__main__ import composed_points
-from zeroexp.process.json_output import REFUSED, answer
+from zeroexp.process.json_output import REFUSED, answer, parser_of
 from zeroexp.run.rank import import_for
 from zeroexp.tracking.json_files import dumps
 from zeroexp.verify.compare_steps import Verdict
@@ -163,11 +163,7 @@ def _conclusion(verdicts: list[Verdict]) -> list[str]:
 
 
 def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="zeroexp verify",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = parser_of(__doc__, "zeroexp verify")
     parser.add_argument("loop", nargs="+", metavar="FILE:FUNCTION | KEY=VALUE ...")
     parser.add_argument("--worlds", help=f"numbers of ranks ({WORLDS}, where they can run it)")
     parser.add_argument("--steps", type=int, default=3, help="of the optimizer (%(default)s)")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import warnings
-import zlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -53,7 +52,7 @@ def start_alike(
         for group in param_groups
     ]
     settings = [*settings, groups]
-    if not wire.same_everywhere(zlib.crc32(repr(settings).encode())):
+    if not wire.same_everywhere(settings):
         raise ValueError(
             "ranks were given different settings (stage, options, dtypes, max_grad_norm, blocks or param_groups): "
             f"give the same on each; here {settings[0]}, {settings[1]}"
@@ -82,7 +81,7 @@ def _agree_on_weights(module: nn.Module, wire: Collectives, values: Values | Non
         f"{name} {list(p.shape)} {p.dtype} {p.requires_grad}"
         for name, p in module.named_parameters()
     ]
-    if not wire.same_everywhere(zlib.crc32("\n".join(shapes).encode())):
+    if not wire.same_everywhere(shapes):
         raise ValueError(
             "ranks have different models (names, shapes, dtypes or what is frozen): build the same model on each"
         )
@@ -94,7 +93,7 @@ def _agree_on_weights(module: nn.Module, wire: Collectives, values: Values | Non
             "ranks would start from different weights: give each the same seed and the same files"
         )
     sums = [bit_checksum(tensor) for tensor in tensors]
-    if wire.same_everywhere(zlib.crc32(repr(sums).encode())):
+    if wire.same_everywhere(sums):
         return
     if wire.world.rank == 0:
         warnings.warn("ranks start from different weights: all take those of rank 0", stacklevel=4)
@@ -167,7 +166,7 @@ def _agreed_layout(options: Options, specs: Units, wire: Collectives) -> list[tu
         layout = options.lay_out(specs, wire.world.size)
     except ValueError as error:
         refusal = error
-    if not wire.same_everywhere(zlib.crc32(f"{layout} {refusal}".encode())):
+    if not wire.same_everywhere((layout, refusal)):
         rule = (
             f"strategy.owners={options.owners} or its layout" if LAYOUTS[name].has_owners else "it"
         )

@@ -15,7 +15,6 @@ same, or all of them raise.
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
@@ -79,13 +78,13 @@ def gathered(
 def _show_the_same(units: Sequence[Unit], wire: Collectives) -> bool:
     """Tell whether the parameters show the same bits on all ranks, by a checksum; padding is not compared."""
     shown = [held.whole[: held.chunk.unpadded_numel] for unit in units for held in unit.held]
-    number = zlib.crc32(repr([bit_checksum(each) for each in shown]).encode())
-    return wire.same_everywhere(number, "`strategy.gathered(write=True)`")
+    sums = [bit_checksum(each) for each in shown]
+    return wire.same_everywhere(sums, "`strategy.gathered(write=True)`")
 
 
 def _refuse_written(wire: Collectives, *, written: bool) -> None:
     """Raise on all ranks if on any of them parameters were written."""
-    if not wire.same_everywhere(int(written), "the end of `strategy.gathered()`") or written:
+    if not wire.same_everywhere(written, "the end of `strategy.gathered()`") or written:
         raise written_while_reading()
 
 

@@ -36,7 +36,6 @@ gathered again then, and stays in the microbatches that follow. Elsewhere it sta
 
 from __future__ import annotations
 
-import zlib
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -101,7 +100,7 @@ class Schedule:
         self._overlap = options.overlap
         # Whether a gather is of all ranks (NCCL, gloo), and no rank's own copy out of shared memory: reductions then
         # start only at events, see [Note: one order].
-        self._gathers_together = bool(self.gathers.sharded) and not wire.traits.gathers_alone
+        self._gathers_together = bool(self.gathers.sharded) and not wire.traits.moves_on_wait
         of_units = (gradients for unit in units for gradients in unit.gradients)
         self._of_two_dtypes = [each for each in of_units if each.has_two_dtypes]
         self._progress = {unit: UnitProgress() for unit in units}
@@ -426,8 +425,7 @@ class Schedule:
         self._agreed = True
         closed = [unit for unit in self._closed if unit.reduces]
         names = [unit.name for unit in (*closed, *self.gathers.order_of_microbatch.units)]
-        order = zlib.crc32("\n".join(names).encode())
-        if self._wire.same_everywhere(order, "the end of the first microbatch"):
+        if self._wire.same_everywhere(names, "the end of the first microbatch"):
             self._order = closed
         else:
             self.gathers.depth = 0

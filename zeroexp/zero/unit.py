@@ -20,7 +20,7 @@ from zeroexp.comm.traits import ON_DEVICE, ON_HOST
 from zeroexp.cut.bucket import Bucket, cut_in_buckets
 from zeroexp.cut.chunk import FROZEN, Chunk
 from zeroexp.cut.stage import Move, Stage
-from zeroexp.measure.verb_seconds import meter, timed_as_verb
+from zeroexp.measure.verb_seconds import meter
 from zeroexp.process.world import World
 from zeroexp.zero.full_storage import FullStorage
 from zeroexp.zero.gradients import ChunkGradients
@@ -240,21 +240,22 @@ class Unit:
         copies = bool(self._casts or self._parts_between)
         return copies or self.is_sharded or self._gathers_published
 
-    @timed_as_verb("publish")
     def publish(self) -> None:
         """Start O -> P: masters become parameters everywhere. `arrive` ends it."""
         self.generation += 1
-        for place, elements, masters in self._casts:
-            with torch.no_grad(), unguarded():
-                self._wire.bus.write_parameters(elements, masters, place)
-        if self._parts_between:  # pieces are exposed below
-            self._wire.gather_between(self._parts_between, str(self)).wait()
-        self.expose()
-        if self.secondary is not None:
-            self.secondary.is_current = False
-        if self._gathers_published:
-            self._become(GatherState.GATHERING)
-            self._arriving = self._wire.all_gather(self._parts_published, "publish", what=str(self))
+        with meter.timing("publish", str(self)):
+            for place, elements, masters in self._casts:
+                with torch.no_grad(), unguarded():
+                    self._wire.bus.write_parameters(elements, masters, place)
+            if self._parts_between:  # pieces are exposed below
+                self._wire.gather_between(self._parts_between, str(self)).wait()
+            self.expose()
+            if self.secondary is not None:
+                self.secondary.is_current = False
+            if self._gathers_published:
+                self._become(GatherState.GATHERING)
+                what = str(self)
+                self._arriving = self._wire.all_gather(self._parts_published, "publish", what=what)
 
     def zero_grad(self) -> None:
         for gradients in self.gradients:
