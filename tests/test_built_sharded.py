@@ -373,14 +373,15 @@ def test_every_engine_starts_from_the_same_bits(ranks, engines, world_size):
                 assert torch.equal(buffers[name], values), (engine, name)
 
 
-def build_with_other_seeds(world: World, config: ModelConfig) -> None:
+def build_with_other_seeds(world: World, config: ModelConfig, family: str) -> None:
     built = build_deferred(config, seed=world.rank)
     with pytest.raises(ValueError, match=r"^ranks would start from different weights"):
-        make_engine(built, "zero3", "buffer", Recipe(), world)
+        make_engine(built, "zero3", family, Recipe(), world)
 
 
-def test_ranks_that_would_start_from_different_weights_are_refused(ranks):
-    ranks(build_with_other_seeds, shrunk("tiny"))
+@pytest.mark.parametrize("family", ["buffer", "torch"])
+def test_ranks_that_would_start_from_different_weights_are_refused(ranks, family):
+    ranks(build_with_other_seeds, shrunk("tiny"), family)
 
 
 def test_meta_without_values_and_values_without_meta_are_one_line():

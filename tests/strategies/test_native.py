@@ -5,6 +5,7 @@ What they hold: tests/plan/test_torch_closed_forms.py.
 
 from __future__ import annotations
 
+import warnings
 from functools import partial
 from typing import Any
 
@@ -95,6 +96,31 @@ def test_fsdp2_by_layers_ties_a_head_that_has_a_bias_of_its_own(ranks, stage):
     for weights in ranks(train_tied, stage):
         for name, parameter in plain.named_parameters():
             torch.testing.assert_close(weights[name]["weight"], parameter.detach())
+
+
+def start_of_other_weights(world: World) -> tuple[CanonicalState, Tensor]:
+    torch.manual_seed(world.rank)
+    module = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+    module[1].running_mean = torch.full((4,), float(world.rank))
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "ranks start from different weights")
+        strategy = TorchFSDP2(
+            module,
+            blocks=[],
+            param_groups=[{"params": [*module.parameters()]}],
+            optimizer_factory=partial(torch.optim.SGD, lr=0.1),
+            world=world,
+            reshard_after_forward=True,
+        )
+    return pieces_of(strategy), module[1].running_mean
+
+
+def test_fsdp2_starts_from_the_weights_and_buffers_of_rank_0(ranks):
+    """Else each rank would keep its rows of another model."""
+    pieces, buffers = zip(*ranks(start_of_other_weights), strict=True)
+    torch.manual_seed(0)
+    assert torch.equal(assembled(pieces)["0.weight"]["weight"], nn.Linear(4, 4).weight.detach())
+    assert all(torch.equal(each, torch.zeros(4)) for each in buffers)
 
 
 @crossed(

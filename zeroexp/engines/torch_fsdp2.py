@@ -36,6 +36,7 @@ from zeroexp.interface.saved_state import SavedState, names_in
 from zeroexp.interface.strategy import CanonicalState, ModelStates, OptimizerFactory
 from zeroexp.interface.values import Values
 from zeroexp.process.world import World
+from zeroexp.zero.assemble import agree_on_weights
 from zeroexp.zero.grouping import group_parameters, with_shared_in_root
 from zeroexp.zero.options import Dtypes
 
@@ -72,6 +73,8 @@ class TorchFSDP2:
             module.to(world.device)
         for parameter in module.parameters():
             parameter.data = parameter.data.to(dtypes.master).contiguous()
+        if values is None:
+            agree_on_weights(module, world, None)
         names = {parameter: name for name, parameter in module.named_parameters()}
         self.model = module
         _, *others = with_shared_in_root(group_parameters(module, blocks, unit))
@@ -149,6 +152,7 @@ class TorchFSDP2:
         self.model._apply(
             lambda t: torch.empty_like(t, device=device) if t.is_meta else t.to(device)
         )
+        agree_on_weights(self.model, self._world, values)
         self._named = dict(self.model.named_parameters())
         empty = dict(self._named)
         for name, read in values:

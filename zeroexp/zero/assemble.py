@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -57,7 +57,7 @@ def start_alike(
             "ranks were given different settings (stage, options, dtypes, max_grad_norm, blocks or param_groups): "
             f"give the same on each; here {settings[0]}, {settings[1]}"
         )
-    _agree_on_weights(module, wire, values)
+    agree_on_weights(module, wire.world, values, wire.same_everywhere)
 
 
 def comparable(option: Any) -> Any:
@@ -69,33 +69,38 @@ def comparable(option: Any) -> Any:
     return tree_map(lambda each: each if isinstance(each, plain) else type(each).__name__, option)
 
 
-def _agree_on_weights(module: nn.Module, wire: Collectives, values: Values | None) -> None:
+def agree_on_weights(
+    module: nn.Module,
+    world: worlds.World,
+    values: Values | None,
+    same_everywhere: Callable[[object], bool] = worlds.same_everywhere,
+) -> None:
     """Give every rank the weights of rank 0, as DistributedDataParallel does; they are sent only if they differ.
 
     Raises ValueError where names, shapes, dtypes or `requires_grad` differ, and where `values` do, since no rank has
     them all.
     """
-    if wire.world.size == 1 or wire.world.is_fake:
+    if world.size == 1 or world.is_fake:
         return
     shapes = [
         f"{name} {list(p.shape)} {p.dtype} {p.requires_grad}"
         for name, p in module.named_parameters()
     ]
-    if not wire.same_everywhere(shapes):
+    if not same_everywhere(shapes):
         raise ValueError(
             "ranks have different models (names, shapes, dtypes or what is frozen): build the same model on each"
         )
     tensors = [each for each in module.buffers() if each.layout is torch.strided]
     if values is None:
         tensors += module.parameters()
-    elif not wire.same_everywhere(values.fingerprint()):
+    elif not same_everywhere(values.fingerprint()):
         raise ValueError(
             "ranks would start from different weights: give each the same seed and the same files"
         )
     sums = [bit_checksum(tensor) for tensor in tensors]
-    if wire.same_everywhere(sums):
+    if same_everywhere(sums):
         return
-    if wire.world.rank == 0:
+    if world.rank == 0:
         warnings.warn("ranks start from different weights: all take those of rank 0", stacklevel=4)
     for tensor in tensors:
         sent = bytes_of(tensor).clone()  # bytes, since the backend lacks some dtypes
