@@ -10,6 +10,7 @@ import pytest
 
 from tests.composing import composed
 from zeroexp.__main__ import INTERRUPTED
+from zeroexp.config import plugins
 from zeroexp.plan import __main__ as plan
 from zeroexp.plan import advise as advise_module
 from zeroexp.plan import plan_points
@@ -196,6 +197,25 @@ def test_only_ways_to_do_the_same_work_are_compared(plans_of, monkeypatch):
     (found,) = advise(plans_of(f"{' '.join(WORDS)} cluster.device=cpu {MICRO}=3,4"))
     assert {e.config.data.global_batch_size for e in found.candidates} == {2 * 12}
     assert {e.micro for e in found.candidates} == {3, 4} and not found.settings
+
+
+@pytest.mark.parametrize(
+    "line", ["strategy=ddp,zero3 strategy.implementation=buffer,torch", "study=compare"]
+)
+def test_engines_are_compared_in_one_answer(plans_of, line):
+    """Whatever is filled in for each: DDP's views of buckets are no other work."""
+    plans = plans_of(f"model=tiny cluster.device=cpu {line}")
+    works = {advise_module._work_of(each.config, plans.named) for each in plans.planned}
+    assert len(works) == 1
+
+
+def test_the_own_settings_of_an_engine_are_no_other_work():
+    words = ("model=tiny", "strategy=zero2", "strategy.implementation=deepspeed")
+    works = {
+        advise_module._work_of(plugins.with_settings(config), {"strategy.implementation"})
+        for config in (composed(*words), composed(*words[:2]))
+    }
+    assert len(works) == 1
 
 
 def test_an_engine_that_can_not_be_rehearsed_leaves_the_others(monkeypatch):

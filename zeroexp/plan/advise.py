@@ -28,7 +28,7 @@ from zeroexp.check.sweep_points import fitting_batch
 from zeroexp.config.gpus import USUAL_GPU
 from zeroexp.config.keys import Config, ConfigError
 from zeroexp.models.module import longest_sequence
-from zeroexp.plan.changes import MICRO, RECOMPUTES, SEQ_LEN, planned_change, with_settings
+from zeroexp.plan.changes import MICRO, OPEN, RECOMPUTES, SEQ_LEN, planned_change, with_settings
 from zeroexp.plan.composed_points import BATCH
 from zeroexp.plan.outcome import PlannedPoint
 from zeroexp.plan.peak import with_rehearsal
@@ -149,8 +149,12 @@ def _advices(plans: Plans, now: Callable[[], float]) -> Iterator[Advice]:
 def _work_of(config: Config, named: Collection[str]) -> str:
     """Return what must be alike in points that are compared: all but the ways to do it."""
     alike = {"strategy": STAGES[0], LAYOUT: "buffer", MICRO: 1, RECOMPUTES: False}
+    keys = (f"strategy.{key}" for key in OPEN)
+    own = {key: None for key in keys if key not in named}  # what was filled in for the engine
+    settings = config.strategy.settings.items()
+    own["strategy.settings"] = {k: v for k, v in settings if f"strategy.settings.{k}" in named}
     batch = {} if BATCH in named else {BATCH: 1}
-    return repr(with_settings(config, {**alike, **batch}, named))
+    return repr(with_settings(config, {**alike, **own, **batch}, named))
 
 
 def _shared_settings(points: Sequence[PlannedPoint]) -> str:
