@@ -17,7 +17,7 @@ from zeroexp.cluster.slurm_state import SlurmSilent
 from zeroexp.config.keys import ConfigError
 from zeroexp.process.json_output import answer, parser_of
 from zeroexp.tracking.json_files import dumps
-from zeroexp.tracking.mlflow_uploads import Uploads, open_uploads
+from zeroexp.tracking.mlflow_uploads import UploadsOfSweep
 from zeroexp.tracking.run import run_folders
 
 
@@ -36,11 +36,11 @@ def _sync(told: list[str] | None) -> int:
         refresh(jobs)
     except SlurmSilent as error:
         print(f"zeroexp: states are those of the last look: {error}", file=sys.stderr)
-    uploads = open_uploads(job.folder for job in jobs)
-    if uploads is None:
+    uploads = UploadsOfSweep()
+    sent = sync(jobs, uploads)
+    if not uploads.num_stores:
         problem = "MLflow tracks none of its runs (tracking.mlflow=false, or all were skipped)"
         raise ConfigError(f"{sweep}: {problem}; run it with tracking=mlflow")
-    sent = sync(jobs, uploads)
     if told is not None:
         told.append(dumps({"sweep": str(sweep), "sent": sent}))
     return 0 if sent else 1
@@ -54,16 +54,10 @@ def jobs_of(sweep: Path) -> list[Job]:
     return sorted(jobs, key=lambda job: (job.state.get("pending_at", 0.0), job.name))
 
 
-def is_tracked(job: Job) -> bool:
-    """Whether MLflow tracks the run; runs of one sweep may differ in that."""
-    return job.config.tracking.mlflow
-
-
-def sync(jobs: Sequence[Job], uploads: Uploads) -> bool:
-    """Send every run that is tracked; return False if the store failed."""
+def sync(jobs: Sequence[Job], uploads: UploadsOfSweep) -> bool:
+    """Send every run that is tracked; return False if a store failed."""
     for job in jobs:
-        if is_tracked(job) and job.status != "skipped":
-            uploads.send(job.folder)
+        uploads.send(job.folder)
     uploads.conclude(jobs[0].folder.parent)
     return not uploads.failed
 

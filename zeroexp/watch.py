@@ -28,9 +28,9 @@ from zeroexp.report.exports import runs_as_json
 from zeroexp.report.measured_points import points_of
 from zeroexp.report.results_table import print_table
 from zeroexp.report.sweep_progress import SweepProgress
-from zeroexp.sync import is_tracked, jobs_of, sync
+from zeroexp.sync import jobs_of, sync
 from zeroexp.tracking import owner
-from zeroexp.tracking.mlflow_uploads import Uploads, open_uploads
+from zeroexp.tracking.mlflow_uploads import UploadsOfSweep
 from zeroexp.tracking.run import UNFINISHED, read_runs
 
 FINE = ("done", "skipped", *UNFINISHED)
@@ -83,7 +83,7 @@ def watch(arguments: argparse.Namespace) -> int:
     if arguments.cancel:
         for job in cancel(jobs, "cancelled by watch --cancel"):
             print(f"cancelled {job.name} (Slurm job {slurm_id(job)})")
-    uploads = open_uploads(job.folder for job in jobs)
+    uploads = UploadsOfSweep()
     if not (arguments.cancel or arguments.once):
         follow_all(jobs, uploads)
     runs = read_runs(job.folder for job in jobs)
@@ -93,21 +93,20 @@ def watch(arguments: argparse.Namespace) -> int:
         from zeroexp.report import page  # plotly and scipy take a second to import
 
         page.write_into(arguments.sweep, points)
-    if uploads:
-        sync(jobs, uploads)
+    sync(jobs, uploads)
     failed = [job for job in jobs if job.status not in FINE]
     return SOMETHING_FAILED if failed or len(runs) < len(jobs) else EVERYTHING_FINE
 
 
-def follow_all(jobs: list[Job], uploads: Uploads | None) -> None:
+def follow_all(jobs: list[Job], uploads: UploadsOfSweep) -> None:
     waiting = set(unfinished(jobs).values())
     numbered = {n: job for n, job in enumerate(jobs, start=1) if job in waiting}
     with SweepProgress(len(jobs)) as progress, submitter_of(jobs) as held:
         follow(
             {**numbered, **held},
             progress,
-            on_step=lambda job: uploads.look(job.folder) if uploads and is_tracked(job) else None,
-            on_end=lambda job: uploads.send(job.folder) if uploads and is_tracked(job) else None,
+            on_step=lambda job: uploads.look(job.folder),
+            on_end=lambda job: uploads.send(job.folder),
         )
 
 

@@ -8,11 +8,11 @@ import sqlite3
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import pytest
 
+from tests.cluster.test_sweep import ONE, zeroexp
 from tests.run_folders import record, write_run
 from zeroexp.cluster.job import Job
 from zeroexp.cluster.sweep import Sweep
@@ -81,15 +81,34 @@ def test_a_store_that_is_away_costs_a_complaint_and_nothing_else(
     assert printed.endswith(f"zeroexp sync {os.path.relpath(folder.parent)}\n")
 
 
-@pytest.mark.parametrize("is_tracked", [True, False])
-def test_of_a_sweep_the_tracked_runs_alone_are_sent(tmp_path: Path, is_tracked: bool) -> None:
-    """Where tracking=files,mlflow is swept, one of the runs opens the store."""
-    folder, sent, sweep = write_run(tmp_path / "run"), list[Path](), Sweep([])
-    tracking = TrackingConfig(mlflow=is_tracked)
+@pytest.mark.slow
+def test_each_run_of_a_sweep_goes_to_its_own_experiment_or_nowhere(
+    tmp_path: Path, empty_store: Path
+) -> None:
+    (tmp_path / "outputs").mkdir()
+    shutil.copy(empty_store, tmp_path / "outputs")
+    words = [word for word in ONE if not word.startswith("tracking")]
+    done = zeroexp(tmp_path, *words, "tracking.experiment=one,two", "tracking.mlflow=true,false")
+    assert done.returncode == 0, done.stderr
+    (sweep,) = (path.parent for path in tmp_path.glob("outputs/*/report.html"))
+    synced = zeroexp(tmp_path, "sync", str(sweep))
+    assert synced.returncode == 0, synced.stderr
+    sent = ask(
+        tmp_path / "outputs",
+        "select experiments.name, runs.name like '%: report' from runs"
+        " join experiments using (experiment_id) order by 1, 2",
+    )
+    assert sent == [("one", 0), ("one", 1), ("two", 0)], "one page"
+
+
+def test_a_step_reads_no_config(tmp_path: Path) -> None:
+    """It would take 2 ms, in the sweep's process, beside the ranks that are measured."""
+    folder, sweep = write_run(tmp_path / "run"), Sweep([])
+    tracking = TrackingConfig(mlflow=False)
     save(replace(load(folder / "config.yaml"), tracking=tracking), folder / "config.yaml")
-    sweep._uploads = cast(Uploads, SimpleNamespace(send=sent.append))
-    sweep._send(Job(folder))
-    assert sent == ([folder] if is_tracked else [])
+    sweep._look(Job(folder))
+    (folder / "config.yaml").unlink()
+    sweep._look(Job(folder))
 
 
 def test_a_run_of_a_later_version_keeps_no_other_from_the_store(

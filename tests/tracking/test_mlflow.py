@@ -205,7 +205,8 @@ def test_a_sync_takes_files_as_they_are_where_there_is_no_slurm(
 ) -> None:
     folder = write_run(sweep / "run", status="running")
     write_json(folder / "slurm.json", {"job_id": "17"})
-    monkeypatch.setattr(sync, "open_uploads", lambda _: None)
+    config = load(folder / "config.yaml")
+    save(replace(config, tracking=replace(config.tracking, mlflow=False)), folder / "config.yaml")
     monkeypatch.setattr(sys, "argv", ["zeroexp sync", str(sweep)])
     monkeypatch.setenv("PATH", str(sweep))
     assert sync.main() == 2

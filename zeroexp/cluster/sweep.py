@@ -56,7 +56,7 @@ from zeroexp.tracking.files import (
 from zeroexp.tracking.json_files import reserve
 from zeroexp.tracking.mlflow_labels import LINK
 from zeroexp.tracking.mlflow_store import with_store
-from zeroexp.tracking.mlflow_uploads import Uploads, open_uploads
+from zeroexp.tracking.mlflow_uploads import UploadsOfSweep
 from zeroexp.tracking.run import LOAD_FILE, UNFINISHED, Run, read_runs, run_folders
 
 FINE = ("done", "skipped")
@@ -74,7 +74,7 @@ class Sweep:
         self._jobs: list[Job] = []
         self._folder: Path | None = None
         self._num_damaged = 0  # runs of a rerun whose files do not let them go on
-        self._uploads: Uploads | None = None
+        self._uploads = UploadsOfSweep()
         self._clusters: dict[str, LocalCluster] = {}
         # Config -> what a rehearsal says of its runs, or why there is none.
         self._rehearsed: dict[str, tuple[dict[str, float], str | None]] = {}
@@ -180,8 +180,7 @@ class Sweep:
         holds = True
         if any(run.summary for run in runs):
             holds = self._print_conclusions(points)
-        if self._uploads:
-            self._uploads.conclude(self._jobs[0].folder.parent)
+        self._uploads.conclude(self._jobs[0].folder.parent)
         self._print_queued(runs)
         failed = sum(run.status not in (*FINE, *UNFINISHED) for run in runs)
         failed += len(self._jobs) - len(runs)
@@ -294,7 +293,8 @@ class Sweep:
                 for number in sorted(numbered.keys() - queued.keys()):
                     self._run_one(number, numbered[number], progress)
                 for job in queued.values():
-                    self._open_uploads(job)
+                    if job.config.cluster.wait:
+                        self._uploads.of(job.folder)
                 follow_waited(queued, progress, on_step=self._look, on_end=self._send)
                 self._run_spoilt_again(numbered, progress)
         finally:
@@ -330,11 +330,12 @@ class Sweep:
             return
         config = job.config
         cluster = self._cluster(config.cluster)
-        self._open_uploads(job)
+        # Opened after the cluster has forked its fork-server, because opening them starts a thread.
+        uploads = self._uploads.of(job.folder)
         shown = ShownRun(number, job, progress, self._look, skip=True)
         shown.start()
         job.enter("running")
-        if uploads := self._uploads_of(job):
+        if uploads:
             uploads.begin(job.folder)
         load_since = begin_load(cluster.server)
         outcome = cluster.run(job, shown.show_steps, progress.note)
@@ -383,23 +384,13 @@ class Sweep:
             self._clusters[key] = self._exits.enter_context(LocalCluster(config))
         return self._clusters[key]
 
-    def _open_uploads(self, job: Job) -> None:
-        """Open the uploads after the cluster has forked its fork-server, because opening them starts a thread."""
-        if self._uploads is None and job.config.cluster.wait:
-            self._uploads = open_uploads([job.folder])
-
-    def _uploads_of(self, job: Job) -> Uploads | None:
-        """Return the uploads for a run that MLflow tracks, which need not be every run of a sweep."""
-        return self._uploads if job.config.tracking.mlflow else None
-
     def _look(self, job: Job) -> None:
-        if uploads := self._uploads_of(job):
-            uploads.look(job.folder)
+        self._uploads.look(job.folder)
 
     def _send(self, job: Job) -> None:
         _tell(job)
-        if uploads := self._uploads_of(job):
-            uploads.send(job.folder)
+        if job.config.cluster.wait:
+            self._uploads.send(job.folder)
 
     # ---- the end
 

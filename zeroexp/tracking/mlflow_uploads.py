@@ -12,7 +12,7 @@ import shlex
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 from queue import Queue
 
@@ -62,9 +62,10 @@ class Uploads:
         self._worker.do(lambda: self._tracker.log_run(folder))
         self._worker.wait(STILL_SECONDS)
 
-    def conclude(self, folder: Path) -> None:
+    def conclude(self, folder: Path, *, with_page: bool = True) -> None:
         """Send the sweep's page and print the addresses, or the error and the command that sends the folder again."""
-        self._worker.do(lambda: self._send_page(folder))
+        if with_page:
+            self._worker.do(lambda: self._send_page(folder))
         if not self._worker.wait(END_SECONDS, at_end=True) and not self.failed:
             where = self._tracker.store.waits_for or "the store"
             self._worker.error = TimeoutError(f"no answer from {where}")
@@ -84,13 +85,45 @@ class Uploads:
             self._views.append(("report", address))
 
 
-def open_uploads(folders: Iterable[Path]) -> Uploads | None:
-    """Return the uploads to the store of these runs of a sweep; None where MLflow tracks none of them."""
-    for folder in folders:
-        tracking = load(folder / "config.yaml").tracking
-        if tracking.mlflow and read_state(folder)["status"] != "skipped":
-            return Uploads(tracking, folder.parents[1], folder.parent.name)
-    return None
+class UploadsOfSweep:
+    """The uploads of each run of a sweep, of which one may name another store or experiment than the next."""
+
+    def __init__(self) -> None:
+        self._by_run: dict[Path, Uploads | None] = {}
+        self._by_store: dict[tuple[str | None, str], Uploads] = {}
+
+    def of(self, folder: Path) -> Uploads | None:
+        """Return a run's uploads, None where MLflow does not track it. Each step asks, so its config is read once."""
+        if folder not in self._by_run:
+            tracking, uploads = load(folder / "config.yaml").tracking, None
+            if tracking.mlflow and read_state(folder)["status"] != "skipped":
+                store = tracking.uri, tracking.experiment
+                if (uploads := self._by_store.get(store)) is None:
+                    uploads = Uploads(tracking, folder.parents[1], folder.parent.name)
+                    self._by_store[store] = uploads
+            self._by_run[folder] = uploads
+        return self._by_run[folder]
+
+    def look(self, folder: Path) -> None:
+        if uploads := self.of(folder):
+            uploads.look(folder)
+
+    def send(self, folder: Path) -> None:
+        if uploads := self.of(folder):
+            uploads.send(folder)
+
+    def conclude(self, sweep: Path) -> None:
+        """Conclude each store; the page goes to that of the first run."""
+        for number, uploads in enumerate(self._by_store.values()):
+            uploads.conclude(sweep, with_page=number == 0)
+
+    @property
+    def num_stores(self) -> int:
+        return len(self._by_store)
+
+    @property
+    def failed(self) -> bool:
+        return any(uploads.failed for uploads in self._by_store.values())
 
 
 class _Worker:
