@@ -32,7 +32,7 @@ from zeroexp.zero.grouping import group_parameters, groups_of_lists, stage_for_w
 from zeroexp.zero.held import unguarded
 from zeroexp.zero.hooks import SavedViews, attach
 from zeroexp.zero.matrices import bring_matrices_together
-from zeroexp.zero.observer import Observer
+from zeroexp.zero.observer import Arguments, Observer
 from zeroexp.zero.options import Dtypes, Options, own_dtypes
 from zeroexp.zero.outer import MOMENTUM, OuterStep, prefix_of
 from zeroexp.zero.schedule import Schedule
@@ -75,9 +75,9 @@ class Engine:
         param_groups = groups_of_lists(param_groups, optimizer_factory)
         options = (options or Options()).with_optimizer_over_of(param_groups)
         self._observer = self.observed_by()
-        trained = module, blocks, param_groups, optimizer_factory
-        carried_out_by = stage, options, dtypes, max_grad_norm, values, world
-        self._observer.building(*trained, *carried_out_by, scales_loss=scales_loss)
+        trained = module, blocks, stage, param_groups, optimizer_factory
+        carried_out_by = world, dtypes, max_grad_norm, options, values, scales_loss
+        self._observer.building(Arguments(*trained, *carried_out_by))
         dtypes = (dtypes or own_dtypes(module)).with_masters_of(param_groups)
         stage = stage_for_world(stage, options.grid(world.size).group_size, options.offload)
         if values is not None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
@@ -21,25 +22,28 @@ from zeroexp.zero.options import Dtypes, Options
 from zeroexp.zero.unit import Unit
 
 
+@dataclass(frozen=True)
+class Arguments:
+    """What `Engine` is built with."""
+
+    module: nn.Module
+    blocks: Sequence[str]
+    stage: Stage
+    param_groups: Sequence[dict[str, Any]]
+    optimizer_factory: OptimizerFactory
+    world: World
+    dtypes: Dtypes | None
+    max_grad_norm: float | None
+    options: Options
+    values: Values | None
+    scales_loss: bool
+
+
 class Observer:
     """An observer that lets everything pass."""
 
-    def building(
-        self,
-        module: nn.Module,
-        blocks: Sequence[str],
-        param_groups: Sequence[dict[str, Any]],
-        optimizer_factory: OptimizerFactory,
-        stage: Stage,
-        options: Options,
-        dtypes: Dtypes | None,
-        max_grad_norm: float | None,
-        values: Values | None,
-        world: World,
-        *,
-        scales_loss: bool,
-    ) -> None:
-        """An engine is to be built from these; nothing has been touched."""
+    def building(self, arguments: Arguments) -> None:
+        """An engine is to be built; nothing has been touched."""
 
     def held(self, held: Held) -> None:
         """The engine holds the parameters of a chunk from now on; they have their values."""

@@ -20,10 +20,8 @@ from zeroexp.cut.layout import LAYOUTS
 from zeroexp.cut.owners import OWNERS
 from zeroexp.cut.stage import Placement, Stage
 from zeroexp.interface.elementwise import refuse_unless_elementwise
-from zeroexp.interface.strategy import OptimizerFactory
 from zeroexp.interface.values import Values
-from zeroexp.process.world import World
-from zeroexp.zero.observer import Observer
+from zeroexp.zero.observer import Arguments, Observer
 from zeroexp.zero.options import DTYPES, Dtypes, Options, OuterOptimizer
 from zeroexp.zero_safety.guard import is_guarded
 
@@ -42,45 +40,31 @@ TRAINED_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _Replicated = DataParallel | DistributedDataParallel
 
 
-class EngineArguments(Observer):
-    """What an engine is built with."""
+class RefusedArguments(Observer):
+    """Refuses what no engine can be built with."""
 
-    def building(
-        self,
-        module: nn.Module,
-        blocks: Sequence[str],
-        param_groups: Sequence[dict[str, Any]],
-        optimizer_factory: OptimizerFactory,
-        stage: Stage,
-        options: Options,
-        dtypes: Dtypes | None,
-        max_grad_norm: float | None,
-        values: Values | None,
-        world: World,
-        *,
-        scales_loss: bool,
-    ) -> None:
+    def building(self, arguments: Arguments) -> None:
         """Raise ValueError in one line that names what is wrong, its value and the remedy."""
-        _refuse_options(options, stage, world.size)
-        if scales_loss and options.outer:
+        module, groups, options = arguments.module, arguments.param_groups, arguments.options
+        most = arguments.max_grad_norm
+        _refuse_options(options, arguments.stage, arguments.world.size)
+        if arguments.scales_loss and options.outer:
             problem = "with options.outer each replica would find a loss scale of its own"
             raise ValueError(f"scales_loss=True: {problem}; compute in bfloat16")
-        _refuse_dtypes(dtypes)
-        _refuse_missing_or_double_values(module, values)
-        if max_grad_norm is not None and not (_is_number(max_grad_norm) and max_grad_norm > 0):
-            raise ValueError(f"max_grad_norm={max_grad_norm!r}: use a number above 0, or None")
-        _refuse_blocks(module, blocks)
+        _refuse_dtypes(arguments.dtypes)
+        _refuse_missing_or_double_values(module, arguments.values)
+        if most is not None and not (_is_number(most) and most > 0):
+            raise ValueError(f"max_grad_norm={most!r}: use a number above 0, or None")
+        _refuse_blocks(module, arguments.blocks)
         _refuse_tensors(module)
-        _refuse_groups(param_groups, set(module.parameters()), options)
-        if world.is_fake:  # the trial of the optimizer compares values
+        _refuse_groups(groups, set(module.parameters()), options)
+        if arguments.world.is_fake:  # the trial of the optimizer compares values
             return
-        shards = stage.optimizer is Placement.SHARD and world.size > 1
-        words = {group.get("layout", options.layout) for group in param_groups}
+        words = {group.get("layout", options.layout) for group in groups}
         cuts = not all(LAYOUTS[word].has_owners for word in words)
-        if shards:
-            refuse_unless_elementwise(
-                optimizer_factory, param_groups, layout=options.layout, cut=cuts
-            )
+        if arguments.stage.optimizer is Placement.SHARD and arguments.world.size > 1:
+            factory = arguments.optimizer_factory
+            refuse_unless_elementwise(factory, groups, layout=options.layout, cut=cuts)
 
 
 def _refuse_dtypes(dtypes: Dtypes | None) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 from zeroexp.zero.observer import Observer
 from zeroexp.zero_safety.call_order import CallOrder
 from zeroexp.zero_safety.changed_parameters import ChangedParameters
-from zeroexp.zero_safety.engine_arguments import EngineArguments
+from zeroexp.zero_safety.engine_arguments import RefusedArguments
 from zeroexp.zero_safety.guard import ParameterGuards
 from zeroexp.zero_safety.kept_views import KeptViews
 from zeroexp.zero_safety.methods import OwnMethods
@@ -18,7 +18,7 @@ from zeroexp.zero_safety.pieces import OwnPieces
 from zeroexp.zero_safety.replicas_differ import Replicas
 
 PARTS: tuple[type[Observer], ...] = (
-    EngineArguments,
+    RefusedArguments,
     ChangedParameters,  # before the order of calls, which notes a microbatch that begins
     CallOrder,
     KeptViews,
