@@ -14,6 +14,7 @@ from zeroexp.measure.record import MOMENTS
 from zeroexp.measure.tcp_bytes import sent_bytes
 from zeroexp.models.module import build_model
 from zeroexp.plan.form_of_config import build_on_meta, form_of
+from zeroexp.plan.form_terms import PrecisionForm
 from zeroexp.plan.torch_closed_forms import DdpForm, FsdpForm, ParameterShape
 from zeroexp.process.world import World, barrier
 
@@ -35,9 +36,13 @@ def config_of(strategy: str, world_size: int, accumulation: int, *words: str):
     )
 
 
+FROZEN_BASE = ("model.lora.r=4", "precision=bf16_master")
+
+
 def check_on_ranks(world: World, accumulation: int) -> None:
     points = [(stage, ()) for stage in ("ddp", "zero1", "zero2", "zero3")]
     points += [("ddp", ("strategy.gradient_as_bucket_view=false",))]
+    points += [(stage, FROZEN_BASE) for stage in ("zero2", "zero3")]
     if world.size == 4:
         points = [(stage, ("strategy.replicas=2",)) for stage in ("zero2", "zero3")]
     for stage, words in points:
@@ -64,6 +69,15 @@ def check_on_ranks(world: World, accumulation: int) -> None:
 )
 def test_real_ranks_hold_what_the_forms_say(ranks, world_size, accumulation):
     ranks(check_on_ranks, accumulation, world_size=world_size)
+
+
+def test_what_is_frozen_rests_in_the_dtype_of_computation():
+    """It has no master: (7, 3) rows of 3 ranks in float32, and frozen ones of half the bytes; padded are two rows."""
+    mixed = PrecisionForm("bfloat16", "float32", "float32")
+    unit = [ParameterShape((7, 3)), ParameterShape((7, 3), trainable=False)]
+    form = FsdpForm([unit], world_size=3, precision=mixed)
+    assert form.held_bytes("at_rest", 0)["parameters"] == (4 + 2) * 3 * 3
+    assert [form.padding_bytes(rank) for rank in range(3)] == [0, 0, (4 + 2) * 2 * 3]
 
 
 def check_wire(world: World, stage: str, words: tuple[str, ...]) -> None:

@@ -42,7 +42,10 @@ from zeroexp.zero.options import Dtypes
 
 
 class TorchFSDP2:
-    """`module` under fully_shard: its shards have the master dtype and are gathered in the compute dtype."""
+    """`module` under fully_shard: its shards have the master dtype and are gathered in the compute dtype.
+
+    What is frozen has no master, and rests in the compute dtype.
+    """
 
     def __init__(
         self,
@@ -72,7 +75,8 @@ class TorchFSDP2:
         if values is None and not world.is_fake:  # torch can not convert modules of fake tensors
             module.to(world.device)
         for parameter in module.parameters():
-            parameter.data = parameter.data.to(dtypes.master).contiguous()
+            dtype = dtypes.master if parameter.requires_grad else dtypes.compute
+            parameter.data = parameter.data.to(dtype).contiguous()
         if values is None:
             agree_on_weights(module, world, None)
         names = {parameter: name for name, parameter in module.named_parameters()}

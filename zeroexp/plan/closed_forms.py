@@ -103,6 +103,10 @@ class ClosedForm:
             "buffers": self._buffer_bytes(moment, rank),
         }
 
+    def padding_bytes(self, rank: int) -> int:
+        """Return the bytes of padding among the parameters at rest."""
+        return self.parameter_itemsize * self.held_elements(rank).padding
+
     def _has_gradients(self, moment: str) -> bool:
         between = moment == "after_forward" and self.accumulation > 1
         return between or moment in ("after_backward", "after_step")

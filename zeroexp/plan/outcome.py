@@ -227,13 +227,13 @@ def planned_ranks(form: ClosedForm) -> list[PlannedRank]:
 def _planned_rank(form: ClosedForm, rank: int) -> PlannedRank:
     held = [form.held_bytes(moment, rank) for moment in MOMENTS]
     totals, traffic = [int(on_device(kinds)) for kinds in held], form.traffic(rank)
-    elements, kinds = form.held_elements(rank), (*kinds_in(held), HOST, FILES)
+    kinds = (*kinds_in(held), HOST, FILES)
     figures = {
         **{kind: max(each.get(kind, 0) for each in held) for kind in kinds},
         "total": max(totals),
         "after_backward": totals[MOMENTS.index("after_backward")],
-        "owned": elements.owned,
-        "padding_bytes": elements.padding * form.parameter_itemsize,
+        "owned": form.held_elements(rank).owned,
+        "padding_bytes": form.padding_bytes(rank),
         "sent": sum(traffic.bytes_by_kind.values()),
         "bus": sum(traffic.bus_bytes.values()),
     }

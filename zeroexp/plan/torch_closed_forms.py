@@ -129,7 +129,7 @@ class FsdpForm(ClosedForm):
     reshards: bool = True  # blocks are freed after forward: zero3
     in_forward_alone: frozenset[int] = frozenset()  # indices of units that backward does not gather
     replicas: int = 1
-    at_rest = "master"  # the shards are the master weights
+    at_rest = "master"  # the shards are the master weights, but for those of what is frozen
 
     def traffic(self, rank: int) -> Traffic:
         if self.world_size == 1:
@@ -167,6 +167,20 @@ class FsdpForm(ClosedForm):
             owned += [Owned(parameter.kind, numel, num)] if parameter.trainable else []
         resting = self._shard(self._all)
         return HeldElements(resting, resting - real, tuple(owned))
+
+    def held_bytes(self, moment: str, rank: int) -> dict[str, int]:
+        shards = (self._itemsize(p) * p.shard_numel(self.group_size) for p in self._all)
+        return {**super().held_bytes(moment, rank), "parameters": sum(shards)}
+
+    def padding_bytes(self, rank: int) -> int:
+        place, size = self.grid.place(rank), self.group_size
+        return sum(
+            self._itemsize(p) * num * (p.shard_numel(size) - p.real_numel(place, size))
+            for p, num in self._different.items()
+        )
+
+    def _itemsize(self, parameter: ParameterShape) -> int:
+        return self._master if parameter.trainable else self._compute
 
     def _gradient_bytes(self, moment: str, rank: int) -> int:
         return self.parameter_itemsize * self._shard(p for p in self._all if p.trainable)
