@@ -292,8 +292,10 @@ def test_the_line_counts_and_not_what_the_environment_asks_sbatch_for(slurm, tmp
     """sbatch takes SBATCH_ACCOUNT for --account of the file, and only its own arguments before that."""
     asks = {"nodes": 1, "account": "a b"}
     slurm(sbatch=f'echo "$@" > {tmp_path}/arguments; echo Submitted batch job 7')
-    assert BatchFile(tmp_path, asks, [], "true").hand_over("name") == ("7", "")
-    assert "--account=a b " in (tmp_path / "arguments").read_text()
+    site = ["#SBATCH --exclusive  # what people paste", "#SBATCH --comment=don't"]
+    assert BatchFile(tmp_path, asks, site, "true").hand_over("name") == ("7", "")
+    arguments = (tmp_path / "arguments").read_text()
+    assert "--account=a b " in arguments and "--exclusive" not in arguments
 
 
 def test_no_option_of_the_environment_hides_jobs(monkeypatch):
