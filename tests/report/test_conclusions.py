@@ -8,8 +8,10 @@ from typing import Any
 
 import pytest
 
+from tests.composing import composed
 from tests.report.made import change, edit, points, repeats
 from tests.run_folders import write_run
+from zeroexp.config.keys import save
 from zeroexp.report import conclusions
 from zeroexp.report.conclusions import (
     compare_points,
@@ -172,6 +174,17 @@ def test_who_got_faster_is_said_and_who_did_not(sweeps: Path) -> None:
     head, first, *_ = lines_of_moved(pairs, alone)
     assert head == "1 of 2 points moved (after over before):"
     assert first == "  zero3: step 0.75 [0.75, 0.75]: faster"
+
+
+def test_points_that_differ_in_what_they_save_are_each_beside_themselves(tmp_path: Path) -> None:
+    for sweep, values in (("before", ("null", "1")), ("after", ("1", "null"))):
+        for value in values:
+            folder = write_run(tmp_path / sweep / f"zero3-{value}")
+            save(composed(f"checkpoint.every={value}"), folder / "config.yaml")
+    change(tmp_path / "after/zero3-1/summary.json", {"num_parameters": 1})
+    pairs, alone = points_that_moved(points(tmp_path / "before"), points(tmp_path / "after"))
+    assert {one.name: one.has_moved for one in pairs} == {"zero3-1": True, "zero3-null": False}
+    assert alone == []
 
 
 def test_times_of_many_points_are_compared_as_many(

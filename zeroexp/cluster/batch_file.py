@@ -75,7 +75,9 @@ class BatchFile(SlurmExecutor):
 
     def _make_submission_command(self, submission_file_path: Path) -> list[str]:
         """Return sbatch with the file's options as arguments, because SBATCH_ACCOUNT and its like win over the file."""
-        head, _, _ = self.text().partition("\n# setup\n")  # what a site's lines ask for is a comment
+        head, _, _ = self.text().partition(
+            "\n# setup\n"
+        )  # what a site's lines ask for is a comment
         lines = [line for line in head.splitlines() if line.startswith("#SBATCH ")]
         options = [option for line in lines for option in shlex.split(line)[1:]]
         return ["sbatch", *options, str(submission_file_path)]

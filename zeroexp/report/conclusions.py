@@ -184,8 +184,9 @@ def points_that_moved(
     Times are taken over those of a point that the change left alone, in the same round of the same sweep: what the
     machine did between the sweeps is no change of ours. That is the first point of PyTorch's own, if both have one.
     """
-    old = {settings_of(point.run): point for point in before}
-    new = {settings_of(point.run): point for point in after}
+    apart = {key for point in (*before, *after) for key in point.apart}
+    old = {settings_of(point.run, apart): point for point in before}
+    new = {settings_of(point.run, apart): point for point in after}
     both = [key for key in new if key in old]
     steady = next((key for key in both if new[key].run.implementation == "torch"), None)
     unchanged = (old[steady], new[steady]) if steady else None

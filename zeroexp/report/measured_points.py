@@ -8,7 +8,7 @@ by seed.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cache, cached_property
 from operator import attrgetter
@@ -41,6 +41,9 @@ class MeasuredPoint:
 
     name: str
     runs: tuple[Run, ...]  # at least one, in the order in which they were started
+    apart: frozenset[str] = (
+        frozenset()
+    )  # the keys of APART that tell it from points of equal settings
 
     @cached_property
     def run(self) -> Run:
@@ -148,13 +151,14 @@ class MeasuredPoint:
         return replace(run, summary=summary)
 
 
-def settings_of(run: Run) -> tuple[str, ...]:
-    """Return the settings of what ran that are no defaults: a run of an older zeroexp lacks the keys of a newer one."""
+def settings_of(run: Run, apart: Collection[str] = ()) -> tuple[str, ...]:
+    """Return the settings of what ran, and these of APART, that are no defaults: older runs lack keys of newer ones."""
     defaults = _defaults()
     return tuple(
         f"{key}={value}"
         for key, value in run.config.items()
-        if not key.startswith(OUTSIDE) and value != defaults.get(key, "null")
+        if key in apart or not key.startswith(OUTSIDE)
+        if value != defaults.get(key, "null")
     )
 
 
@@ -165,31 +169,39 @@ def _defaults() -> dict[str, str]:
 
 def points_of(runs: Sequence[Run]) -> list[MeasuredPoint]:
     """Group runs into points, in the order of their first runs; two sweeps have no point in common."""
-    alike: dict[tuple[str, ...], list[Run]] = {}
-    for run in runs:
-        alike.setdefault(_of_one_seed(run), []).append(run)
+    apart = _told_apart(runs)
     groups: dict[tuple[str, ...], list[Run]] = {}
     for run in runs:
-        apart = _apart(run, alike[_of_one_seed(run)])
-        groups.setdefault((str(run.folder.parent), *settings_of(run), *apart), []).append(run)
+        settings = settings_of(run, apart[_cell(run)])
+        groups.setdefault((str(run.folder.parent), *settings), []).append(run)
     folders = {run.folder.parent: run.sweep for run in runs}
     if len({*folders.values()}) < len(folders):  # before/compare and after/compare
         folders = {folder: str(folder) for folder in folders}
     sweeps = {folder: f"{name}/" if len(folders) > 1 else "" for folder, name in folders.items()}
     return [
-        MeasuredPoint(f"{sweeps[group[0].folder.parent]}{_name(group)}", tuple(group))
+        MeasuredPoint(
+            f"{sweeps[group[0].folder.parent]}{_name(group)}",
+            tuple(group),
+            apart[_cell(group[0])],
+        )
         for group in groups.values()
     ]
 
 
-def _of_one_seed(run: Run) -> tuple[str, ...]:
-    return str(run.folder.parent), str(seed_of(run)), *settings_of(run)
+def _cell(run: Run) -> tuple[str, ...]:
+    return str(run.folder.parent), *settings_of(run)
 
 
-def _apart(run: Run, alike: Sequence[Run]) -> list[str]:
-    """Return the values of APART in which this run differs from runs of equal settings and seed."""
-    keys = (key for key in run.config if key.startswith(APART))
-    return [run.config[key] for key in keys if len({one.config.get(key) for one in alike}) > 1]
+def _told_apart(runs: Sequence[Run]) -> dict[tuple[str, ...], frozenset[str]]:
+    """Return the keys of APART, by cell, in which runs of equal settings and seed differ."""
+    alike: dict[tuple[tuple[str, ...], int], list[Run]] = {}
+    for run in runs:
+        alike.setdefault((_cell(run), seed_of(run)), []).append(run)
+    found = {cell: frozenset[str]() for cell, _ in alike}
+    for (cell, _), own in alike.items():
+        keys = {key for run in own for key in run.config if key.startswith(APART)}
+        found[cell] |= {key for key in keys if len({run.config.get(key) for run in own}) > 1}
+    return found
 
 
 def of_one_seed(points: Sequence[MeasuredPoint]) -> list[MeasuredPoint]:
