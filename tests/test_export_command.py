@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
 import signal
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from transformers import AutoTokenizer
@@ -17,6 +19,7 @@ from transformers import AutoTokenizer
 from tests.test_export import config_of, exported, load, require_bits, save
 from tests.warm import Warm
 from zeroexp import export
+from zeroexp.checkpoint.manifest import MANIFEST, read_manifest, to_json
 from zeroexp.tracking.json_files import write_json
 
 MANY_FILES = ("model=tiny", "model.hf_config.num_hidden_layers=24")
@@ -32,6 +35,13 @@ def run(ranks, tmp_path_factory) -> Path:
 def command(*arguments: object) -> Warm:
     words = [sys.executable, "-m", "zeroexp.export", *map(str, arguments)]
     return Warm(words, env=dict(os.environ))
+
+
+@contextlib.contextmanager
+def changed_config(checkpoint: Path) -> Iterator[dict[str, Any]]:
+    manifest = read_manifest(checkpoint)
+    yield manifest.config
+    (checkpoint / MANIFEST).write_bytes(to_json(manifest))
 
 
 def kill_when(sign: Callable[[], object], process: Warm) -> None:
@@ -94,10 +104,32 @@ def test_it_goes_along_byte_for_byte_or_is_said_to_be_gone(ranks, tmp_path, weig
     load(tmp_path / "without", "causal")
 
 
-def test_the_tokenizer_of_a_relative_path_is_that_of_the_run(tmp_path, monkeypatch):
-    """Whoever exports may stand elsewhere, where a folder of this name may hold another."""
-    (tmp_path / "run").mkdir()
-    write_json(tmp_path / "run" / "environment.json", {"folder": str(tmp_path)})
-    monkeypatch.setattr("zeroexp.data.sources.choose_tokenizer", lambda *_: os.getcwd())
-    checkpoint = tmp_path / "run" / "checkpoint" / "step-000001"
-    assert export._tokenizer(config_of("data=offline"), checkpoint) == str(tmp_path)
+def test_the_tokenizer_of_a_relative_path_is_that_of_the_run(ranks, tmp_path, weights, monkeypatch):
+    """Whoever exports may stand elsewhere, where no folder has this name, or one with another tokenizer."""
+    run, elsewhere = tmp_path / "run", tmp_path / "elsewhere"
+    run.mkdir()
+    elsewhere.mkdir()
+    ranks(save, config_of("model=tiny", f"model.weights={weights}"), run)
+    checkpoint = export.choose_checkpoint(run)
+    with changed_config(checkpoint) as config:
+        config["model"]["weights"] = weights.name
+    write_json(run / "environment.json", {"folder": str(weights.parent)})
+    monkeypatch.chdir(elsewhere)
+    export.export(checkpoint, tmp_path / "first")
+    shutil.copytree(weights, weights.name)
+    Path(weights.name, "tokenizer.json").write_bytes(b"another")
+    export.export(checkpoint, tmp_path / "second")
+    for name in ("first", "second"):
+        words = (tmp_path / name / "tokenizer.json").read_bytes()
+        assert words == (weights / "tokenizer.json").read_bytes()
+
+
+@pytest.mark.parametrize("form", ["huggingface", "dcp"])
+def test_a_plugin_that_is_gone_and_of_which_nothing_is_needed_is_not_missed(run, tmp_path, form):
+    shutil.copytree(run, tmp_path / "run")
+    with changed_config(export.choose_checkpoint(tmp_path / "run")) as config:
+        config["plugins"] = ["plugin_that_is_gone"]
+    process = command(tmp_path / "run", "--to", tmp_path / "to", "--format", form)
+    _, errors = process.communicate()
+    assert process.returncode == 0, errors
+    assert (tmp_path / "to" / "tokenizer.json").exists() == (form == "huggingface")

@@ -104,3 +104,20 @@ def test_what_others_add_is_held_as_planned(tmp_path):
     assert planned["by_kind"] == held
     light, full = held["optimizer"]["per_rank"]
     assert full == pytest.approx(2 * light, rel=1e-3)
+
+
+def test_an_export_finds_a_plugin_where_its_run_was_started_or_where_one_stands(tmp_path):
+    """Of a model whose vocabulary is the data's: nobody but the checkpoint names its size."""
+    started, here = tmp_path / "started", tmp_path / "here"
+    started.mkdir(), here.mkdir()
+    file = in_an_empty_folder(started) / "convolutions.py"
+    file.write_text(file.read_text().replace(', "vocab_size": 2048', ""))
+    words = "plugins=convolutions model=convolutions data=offline checkpoint.every=4"
+    give(started, f"zeroexp {words} world_size=1", *SMALL)
+    (run,) = started.glob("outputs/*/*/")
+    give(here, f"zeroexp.export {run} --format dcp --to first")
+    file.rename(here / file.name)
+    give(here, f"zeroexp.export {run} --format dcp --to second")
+    assert (here / "second/.metadata").is_file()
+    with pytest.raises(AssertionError, match=f"plugins=.convolutions.: no module .* {tmp_path}; "):
+        give(tmp_path, f"zeroexp.export {run} --format dcp --to third")

@@ -17,8 +17,6 @@ from zeroexp.check import check
 from zeroexp.check.sweep_points import point_of
 from zeroexp.check.try_points import try_points
 from zeroexp.check.try_strategy import check_custom_layout_and_optimizer
-from zeroexp.checkpoint.manifest import to_json
-from zeroexp.checkpoint.storage import manifest_of
 from zeroexp.cluster.code_snapshot import snapshot_code
 from zeroexp.cluster.sweep import Sweep
 from zeroexp.config import plugins
@@ -29,7 +27,6 @@ from zeroexp.cut.layout import LAYOUTS, Layout, by_buffer
 from zeroexp.cut.owners import OWNERS
 from zeroexp.cut.stage import STAGES, Placement, Stage
 from zeroexp.engines.build import with_members
-from zeroexp.export import export_whole
 from zeroexp.models.loss import loss_sum
 from zeroexp.plan.form_of_config import build_on_meta, form_of
 from zeroexp.registry import RegistryError
@@ -208,20 +205,6 @@ def test_a_rank_finds_data_and_plugins_where_the_command_was_given(tmp_path, mon
     rank._config(run)
     assert "late_of_test" in STAGES
     assert Path.cwd() == given
-
-
-def test_an_export_knows_the_plugins_of_its_run(tmp_path):
-    """They lie where the run was started; the model of this checkpoint is none, which is told behind them."""
-    given, run = tmp_path / "given", tmp_path / "run"
-    given.mkdir(), (run / "checkpoint/step-000001").mkdir(parents=True)
-    (given / "plugin_of_test.py").write_text(PLUGIN)
-    write_json(run / "environment.json", {"folder": str(given)})
-    config = replace(composed("model=tiny"), plugins=["plugin_of_test"])
-    content = to_json(manifest_of(config, 1, 1, {}))
-    (run / "checkpoint/step-000001/manifest.json").write_bytes(content)
-    with pytest.raises(ConfigError, match="the checkpoint's model: "):
-        export_whole(run / "checkpoint/step-000001", tmp_path / "to", "dcp")
-    assert "optimizer_of_test" in OPTIMIZERS
 
 
 def test_jobs_get_the_plugin_that_was_submitted(tmp_path, monkeypatch):

@@ -18,6 +18,8 @@ from __future__ import annotations
 import argparse
 import contextlib
 import sys
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 from zeroexp.checkpoint import folders
@@ -28,6 +30,7 @@ from zeroexp.config.vocabulary import TokenizerChoice
 from zeroexp.foreign import WRITERS
 from zeroexp.measure.chakra import traced_step, write_chakra
 from zeroexp.process.json_output import answer, parser_of
+from zeroexp.registry import UnknownWord
 from zeroexp.tracking.files import working_folder_of
 from zeroexp.tracking.json_files import dumps
 
@@ -148,7 +151,7 @@ def export(
     from zeroexp.models import huggingface_folder, lora
 
     weights = Weights(checkpoint, manifest)
-    with folders.asked_for(target) as folder:
+    with _with_plugins(config, checkpoint), folders.asked_for(target) as folder:
         if config.model.lora.r is not None:
             module = huggingface_folder.empty_model(config.model, weights.shapes)
             as_asked = getattr(torch, dtype)
@@ -174,20 +177,34 @@ def export_whole(checkpoint: Path, target: Path, form: str) -> None:
         problem = f"model.lora.quantize={config.model.lora.quantize} packs weights as no other trainer reads them"
         raise ConfigError(f"--format={form}: {problem}; leave it out, which exports the adapters")
     folders.refuse_existing(target)
-    _load_plugins(config, checkpoint)
     from zeroexp.checkpoint.weights import Weights
     from zeroexp.models.huggingface_folder import require_same
     from zeroexp.models.module import build_empty
 
     weights = Weights(checkpoint, manifest)
-    require_same(build_empty(config.model, weights.shapes).module, weights.shapes)
-    with folders.asked_for(target) as folder:
+    with _with_plugins(config, checkpoint), folders.asked_for(target) as folder:
+        require_same(build_empty(config.model, weights.shapes).module, weights.shapes)
         WRITERS[form](folder, config, manifest, weights)
 
 
-def _load_plugins(config: Config, checkpoint: Path) -> None:
-    """Raises ConfigError where one is gone from where the run was started."""
-    plugins.load(config.plugins, working_folder_of(checkpoint.parents[1]))
+@contextlib.contextmanager
+def _with_plugins(config: Config, checkpoint: Path) -> Iterator[None]:
+    """Import the run's plugins, from where it was started or from here.
+
+    Raises ConfigError of one that is gone where a word is asked for that nobody has registered, and only there.
+    """
+    if started_in := working_folder_of(checkpoint.parents[1]):
+        plugins.look_in(started_in)
+    gone: ConfigError | None = None
+    for name in config.plugins:
+        try:
+            plugins.load([name])
+        except ConfigError as error:
+            gone = gone or error
+    try:
+        yield
+    except UnknownWord as error:
+        raise gone or error from error
 
 
 def _tokenizer(config: Config, checkpoint: Path) -> TokenizerChoice | None:
@@ -198,13 +215,15 @@ def _tokenizer(config: Config, checkpoint: Path) -> TokenizerChoice | None:
     from zeroexp.config.data_sources import DATA
     from zeroexp.data.sources import choose_tokenizer
 
-    started_in = working_folder_of(checkpoint.parents[1])
     try:
-        _load_plugins(config, checkpoint)
-        if config.data.kind not in DATA or not DATA[config.data.kind].tokenizes:
-            return None
-        with contextlib.chdir(started_in if started_in and started_in.is_dir() else "."):
-            return choose_tokenizer(config.data, config.model)
+        with _with_plugins(config, checkpoint), contextlib.ExitStack() as there:
+            if not DATA[config.data.kind].tokenizes:
+                return None
+            with contextlib.suppress(OSError):  # gone, or closed to whoever exports
+                started_in = working_folder_of(checkpoint.parents[1])
+                there.enter_context(contextlib.chdir(started_in or "."))
+            choice = choose_tokenizer(config.data, config.model)
+            return replace(choice, file=choice.file.absolute())
     except ConfigError as error:
         print(f"zeroexp: exported without a tokenizer: {error}", file=sys.stderr)
 

@@ -76,7 +76,7 @@ def write(
 
 def empty_model(config: ModelConfig, shapes: Shapes) -> Any:
     """Build the model without memory. Raises ConfigError for one that transformers does not have or has otherwise."""
-    if config.family not in MODELS or not MODELS[config.family].of_transformers:
+    if not MODELS[config.family].of_transformers:
         use = f"export a run of {', '.join(n for n in MODELS.own if MODELS[n].of_transformers)}"
         raise ConfigError(f"model.family={config.family}: transformers has no such model; {use}")
     module: Any = build_empty(config, shapes).module
@@ -90,7 +90,9 @@ def require_same(module: nn.Module, shapes: Shapes) -> None:
     for name in (*expected, *shapes):
         if expected.get(name) != shapes.get(name):
             difference = f"{name} is {shapes.get(name)} in it, {expected.get(name)} here"
-            remedy = "export it with the version of transformers that trained it"
+            remedy = (
+                "export it with the versions of its plugins and of transformers that trained it"
+            )
             raise ConfigError(f"the checkpoint's model: {difference}; {remedy}")
 
 

@@ -87,17 +87,14 @@ def build_deferred(config: ModelConfig, *, seed: int, vocab_size: int | None = N
 
 
 def build_empty(config: ModelConfig, shapes: Mapping[str, Sequence[int]]) -> BuiltModel:
-    """Build the model on meta; if the config sets no vocabulary size, the embedding's shape in `shapes` does."""
+    """Build the model on meta; if the config sets no vocabulary size, the first tensor with a row a word does."""
     config = replace(config, weights=None)
-    open_ended = vocabulary(config) is None
-    built = build_model(
-        config, seed=0, device="meta", vocab_size=MANY_WORDS if open_ended else None
-    )
-    if open_ended and hasattr(built.module, "get_input_embeddings"):
-        words = built.module.get_input_embeddings().weight  # pyright: ignore[reportCallIssue, reportAttributeAccessIssue]
-        (name,) = (name for name, p in built.module.named_parameters() if p is words)
-        num_words = shapes[name][0] if name in shapes else MANY_WORDS
-        built = build_model(config, seed=0, device="meta", vocab_size=num_words)
+    if vocabulary(config) is not None:
+        return build_model(config, seed=0, device="meta")
+    built = build_model(config, seed=0, device="meta", vocab_size=MANY_WORDS)
+    for name, parameter in built.module.named_parameters():
+        if parameter.shape[:1] == (MANY_WORDS,) and name in shapes:
+            return build_model(config, seed=0, device="meta", vocab_size=shapes[name][0])
     return built
 
 
