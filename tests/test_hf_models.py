@@ -274,6 +274,18 @@ def test_a_key_inside_of_a_published_one_leaves_the_others(here):
     assert found.rope_parameters == {"rope_type": "linear", "rope_theta": 1e6, "factor": 2.0}
 
 
+@pytest.mark.parametrize("spelling", ["type", "rope_type"])
+def test_another_method_of_rotary_positions_leaves_the_published_ones_settings(here, spelling):
+    llama3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    qwen(rope_parameters={"rope_type": "llama3", "rope_theta": 1e4, **llama3})
+    method = f"+model.hf_config.rope_parameters={{{spelling}: dynamic, factor: 2.0}}"
+    config = of_line("model=hf", "model.path=qwen", "model.init=random", method)
+    module: Any = build_model(config, seed=0, device="meta").module
+    found = module.config.rope_parameters
+    assert module.model.rotary_emb.rope_type == "dynamic"
+    assert found["rope_theta"] == 1e4 and "low_freq_factor" not in found
+
+
 NOMIC = {**NARROW, "num_labels": 3, "pad_token_id": 0}
 LAYOUTS = {
     "parameters joined in one tensor": ("hrm_text", "causal", NARROW),

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from torch import nn
 
 Shape = TypeVar("Shape")
+OF_ANY_ROPE = ("rope_theta", "partial_rotary_factor")  # keys of any method of rotary positions
 
 
 @dataclass(frozen=True)
@@ -86,9 +87,15 @@ def shape_of(model: ModelConfig) -> dict[str, Any]:
 
 
 def _laid_over(published: Any, given: Any) -> Any:
-    """Return `given`; where both are dicts, with what is published alone."""
+    """Return `given`; where both are dicts, with what is published alone.
+
+    Another method of rotary positions leaves behind the settings of the published one, in either spelling of its key.
+    """
     if not isinstance(published, dict) or not isinstance(given, dict):
         return given
+    there, of_given = (each.get("rope_type", each.get("type")) for each in (published, given))
+    if of_given not in (None, there):
+        published = {key: published[key] for key in OF_ANY_ROPE if key in published}
     return {**published, **{key: _laid_over(published.get(key), given[key]) for key in given}}
 
 
