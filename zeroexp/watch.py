@@ -26,12 +26,13 @@ from zeroexp.process import signals
 from zeroexp.process.json_output import answer, parser_of
 from zeroexp.report.exports import runs_as_json
 from zeroexp.report.measured_points import points_of
+from zeroexp.report.reading import readable_runs
 from zeroexp.report.results_table import print_table
 from zeroexp.report.sweep_progress import SweepProgress
 from zeroexp.sync import jobs_of, sync
 from zeroexp.tracking import owner
 from zeroexp.tracking.mlflow_uploads import UploadsOfSweep
-from zeroexp.tracking.run import UNFINISHED, read_runs
+from zeroexp.tracking.run import UNFINISHED
 
 FINE = ("done", "skipped", *UNFINISHED)
 EVERYTHING_FINE, SOMETHING_FAILED, INTERRUPTED = 0, 1, 130
@@ -53,7 +54,7 @@ def _watch(told: list[str] | None) -> int:
         print("left; the jobs go on", file=sys.stderr)
         code = EVERYTHING_FINE
     if told is not None:
-        told.append(runs_as_json(read_runs(job.folder for job in jobs_of(arguments.sweep))))
+        told.append(runs_as_json(readable_runs(job.folder for job in jobs_of(arguments.sweep))))
     return code
 
 
@@ -86,7 +87,7 @@ def watch(arguments: argparse.Namespace) -> int:
     uploads = UploadsOfSweep()
     if not (arguments.cancel or arguments.once):
         follow_all(jobs, uploads)
-    runs = read_runs(job.folder for job in jobs)
+    runs = readable_runs(job.folder for job in jobs)
     points = points_of(runs)
     print_table(points)
     if not unfinished(jobs) and any(run.summary for run in runs):

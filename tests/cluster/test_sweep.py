@@ -30,7 +30,7 @@ from zeroexp.report import reading
 from zeroexp.report.measured_points import points_of
 from zeroexp.sync import jobs_of
 from zeroexp.tracking.files import read_records, read_summary, write_json
-from zeroexp.tracking.run import read_run, read_runs
+from zeroexp.tracking.run import read_run
 
 ROOT = Path(__file__).resolve().parents[2]
 CUT = "damaged, as by a power cut"
@@ -281,8 +281,8 @@ def test_repeats_run_in_rounds_and_give_verdicts_and_a_broken_claim_fails_the_st
     rows = re.findall(r"^(?:ddp|zero3) .*$", done.stdout, flags=re.MULTILINE)
     assert len(rows) == 2, "one row per point"
     assert re.search(r"zero3-buffer-n1 +[\d.]+: can't tell from 2 runs each", done.stdout)
-    loads = [json.loads((job.folder / "load.json").read_text()) for job in order]
-    assert all(0 <= load["other_cores"] <= os.cpu_count() for load in loads)
+    loads = [read_run(job.folder).other_cores for job in order]
+    assert all(0 < load <= os.cpu_count() for load in loads)
 
 
 def first_state(job: Job) -> dict[str, Any]:
@@ -416,7 +416,7 @@ def test_a_point_is_called_by_its_first_run_after_a_rerun_too(tmp_path):
         write_json(folder / "environment.json", {**environment, "repeat": repeat})
         write_json(folder / "state.json", {"status": "failed", "pending_at": pending})
     folders = [tmp_path / "run-r2", tmp_path / "run-r1"]
-    assert [run.name for run in read_runs(folders)] == ["run-r1", "run-r2"]
+    assert [run.name for run in reading.readable_runs(folders)] == ["run-r1", "run-r2"]
     assert [point.name for point in points_of(reading.read_runs(tmp_path)[0])] == ["run-r1"]
 
 
@@ -428,10 +428,8 @@ def test_a_point_that_is_set_aside_keeps_its_place(tmp_path):
         write_json(folder / "state.json", state)
     put_back(Job(tmp_path / "first"))
     assert Job(tmp_path / "first").status == "pending"
-    assert [run.name for run in read_runs([tmp_path / n for n in ("second", "first")])] == [
-        "first",
-        "second",
-    ]
+    folders = [tmp_path / name for name in ("second", "first")]
+    assert [run.name for run in reading.readable_runs(folders)] == ["first", "second"]
 
 
 def test_ctrl_c_cancels_what_has_not_ended(tmp_path):

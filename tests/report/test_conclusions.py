@@ -65,7 +65,7 @@ def test_what_differs_beside_the_strategy_is_listed(sweep: Path) -> None:
     edit(sweep / "c/config.yaml", "max_grad_norm: 1.0", "max_grad_norm: null")
     edit(sweep / "c/environment.json", '"torch": "2.13.0"', '"torch": "2.12.1"')
     for run, cores in {"a": 0.01, "b": 0.02, "c": 1.31}.items():
-        (sweep / run / "load.json").write_text(f'{{"seconds": 9.0, "other_cores": {cores}}}')
+        change(sweep / run / "environment.json", {"other_cores": cores})
     assert differences(points(sweep)) == {
         "optimizer.max_grad_norm": {"1.0": ["a"], "its own default": ["c"]},
         "versions.torch": {"2.13.0": ["a"], "2.12.1": ["c"]},
@@ -89,7 +89,7 @@ def test_a_time_that_others_spoilt_or_that_nobody_knows_is_in_doubt(tmp_path: Pa
     repeats(tmp_path, {"ddp": [1.0, 1.01, 1.02], "zero3": [1.0, 1.05, 1.1]})
     loads = {"ddp": 0.19, "ddp-1": 0.21}  # of two cores
     for run, cores in loads.items():
-        (tmp_path / run / "load.json").write_text(f'{{"seconds": 9.0, "other_cores": {cores}}}')
+        change(tmp_path / run / "environment.json", {"other_cores": cores})
     made = points(tmp_path)
     assert list(map(why_doubtful, made)) == [
         "others used 0.2 of 2 cores",
@@ -103,7 +103,7 @@ def test_a_time_that_others_spoilt_or_that_nobody_knows_is_in_doubt(tmp_path: Pa
     assert " 1,010.0 ?  " in render(made)
     (card,) = [card for card in headline_cards(made) if card.label == "shortest step"]
     assert card.detail.endswith("in doubt: others used 0.2 of 2 cores")
-    (tmp_path / "ddp-1/load.json").unlink()
+    change(tmp_path / "ddp-1/environment.json", {"other_cores": 0.0})
     assert why_doubtful(points(tmp_path)[0]) is None
 
 

@@ -17,7 +17,6 @@ from zeroexp.report.columns import all_columns
 from zeroexp.report.exports import rows_of
 from zeroexp.report.measured_points import points_of
 from zeroexp.report.reading import read_runs, records_of
-from zeroexp.report.statistics import why_spoilt
 
 
 @pytest.fixture
@@ -64,10 +63,11 @@ def test_a_torn_file_costs_its_run_and_one_line(
             "summary.json: not of 2 ranks",
         ),
         ("summary.json", {"step_seconds_median": 0}, "step_seconds_median is 0"),
-        ("state.json", {"reason": ["why"]}, "state.json or load.json: run.reason is ['why']"),
+        ("state.json", {"reason": ["why"]}, "state.json: run.reason is ['why']"),
         ("state.json", {"done_at": {}}, "run.times.done_at is {}"),
         ("state.json", {"done_at": 1e300}, "left out"),
-        ("load.json", {"other_cores": "two"}, "run.other_cores is 'two'"),
+        ("environment.json", {"other_cores": "two"}, "could not convert string to float: 'two'"),
+        ("environment.json", {"other_cores": -1}, "other_cores is -1"),
         ("environment.json", {"machine.num_cpus": -1}, "machine.num_cpus is -1"),
     ],
 )
@@ -75,7 +75,6 @@ def test_whole_json_of_wrong_types_costs_its_run_and_one_line_that_names_the_fil
     name: str, values: dict[str, object], told: str, tmp_path: Path, capsys, monkeypatch
 ) -> None:
     other, odd = write_run(tmp_path / "other"), write_run(tmp_path / "odd")
-    (odd / "load.json").write_text('{"other_cores": 0.1}')
     change(odd / name, values)
     csv = tmp_path / "out.csv"
     monkeypatch.setattr("sys.argv", ["report", str(tmp_path), "--csv", str(csv)])
@@ -86,19 +85,11 @@ def test_whole_json_of_wrong_types_costs_its_run_and_one_line_that_names_the_fil
     assert [row.partition(",")[0] for row in csv.read_text().splitlines()[1:]] == [other.name]
 
 
-@pytest.mark.parametrize("name", ["load.json", "engine.json"])
-def test_a_torn_file_beside_the_results_costs_itself_alone(folder: Path, name: str) -> None:
-    (folder / name).write_text("{")
+def test_torn_settings_of_the_engine_cost_themselves_alone(folder: Path) -> None:
+    (folder / "engine.json").write_text("{")
     (run,), (line,) = read_runs(folder)
-    assert line == f"{folder / name}: damaged, as by a power cut (no JSON), and left out"
+    assert line == f"{folder}/engine.json: damaged, as by a power cut (no JSON), and left out"
     assert run.summary and run.engine == {}
-    assert (why_spoilt(run) == "how much others used is lost") == (name == "load.json")
-
-
-def test_a_load_that_says_nothing_puts_times_in_doubt(folder: Path) -> None:
-    (folder / "load.json").write_text("{}")
-    (run,), _ = read_runs(folder)
-    assert why_spoilt(run) == "how much others used is lost"
 
 
 def test_a_step_of_wrong_types_costs_the_curve_alone(folder: Path) -> None:

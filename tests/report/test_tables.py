@@ -76,7 +76,7 @@ def test_what_rises_with_the_steps_stands_below_but_for_a_time_that_others_spoil
     for name, cores in (("calm", 0.0), ("spoilt", 1.0)):
         run = write_run(tmp_path / name, "zero3" if cores else "ddp")
         change(run / "summary.json", {"drift": rises})
-        (run / "load.json").write_text(f'{{"seconds": 9.0, "other_cores": {cores}}}')
+        change(run / "environment.json", {"other_cores": cores})
     made = points(tmp_path)
     for width in (None, 60):
         text = " ".join(render(made, width).split())

@@ -14,6 +14,7 @@ import pytest
 from tests.run_folders import record, records, summaries, write_run
 from zeroexp.config.keys import DamagedFile
 from zeroexp.measure.summary import summarise
+from zeroexp.report.reading import readable_runs
 from zeroexp.tracking.files import (
     RECORDS,
     SUMMARY,
@@ -27,7 +28,7 @@ from zeroexp.tracking.files import (
     write_json,
     write_summary,
 )
-from zeroexp.tracking.run import flatten, read_runs
+from zeroexp.tracking.run import flatten
 
 
 def test_a_loss_that_is_not_a_number_comes_back_as_such(tmp_path: Path) -> None:
@@ -161,5 +162,5 @@ def test_a_run_of_a_later_version_costs_a_line_and_itself_alone(tmp_path: Path, 
     later, here = (write_run(tmp_path / name) for name in ("later", "here"))
     content = json.loads((later / "summary.json").read_text(encoding="utf-8"))
     (later / "summary.json").write_text(json.dumps({**content, "format": 99}), encoding="utf-8")
-    assert [run.folder for run in read_runs([later, here])] == [here]
-    assert "later is left out: summary.json has format 99" in capsys.readouterr().err
+    assert [run.folder for run in readable_runs([later, here])] == [here]
+    assert "later: left out, summary.json has format 99" in capsys.readouterr().err

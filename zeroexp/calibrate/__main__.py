@@ -56,7 +56,7 @@ def _measure(told: list[str] | None) -> int:
         problem = "torch finds no GPU here; run it on a machine that has one"
         raise ConfigError(f"--device cuda: {problem}")
     torch.set_num_threads(1)
-    began, load_since = time.perf_counter(), begin_load(os.getpid())
+    began, other_cores = time.perf_counter(), begin_load(os.getpid())
     calibration = calibrate() if args.device == "cpu" else rates("cuda", num_gpus())
     path = calibration_path(args.outputs, args.device)
     try:
@@ -67,9 +67,9 @@ def _measure(told: list[str] | None) -> int:
         told.append(path.read_text(encoding="utf-8"))
     print(_summary_lines(calibration))
     print(f"kept in {path}, after {time.perf_counter() - began:.0f} s")
-    load, cores = load_since(), os.cpu_count() or 1
-    if load is not None and load.other_cores > SPOILT * cores:
-        used = f"others used {load.other_cores:.1f} of {cores} cores meanwhile"
+    others, cores = other_cores(), os.cpu_count() or 1
+    if others is not None and others > SPOILT * cores:
+        used = f"others used {others:.1f} of {cores} cores meanwhile"
         print(f"zeroexp: {used}, so the rates are too low; run it again alone", file=sys.stderr)
     return 0
 

@@ -9,33 +9,24 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import psutil
 
 
-@dataclass(frozen=True)
-class Load:
-    """What others used of the machine."""
-
-    seconds: float  # that it was looked at
-    other_cores: float  # mean number of cores that they used
-
-
-def begin_load(parent: int) -> Callable[[], Load | None]:
-    """Return a function that tells the load since this call, or None where the kernel does not say.
+def begin_load(parent: int) -> Callable[[], float | None]:
+    """Return a function that tells how many cores others used since this call, None where the kernel does not say.
 
     parent: the pid of the ranks' parent.
     """
     began, before = time.monotonic(), _seconds_of_others(parent)
 
-    def load_since() -> Load | None:
+    def other_cores() -> float | None:
         after, seconds = _seconds_of_others(parent), time.monotonic() - began
         if before is None or after is None:
             return None
-        return Load(seconds, max(0.0, after - before) / seconds)
+        return max(0.0, after - before) / seconds
 
-    return load_since
+    return other_cores
 
 
 def _seconds_of_others(parent: int) -> float | None:

@@ -14,8 +14,9 @@ import sys
 import time
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from zeroexp.check.sweep_points import (
     Composed,
@@ -42,6 +43,7 @@ from zeroexp.report.exports import runs_as_json
 from zeroexp.report.loss_agreement import losses_of
 from zeroexp.report.measured_points import MeasuredPoint
 from zeroexp.report.measured_points import points_of as runs_as_points
+from zeroexp.report.reading import readable_runs
 from zeroexp.report.results_table import print_lines, print_table
 from zeroexp.report.statistics import AGAIN, in_doubt
 from zeroexp.report.sweep_progress import SweepProgress
@@ -57,7 +59,7 @@ from zeroexp.tracking.json_files import reserve
 from zeroexp.tracking.mlflow_labels import LINK
 from zeroexp.tracking.mlflow_store import with_store
 from zeroexp.tracking.mlflow_uploads import UploadsOfSweep
-from zeroexp.tracking.run import LOAD_FILE, UNFINISHED, Run, read_runs, run_folders
+from zeroexp.tracking.run import UNFINISHED, Run, run_folders
 
 FINE = ("done", "skipped")
 MAKING = ".making"  # in a sweep's folder while those of its points are made
@@ -174,7 +176,7 @@ class Sweep:
         """Print the sweep's results; return the exit code. Print nothing if no point was run (--cfg, --info)."""
         if not self._jobs:
             return int(self._num_damaged > 0)
-        runs = read_runs(job.folder for job in self._jobs)
+        runs = readable_runs(job.folder for job in self._jobs)
         points = runs_as_points(runs)
         print_table(points)
         holds = True
@@ -192,7 +194,9 @@ class Sweep:
 
     def as_json(self) -> str:
         """Return the results as `zeroexp report --json` does; null if no point was run."""
-        return runs_as_json(read_runs(job.folder for job in self._jobs)) if self._jobs else "null"
+        return (
+            runs_as_json(readable_runs(job.folder for job in self._jobs)) if self._jobs else "null"
+        )
 
     # ---- the steps of a batch
 
@@ -314,14 +318,14 @@ class Sweep:
             if job.status == "done" and job.config.cluster.kind == "local"
             if job.config.repeats > 1 and not complete_checkpoints(job.folder)
         }
-        runs = read_runs(timed)
+        runs = readable_runs(timed)
         rounds = {run.environment.get("repeat") for run in in_doubt(runs_as_points(runs))}
         again = [run for run in runs if run.environment.get("repeat") in rounds]
         progress.again(len(again))
         for run in sorted(again, key=lambda run: timed[run.folder]):
-            number, file = timed[run.folder], run.folder / "environment.json"
+            number = timed[run.folder]
             put_back(numbered[number])
-            write_json(file, {**(read_json(file) or {}), AGAIN: True})
+            _add_to_environment(run.folder, {AGAIN: True})
             self._run_one(number, numbered[number], progress)
 
     def _run_one(self, number: int, job: Job, progress: SweepProgress) -> None:
@@ -337,10 +341,10 @@ class Sweep:
         job.enter("running")
         if uploads:
             uploads.begin(job.folder)
-        load_since = begin_load(cluster.server)
+        other_cores = begin_load(cluster.server)
         outcome = cluster.run(job, shown.show_steps, progress.note)
-        if load := load_since():
-            write_json(job.folder / LOAD_FILE, asdict(load))
+        if (others := other_cores()) is not None:
+            _add_to_environment(job.folder, {"other_cores": others})
         job.enter(outcome.status, reason_of(outcome.status, job))
         progress.end(number, outcome.status, job.state["reason"])
         if outcome.status == "done" and (summary := read_summary(job.folder)):
@@ -427,6 +431,11 @@ def put_back(job: Job) -> None:
     job.enter("pending", since=since)
     if job.config.resume:
         pin(Path(job.config.resume), job.folder)
+
+
+def _add_to_environment(folder: Path, facts: Mapping[str, Any]) -> None:
+    file = folder / "environment.json"
+    write_json(file, {**(read_json(file) or {}), **facts})
 
 
 def _lines_of_losses(points: Sequence[MeasuredPoint]) -> list[str]:

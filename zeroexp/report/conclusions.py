@@ -277,7 +277,7 @@ def facts_of_run(run: Run) -> dict[str, str]:
         if key.startswith(MACHINE):
             facts[key if key.startswith("machine.") else f"machine.{key}"] = value
     facts |= {k: v for k, v in run.environment.items() if k.startswith(("versions.", "git."))}
-    if run.other_cores is not None and not math.isnan(run.other_cores):
+    if run.other_cores is not None:
         busy = run.other_cores >= BUSY
         facts["load"] = f"{run.other_cores:.1f} cores used by others" if busy else "none by others"
     return facts

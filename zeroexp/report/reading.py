@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import math
+import sys
+from collections.abc import Iterable
 from datetime import datetime
 from pathlib import Path
 
@@ -27,9 +29,24 @@ def read_runs(folder: Path) -> tuple[list[Run], list[str]]:
     Raises ConfigError for a folder that holds no run at all, or only unreadable ones.
     """
     own = [config.parent for config in folder.glob("config.yaml")]
+    runs, problems = _read(own or sorted(run_folders(folder)))
+    if not runs:
+        raise ConfigError([*problems, f"{folder}: no run in there; give outputs/<sweep>"][0])
+    return runs, problems
+
+
+def readable_runs(folders: Iterable[Path]) -> list[Run]:
+    """Return the runs of these folders in their order; a line on standard error names what is left out."""
+    runs, problems = _read(folders)
+    for line in problems:
+        print(f"zeroexp: {line}", file=sys.stderr)
+    return runs
+
+
+def _read(folders: Iterable[Path]) -> tuple[list[Run], list[str]]:
     runs: list[Run] = []
     problems: list[str] = []
-    for each in own or sorted(run_folders(folder)):
+    for each in folders:
         try:
             runs.append(_checked(read_run(each)))
             problems += [*runs[-1].left_out, *_files_left_out(runs[-1])]
@@ -37,8 +54,6 @@ def read_runs(folder: Path) -> tuple[list[Run], list[str]]:
             problems.append(f"{each}: left out, {error}")
         except UNREADABLE as error:
             problems.append(_why_left_out(each, error))
-    if not runs:
-        raise ConfigError([*problems, f"{folder}: no run in there; give outputs/<sweep>"][0])
     return sorted(runs, key=order_of), problems
 
 
@@ -65,9 +80,9 @@ def _files_left_out(run: Run) -> list[str]:
 
 def _checked(run: Run) -> Run:
     """Return the run, after a look at what a report asks of it: whole files may hold what no run writes."""
-    from_json(Run, {**vars(run), "summary": None}, "state.json or load.json: run")
+    from_json(Run, {**vars(run), "summary": None}, "state.json: run")
     _ = [datetime.fromtimestamp(at) for at in run.times.values()]
-    for name in ("repeat", "machine.num_cpus"):
+    for name in ("repeat", "machine.num_cpus", "other_cores"):
         if not float(run.environment.get(name, 0)) >= 0:
             raise ValueError(f"environment.json: {name} is {run.environment[name]}")
     _ = run.label, run.world_size, run.config["model.name"]

@@ -194,8 +194,6 @@ def why_spoilt(run: Run) -> str | None:
     cores = float(run.environment.get("machine.num_cpus", math.inf))
     if run.other_cores is None or run.other_cores <= SPOILT * cores:
         return None
-    if math.isnan(run.other_cores):
-        return "how much others used is lost"
     return f"others used {run.other_cores:.1f} of {cores:.0f} cores"
 
 

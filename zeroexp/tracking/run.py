@@ -3,22 +3,18 @@
 from __future__ import annotations
 
 import json
-import math
 import os
-import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 from zeroexp.config.keys import DamagedFile, parse, read_whole
-from zeroexp.measure.formats import NewerFormat
 from zeroexp.measure.record import RunSummary
 from zeroexp.tracking import attempt, owner
 from zeroexp.tracking.files import ENGINE, read_json, read_summary, require_results
 
-LOAD_FILE = "load.json"  # exists where ranks ran on the machine of the sweep
 SLURM_FILE = "slurm.json"  # exists in the folder of a run that was submitted to Slurm
 HELD_FILE = "held.json"  # exists while Slurm would not take the run yet; whoever follows the sweep submits it
 PAGE = "report.html"  # in a sweep's folder, see report/page
@@ -37,8 +33,6 @@ class Run:
     engine: dict[str, str]
     summary: RunSummary | None  # None if the run did not finish
     num_attempts: int = 1  # at least 1
-    # Mean number of cores that other programs used meanwhile; nan where its file is damaged, None where there is none.
-    other_cores: float | None = None
     # A line for each file beside the results that is damaged.
     left_out: list[str] = field(default_factory=list[str])
 
@@ -59,6 +53,12 @@ class Run:
         return self.config["strategy.implementation"]
 
     @property
+    def other_cores(self) -> float | None:
+        """Mean number of cores that other programs used meanwhile; None where ranks ran on other machines."""
+        cores = self.environment.get("other_cores")
+        return None if cores is None else float(cores)
+
+    @property
     def label(self) -> str:
         return f"{self.strategy}-{self.implementation}"
 
@@ -70,15 +70,13 @@ class Run:
 def read_run(folder: Path) -> Run:
     """Read a run. Raises FileNotFoundError if the folder holds no config.yaml, and DamagedFile.
 
-    Damaged settings of the engine, or a damaged load of others, cost no more than themselves: times are in doubt then.
+    Damaged settings of the engine cost no more than themselves.
     """
-    state, beside, left_out = state_of(folder), dict[str, dict[str, Any]](), list[str]()
-    for name, absent in ((ENGINE, {}), (LOAD_FILE, {"other_cores": None})):
-        try:
-            beside[name] = absent if (found := read_json(folder / name)) is None else found
-        except DamagedFile as error:
-            beside[name] = {}
-            left_out.append(f"{error.line}, and left out")
+    state, engine, left_out = state_of(folder), dict[str, Any](), list[str]()
+    try:
+        engine = read_json(folder / ENGINE) or engine
+    except DamagedFile as error:
+        left_out.append(f"{error.line}, and left out")
     return Run(
         folder=folder,
         config=_read_config(folder / "config.yaml"),
@@ -86,10 +84,9 @@ def read_run(folder: Path) -> Run:
         reason=state.get("reason"),
         times={key: value for key, value in state.items() if key.endswith("_at")},
         environment=flatten(read_json(folder / "environment.json") or {}),
-        engine=flatten(beside[ENGINE]),
+        engine=flatten(engine),
         summary=read_summary(folder),
         num_attempts=max(1, attempt.newest(folder)),
-        other_cores=beside[LOAD_FILE].get("other_cores", math.nan),
         left_out=left_out,
     )
 
@@ -109,19 +106,6 @@ def read_state(folder: Path) -> dict[str, Any]:
 def run_folders(sweep: Path) -> list[Path]:
     """Return the folders of a sweep's runs. `.hydra` in a run is none, which has a config.yaml too."""
     return [config.parent for config in sweep.glob("[!.]*/config.yaml")]
-
-
-def read_runs(folders: Iterable[Path]) -> list[Run]:
-    """Read runs, in their order; a line on standard error names one whose files are damaged, or of a later version."""
-    runs: list[Run] = []
-    for folder in folders:
-        try:
-            runs.append(read_run(folder))
-            for line in runs[-1].left_out:
-                print(f"zeroexp: {line}", file=sys.stderr)
-        except (DamagedFile, NewerFormat) as error:
-            print(f"zeroexp: {folder.name} is left out: {error}", file=sys.stderr)
-    return sorted(runs, key=order_of)
 
 
 def order_of(run: Run) -> tuple[int, float, str]:
