@@ -104,8 +104,6 @@ def _permutation(num_samples: int, seed: int, epoch: int) -> np.ndarray:
 
 def build_data(config: DataConfig, model: ModelConfig, seed: int) -> Data:
     """Open the data; tokenize and pack it first if the cache does not have it. Raises ConfigError."""
-    if config.kind not in DATA:
-        raise ConfigError(f"data.kind={config.kind}: use {', '.join(DATA)}")
     kind = DATA[config.kind]
     samples = kind.open(config, model, seed)
     if config.kind not in DATA.own:

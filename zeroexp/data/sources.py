@@ -33,11 +33,6 @@ def choose_tokenizer(config: DataConfig, model: ModelConfig) -> TokenizerChoice:
         if config.task == "classification" and shape_of(model).get("pad_token_id") is None:
             _refuse_a_word_as_padding(choice)
         return choice
-    if config.vocab_size not in (None, SHIPPED_VOCABULARY):
-        raise ConfigError(
-            f"data.vocab_size={config.vocab_size}: the shipped tokenizer has {SHIPPED_VOCABULARY} words; "
-            f"use {SHIPPED_VOCABULARY}, or null for the tokenizer of model.weights"
-        )
     return TokenizerChoice(CORPUS / "tokenizer.json", 0, padding)
 
 

@@ -17,10 +17,7 @@ def synthetic_samples(config: DataConfig, model: ModelConfig, seed: int) -> Samp
     if config.task == "regression":
         return SyntheticVectors(width_of(model), config.seq_len, seed)
     words = config.vocab_size or vocabulary(model)
-    if words is None:
-        raise ConfigError(
-            "data.vocab_size=null: the model names no vocabulary; set data.vocab_size=2048"
-        )
+    assert words is not None  # check_vocabulary
     return SyntheticTokens(words, config.seq_len, seed)
 
 
