@@ -3,10 +3,9 @@
     zeroexp watch outputs/<sweep>                  follow it to its end; Ctrl-C leaves the jobs alone
     zeroexp watch outputs/<sweep> --once           show it as it is now
     zeroexp watch outputs/<sweep> --cancel         cancel all that has not ended
-    zeroexp watch outputs/<sweep> --rerun failed   submit again what did not come to its end
     zeroexp watch outputs/<sweep> --json           and say it to programs, as `zeroexp report --json -` does
 
-Exit codes: 0 nothing has failed, 1 something has, 2 no such sweep, 130 Ctrl-C in --rerun, which cancels the jobs.
+Exit codes: 0 nothing has failed, 1 something has, 2 no such sweep.
 """
 
 from __future__ import annotations
@@ -20,7 +19,6 @@ from pathlib import Path
 from zeroexp.cluster.follow import cancel, follow, refresh, unfinished
 from zeroexp.cluster.job import Job
 from zeroexp.cluster.submit import is_held_back, slurm_id
-from zeroexp.cluster.sweep import Sweep
 from zeroexp.config.keys import ConfigError
 from zeroexp.process import signals
 from zeroexp.process.json_output import answer, parser_of
@@ -35,7 +33,7 @@ from zeroexp.tracking.mlflow_uploads import UploadsOfSweep
 from zeroexp.tracking.run import UNFINISHED
 
 FINE = ("done", "skipped", *UNFINISHED)
-EVERYTHING_FINE, SOMETHING_FAILED, INTERRUPTED = 0, 1, 130
+EVERYTHING_FINE, SOMETHING_FAILED = 0, 1
 
 
 def main() -> int:
@@ -64,21 +62,12 @@ def parse_arguments() -> argparse.Namespace:
     action = parser.add_mutually_exclusive_group()
     action.add_argument("--once", action="store_true", help="do not follow")
     action.add_argument("--cancel", action="store_true", help="cancel what has not ended")
-    action.add_argument("--rerun", choices=["failed"], help="submit again what failed")
     arguments = parser.parse_args()
     arguments.sweep = arguments.sweep.resolve()
     return arguments
 
 
 def watch(arguments: argparse.Namespace) -> int:
-    if arguments.rerun:
-        with Sweep(sys.argv[1:]) as sweep:
-            try:
-                sweep.rerun(arguments.sweep)
-            except KeyboardInterrupt:  # which cancelled what it had submitted
-                sweep.conclude()
-                return INTERRUPTED
-            return sweep.conclude()
     jobs = jobs_of(arguments.sweep)
     refresh(jobs)
     if arguments.cancel:

@@ -128,7 +128,7 @@ def test_submit_leave_watch_rerun(cluster: Minicluster, tmp_path: Path) -> None:
 
     (tmp_path / "repaired").touch()
     before = slurm_id(first)
-    again = run(cluster, tmp_path, "zeroexp.watch", sweep, "--rerun", "failed")
+    again = run(cluster, tmp_path, "zeroexp", "--rerun", sweep)
     assert again.returncode == 0, again.stderr
     followed = run(cluster, tmp_path, "zeroexp.watch", sweep)
     assert followed.returncode == 0, followed.stderr

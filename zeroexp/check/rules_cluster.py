@@ -28,7 +28,7 @@ def check_retries(config: Config) -> Iterator[Refusal]:
     retried = [e for e in ("stall", "out_of_memory") if getattr(config.events, e) == "retry"]
     if retried and config.cluster.kind == "slurm":
         problem = "a job of Slurm that failed is over"
-        yield f"events.{retried[0]}", problem, "use end, then zeroexp watch FOLDER --rerun failed"
+        yield f"events.{retried[0]}", problem, "use end, then zeroexp --rerun FOLDER"
 
 
 def check_memory_left_free(config: Config) -> Iterator[Refusal]:

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 VERBS = {
     "plan": ("zeroexp.plan.__main__", "what every rank will hold and send, without running"),
     "report": ("zeroexp.report.__main__", "tables, verdicts and figures of sweeps"),
-    "watch": ("zeroexp.watch", "follow, cancel or rerun a sweep on Slurm"),
+    "watch": ("zeroexp.watch", "follow or cancel a sweep on Slurm"),
     "sync": ("zeroexp.sync", "send the files of runs to MLflow"),
     "export": (
         "zeroexp.export",
