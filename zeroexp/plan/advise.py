@@ -150,7 +150,7 @@ def _work_of(config: Config, named: Collection[str]) -> str:
     """Return what must be alike in points that are compared: all but the ways to do it."""
     alike = {"strategy": STAGES[0], LAYOUT: "buffer", MICRO: 1, RECOMPUTES: False}
     keys = (f"strategy.{key}" for key in OPEN)
-    own = {key: None for key in keys if key not in named}  # what was filled in for the engine
+    own: dict[str, Any] = {key: None for key in keys if key not in named}  # what was filled in
     settings = config.strategy.settings.items()
     own["strategy.settings"] = {k: v for k, v in settings if f"strategy.settings.{k}" in named}
     batch = {} if BATCH in named else {BATCH: 1}
