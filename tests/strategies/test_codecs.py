@@ -24,7 +24,7 @@ from tests.oracle import (
     train_oracle,
 )
 from tests.strategies.engine import Ours
-from zeroexp.comm.base import Between, GatherPart, Pending, ReducePart, spans_of
+from zeroexp.comm.base import GatherPart, Pending, ReducePart, spans_of
 from zeroexp.comm.codec import decode, encode
 from zeroexp.comm.collectives import TRANSPORTS, Collectives
 from zeroexp.comm.direct import Direct
@@ -92,10 +92,10 @@ class RoundingByHand(Direct):
         left_out[key] = exact - torch.cat(rounded)
         torch._foreach_copy_(spans, rounded)
 
-    def all_reduce(self, parts: Sequence[ReducePart], what: str, between: Between | None = None):
+    def all_reduce(self, parts: Sequence[ReducePart], what: str):
         """Sums between replicas are exact."""
         self._reduce = None
-        return super().all_reduce(parts, what, between)
+        return super().all_reduce(parts, what)
 
 
 def _round(codec: str | None, tensors: Sequence[Tensor]) -> None:

@@ -52,6 +52,8 @@ def legal(row: Row) -> bool:
     stage, size, outer = given.get("stage"), given.get("world_size", 8), given["outer"]
     if size % given["replicas"] or size == given["replicas"] or (given["replicas"] == 1 and outer):
         return False
+    if stage == "zero1_allreduce" and given["replicas"] > 1 and not outer:
+        return False
     words = {name: given[name] for name in ("replicas", "outer", "offload")}
     if given["optimizer_over"] == "all" and why_not_over_all(Options(**words)):
         return False

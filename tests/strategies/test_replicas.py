@@ -42,13 +42,12 @@ from tests.strategies.test_parity import (
     train_rows,
 )
 from zeroexp.comm.base import Pending
-from zeroexp.cut.stage import STAGES
 from zeroexp.interface.canonical import merge
 from zeroexp.interface.strategy import CanonicalState
 from zeroexp.process.world import World, fake_world
 from zeroexp.zero.options import Options
 
-STAGES_IN_GROUPS = [name for name in STAGES if name != "ddp"]
+STAGES_IN_GROUPS = ["zero1", "zero2", "zero3"]
 MESHES: dict[str, dict[str, Any]] = {
     "replicas": {"replicas": 2},
     "over all": {"replicas": 2, "optimizer_over": "all"},
@@ -81,9 +80,7 @@ QUICK += [
 
 
 def rules_of(row: Row) -> Rules:
-    # What rests replicated is summed over all ranks in every microbatch that is reduced.
-    each = row["reduce_each"] if row["stage"] == "zero1_allreduce" else "step"
-    return Rules(row["reduce_each"], replicas=row["replicas"], groups_each=each)
+    return Rules(row["reduce_each"], replicas=row["replicas"])
 
 
 def check(ranks: Any, rows: list[Row]) -> None:

@@ -119,7 +119,6 @@ class TimedWork:
 # What rounding left out of the terms sent to each peer, flat float32 (codec.py).
 Residuals = dict[int, Tensor]
 Sent = tuple[Pending, int]  # a move in flight, and the bytes this rank sends
-Between = Callable[[Sequence[Tensor]], Pending]  # the second phase of a reduction, see replicas.py
 
 
 class Transport:
@@ -174,13 +173,8 @@ class Transport:
     def reduce_scatter(self, parts: Sequence[ReducePart], what: str) -> Sent:
         raise NotImplementedError
 
-    def all_reduce(
-        self, parts: Sequence[ReducePart], what: str, between: Between | None = None
-    ) -> Sent:
-        """Replace gradients by their sums, in place.
-
-        `between` sums those of one rank further before all get them.
-        """
+    def all_reduce(self, parts: Sequence[ReducePart], what: str) -> Sent:
+        """Replace gradients by their sums, in place."""
         raise NotImplementedError
 
     def exchange(

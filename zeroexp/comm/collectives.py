@@ -406,10 +406,9 @@ class Collectives:
     def all_reduce(
         self, parts: Sequence[ReducePart], kind: str, what: str = "gradients"
     ) -> Pending:
-        """Start partial -> replicated; the sum over all ranks replaces `gradients` in place."""
-        between = partial(self._sum_between, what=what) if self._sums_between_each_step else None
+        """Start partial -> replicated; the sum over the group's ranks replaces `gradients` in place."""
         with meter.timing(kind, what) as move:
-            sent = self._transport.all_reduce(parts, f"the {kind} of {what}", between)
+            sent = self._transport.all_reduce(parts, f"the {kind} of {what}")
             return self._count("all_reduce", self.group, kind, sent, move)
 
     def _sum_between(

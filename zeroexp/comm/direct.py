@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zeroexp.comm.base import Between, GatherPart, Pending, ReducePart, Transport, spans_of
+from zeroexp.comm.base import GatherPart, Pending, ReducePart, Transport, spans_of
 from zeroexp.comm.control_block import MOST_EXPOSURES
 from zeroexp.comm.packing import begin_alike
 from zeroexp.comm.point_to_point import Channel, GlooChannel
@@ -187,9 +187,7 @@ class Direct(Transport):
 
         return Pending(works, add_in_rank_order), num_bytes
 
-    def all_reduce(
-        self, parts: Sequence[ReducePart], what: str, between: Between | None = None
-    ) -> tuple[Pending, int]:
+    def all_reduce(self, parts: Sequence[ReducePart], what: str) -> tuple[Pending, int]:
         """Reduce-scatter in place, then have every owner hand its sums to everyone."""
         for part in parts:
             part.out = spans_of([part], self._rank)
@@ -198,8 +196,6 @@ class Direct(Transport):
         mine = spans_of(parts, self._rank)
         theirs = {peer: spans_of(parts, peer) for peer in self._peers}
         num_bytes += len(self._peers) * sum(span.nbytes for span in mine)
-        if between is not None:
-            reduced = Pending([reduced], lambda: between(mine))
         to_all = dict.fromkeys(self._peers, mine)
         return Pending([reduced], lambda: self._exchange(to_all, theirs, tag, what)), num_bytes
 

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from zeroexp.comm.base import Between, GatherPart, Pending, ReducePart, Sent, TimedWork, Transport
+from zeroexp.comm.base import GatherPart, Pending, ReducePart, Sent, TimedWork, Transport
 from zeroexp.comm.collective_layout import CollectiveLayout, collective_layout_of
 from zeroexp.comm.packing import (
     begin_alike,
@@ -79,15 +79,11 @@ class Native(Transport):
             hand_out = partial(unpack_sums, own, layout.spans(self._rank), outs)
         return self._pending(works, hand_out), message.nbytes - own.nbytes
 
-    def all_reduce(
-        self, parts: Sequence[ReducePart], what: str, between: Between | None = None
-    ) -> Sent:
+    def all_reduce(self, parts: Sequence[ReducePart], what: str) -> Sent:
         self._moves.record_collective(what)
-        group = self._reductions.process_group
         gradients = [gradient for part in parts for gradient in part.gradients]
         ends = list(accumulate((gradient.numel() for gradient in gradients), initial=0))
-        numel = -(-ends[-1] // self._size) * self._size if between is not None else ends[-1]
-        message = gradients[0].new_empty(numel)
+        message = gradients[0].new_empty(ends[-1])
         sums = views_of(message, list(pairwise(ends)))
         torch._foreach_copy_(sums, gradients)
         num_bytes = 2 * message.nbytes * (self._size - 1) // self._size
@@ -95,14 +91,8 @@ class Native(Transport):
         def spread() -> None:
             torch._foreach_copy_(gradients, sums)
 
-        if between is None:
-            work = dist.all_reduce(message, group=group, async_op=True)
-            return self._pending([work], spread), num_bytes
-        own = message.new_empty(message.numel() // self._size)
-        reduced = self._pending([_reduce_scatter(own, message, group)])
-        summed = Pending([reduced], lambda: between([own]))
-        gathered = Pending([summed], lambda: self._pending([_all_gather(message, own, group)]))
-        return Pending([gathered], spread), num_bytes
+        work = dist.all_reduce(message, group=self._reductions.process_group, async_op=True)
+        return self._pending([work], spread), num_bytes
 
     def exchange(
         self, sent: Mapping[int, Tensor], num_bytes: Mapping[int, int], what: str

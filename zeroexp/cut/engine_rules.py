@@ -108,6 +108,8 @@ def why_no_replicas(
     """
     if stage.optimizer is not Placement.SHARD:
         return "every rank is a replica already, nothing is sharded", "use zero1, zero2 or zero3"
+    if stage.gradients is Placement.REPLICATE and not differ:
+        return "gradients that rest whole are summed over all ranks at once", "use zero1"
     if world_size % replicas:
         sizes = [str(k) for k in range(1, max(2, world_size)) if world_size % k == 0]
         return f"{world_size} ranks form no {replicas} equal groups", f"use {', '.join(sizes)}"

@@ -283,16 +283,11 @@ class EngineForm(ClosedForm):
             terms = (sum(chunk.real_numel(rank) for chunk in chunks) for rank in peers)
             return sum(encoded_bytes(codec, numel) for numel in terms)
         if self.stage.summing_move is Move.ALL_REDUCE:
-            total, own = self._all_reduced_numel(chunks), sum(c.real_numel(place) for c in chunks)
+            total = sum(chunk.unpadded_numel for chunk in chunks)
+            own = sum(chunk.real_numel(place) for chunk in chunks)
             return self._all_reduce_bytes(total, own, self.group_size, self._reduce)
         total, own = self._moved_numel(chunks, place, self._reduce)
         return (total - own) * self._reduce
-
-    def _all_reduced_numel(self, chunks: Sequence[Chunk]) -> int:
-        """Return the elements of an all-reduce: the backend's is padded where replicas sum between its two halves."""
-        numel, size = sum(chunk.unpadded_numel for chunk in chunks), self.group_size
-        sums_between = self.replicas > 1 and self.options.outer is None
-        return -(-numel // size) * size if self.traits.is_collective and sums_between else numel
 
     def _all_reduce_bytes(self, total: int, own: int, num_ranks: int, itemsize: int) -> int:
         """Return the bytes a rank sends in an all-reduce of so many elements, of which it sums its own.
@@ -319,11 +314,8 @@ class EngineForm(ClosedForm):
     def _bytes_of_sums(self, bucket: Bucket, rank: int) -> int:
         replica, place = self.grid.group_number(rank), self.grid.place(rank)
         chunk = sums_of(bucket, place, self.replicas)
-        total, all_reduces = chunk.unpadded_numel, self.stage.summing_move is Move.ALL_REDUCE
-        if self.traits.is_collective and all_reduces and self.options.outer is None:
-            total = self._all_reduced_numel([p.chunk for p in bucket.parts]) // self.group_size
         own = chunk.real_numel(replica)
-        return self._all_reduce_bytes(total, own, self.replicas, self._summed)
+        return self._all_reduce_bytes(chunk.unpadded_numel, own, self.replicas, self._summed)
 
     def _share_bytes(self, fine: Sequence[Chunk], rank: int, itemsize: int) -> tuple[int, int]:
         """Return the bytes of what holders of these chunks' pieces cut among them, and of this rank's share."""
