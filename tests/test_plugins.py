@@ -477,3 +477,15 @@ def test_a_number_of_moments_is_a_number(monkeypatch):
         ConfigError, match=r"num_moments returns \"OptimizerConfig.*; return how many"
     ):
         check_custom_layout_and_optimizer(mine)
+
+
+def test_fsdp2_is_skipped_for_an_optimizer_with_states_of_whole_matrices():
+    kind = OptimizerKind(
+        lambda groups, config: torch.optim.Adafactor(groups), num_moments=lambda _: 0
+    )
+    OPTIMIZERS.add("factors_of_test", kind)
+    words = ("model=tiny", "world_size=2", "strategy=zero3", "strategy.implementation=torch")
+    mine = composed(*words)
+    mine = replace(mine, optimizer=replace(mine.optimizer, name="factors_of_test"))
+    with pytest.raises(UndefinedCombination, match=r"factors_of_test.*FSDP2 cuts their rows"):
+        check_custom_layout_and_optimizer(mine)

@@ -27,7 +27,11 @@ from tests.optimizers_for_tests import (
 from zeroexp.cut.stage import STAGES
 from zeroexp.engines.sharded import Sharded
 from zeroexp.interface import elementwise
-from zeroexp.interface.elementwise import make_optimizer, refuse_unless_elementwise
+from zeroexp.interface.elementwise import (
+    make_optimizer,
+    refuse_states_of_matrices,
+    refuse_unless_elementwise,
+)
 from zeroexp.process.world import fake_world
 from zeroexp.zero.options import Dtypes
 
@@ -75,6 +79,18 @@ ELEMENTWISE = {
 def test_what_treats_each_element_by_itself_may_be_cut(name, monkeypatch):
     monkeypatch.setattr(elementwise, "ELEMENTWISE", set())  # all steps, of those that are known too
     refuse_unless_elementwise(ELEMENTWISE[name], mixed(), layout="buffer", cut=True)
+
+
+@pytest.mark.parametrize("name", ["AdamW", "SGD", "foreach", TrustRatio, KeepsElsewhere, OneNorm])
+def test_states_of_elements_rest_under_fsdp2(name):
+    """Its tensors compute as whole ones, so that steps over whole matrices are right; states are cut by rows."""
+    refuse_states_of_matrices(ELEMENTWISE.get(name, name), mixed())
+
+
+@pytest.mark.parametrize("factory", [optim.Adafactor, LateFactors, FactorsLarge])
+def test_states_of_matrices_are_refused_under_fsdp2(factory):
+    with pytest.raises(ValueError, match=r"whole matrices, but FSDP2 .* use strategy.impl.*=param"):
+        refuse_states_of_matrices(factory, matrices())
 
 
 WHOLE = [optim.Adafactor, optim.Muon, TrustRatio, LateFactors, FactorsLarge]

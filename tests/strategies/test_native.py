@@ -123,6 +123,38 @@ def test_fsdp2_starts_from_the_weights_and_buffers_of_rank_0(ranks):
     assert all(torch.equal(each, torch.zeros(4)) for each in buffers)
 
 
+class KeepsNorm(torch.optim.SGD):
+    """A number for each parameter, which is a sum over ranks under FSDP2."""
+
+    def step(self, closure: Any = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+        for parameter in (p for group in self.param_groups for p in group["params"]):
+            self.state[parameter]["norm"] = parameter.grad.norm()
+        super().step()
+
+
+def save_parts_of_a_number(world: World) -> None:
+    module = nn.Sequential(nn.Linear(4, 4))
+    strategy = TorchFSDP2(
+        module,
+        blocks=[],
+        param_groups=[{"params": [*module.parameters()]}],
+        optimizer_factory=partial(KeepsNorm, lr=0.1),
+        world=world,
+        reshard_after_forward=True,
+    )
+    with strategy.microbatch(last=True):
+        strategy.backward(strategy.model(torch.eye(4)).square().sum())
+    strategy.step()
+    with pytest.raises(
+        ValueError, match=r"0.weight: the optimizer keeps parts of \[\] for \[4, 4\]"
+    ):
+        strategy.state_dict()
+
+
+def test_fsdp2_saves_no_part_of_a_number_as_the_whole(ranks):
+    ranks(save_parts_of_a_number)
+
+
 @crossed(
     "stage, precision",
     HSDP,

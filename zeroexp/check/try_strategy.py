@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from zeroexp.config.keys import Config, ConfigError, UndefinedCombination, resolve
+from zeroexp.config.keys import TORCH_DDP, Config, ConfigError, UndefinedCombination, resolve
 from zeroexp.config.optimizer import (
     OPTIMIZERS,
     layouts_of,
@@ -15,7 +15,11 @@ from zeroexp.cut.chunk import FROZEN
 from zeroexp.cut.layout import LAYOUTS
 from zeroexp.cut.owners import OWNERS
 from zeroexp.engines.build import options_of
-from zeroexp.interface.elementwise import refuse_unless_elementwise, try_out
+from zeroexp.interface.elementwise import (
+    refuse_states_of_matrices,
+    refuse_unless_elementwise,
+    try_out,
+)
 from zeroexp.models.module import BuiltModel, build_model
 from zeroexp.zero.grouping import group_parameters, specs_of
 
@@ -89,10 +93,13 @@ def _try_optimizer(config: Config, model: BuiltModel) -> None:
     except ValueError as error:
         raise ConfigError(f"{key}: {error}") from error
     shards = strategy.optimizer.placement == "shard" and config.world_size > 1
-    if not shards or not (name in LAYOUTS or (name == "torch" and strategy.name == "zero1")):
+    if not shards or not (name in LAYOUTS or name == "torch"):
         return
     cuts = name in LAYOUTS and not all(layout.has_owners for layout in layouts_of(config))
     try:
-        refuse_unless_elementwise(factory, groups, layout=name, cut=cuts)
+        if name == "torch" and strategy.name not in TORCH_DDP:
+            refuse_states_of_matrices(factory, groups)
+        else:
+            refuse_unless_elementwise(factory, groups, layout=name, cut=cuts)
     except ValueError as error:
         raise UndefinedCombination(f"{key}: {error}") from error

@@ -29,7 +29,7 @@ from torch.distributed.tensor import DTensor
 
 from zeroexp.cut.rank_grid import RankGrid
 from zeroexp.interface.canonical import moments_of
-from zeroexp.interface.elementwise import moments_kept
+from zeroexp.interface.elementwise import moments_kept, refuse_states_of_matrices
 from zeroexp.interface.held_pieces import HeldPiece
 from zeroexp.interface.loss_scale import LossScale
 from zeroexp.interface.saved_state import SavedState, names_in
@@ -69,6 +69,8 @@ class TorchFSDP2:
             self.settings["engine"] += f" in {replicas} groups"
         self._world = world
         self._group, self._holders = world.split(RankGrid(world.size, replicas))
+        if world.size > 1 and not world.is_fake:  # a trial compares values
+            refuse_states_of_matrices(optimizer_factory, param_groups)
         self._reshards = reshard_after_forward
         self._max_grad_norm = max_grad_norm
         dtypes = dtypes or Dtypes(torch.float32, torch.float32, torch.float32)

@@ -90,6 +90,22 @@ def refuse_unless_elementwise(
         raise ValueError(f"optimizer {type(optimizer).__name__} {problem}: {remedy}")
 
 
+def refuse_states_of_matrices(
+    factory: OptimizerFactory, groups: Sequence[Mapping[str, Any]]
+) -> None:
+    """Raise ValueError if the optimizer keeps a state of rows, columns or factors where FSDP2 cuts the rows.
+
+    The steps themselves may be right there, since FSDP2's tensors compute as whole ones.
+    """
+    trial = _trial(groups)
+    with _random_states_kept(trial):
+        optimizer, _ = _step(factory, trial)
+    if not _keeps_elements(optimizer):
+        problem = "keeps states of whole matrices, but FSDP2 cuts their rows"
+        remedy = "use strategy.implementation=parameter"
+        raise ValueError(f"optimizer {type(optimizer).__name__} {problem}: {remedy}")
+
+
 def try_out(factory: OptimizerFactory, groups: Sequence[Mapping[str, Any]]) -> None:
     """Make the optimizer and step it a few times on small tensors. Raises ValueError if it can not do that."""
     trial = _trial(groups)
@@ -364,7 +380,7 @@ def _keeps_elements(optimizer: Optimizer) -> bool:
         tensor.numel() <= 1 or tensor.shape == parameter.shape
         for parameter, state in optimizer.state.items()
         for tensor in tree_leaves(state)
-        if isinstance(tensor, Tensor)
+        if isinstance(tensor, Tensor) and isinstance(parameter, Tensor)
     )
 
 
