@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import resource
 import signal
 from collections.abc import Callable
@@ -16,6 +17,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from tests.composing import composed
 from tests.plan.real_steps import NUM_RANKS, config_of
 from zeroexp.comm.base import Pending
 from zeroexp.config.gpus import GPUS as CATALOGUE
@@ -196,30 +198,38 @@ def test_a_step_of_many_microbatches_reduces_as_often_as_all_of_them_do(strategy
 
 
 @pytest.mark.parametrize(
-    ("words", "transport"),
+    ("words", "device", "transport"),
     [
-        (["strategy=zero3"], "direct"),
-        (["strategy=zero3", "strategy.gather_codec=int8"], "gloo"),
-        (["strategy=zero3", "strategy.implementation=torch"], "gloo"),
-        (["strategy=ddp", "strategy.implementation=torch"], "gloo"),
+        (["strategy=zero3"], "cpu", "direct"),
+        (["strategy=zero3", "strategy.gather_codec=int8"], "cpu", "gloo"),
+        (["strategy=zero3", "strategy.implementation=torch"], "cpu", "gloo"),
+        (["strategy=ddp", "strategy.implementation=torch"], "cpu", "gloo"),
+        (["strategy=zero3"], "cuda", "native"),
+        (["strategy=zero3", "strategy.implementation=torch"], "cuda", "native"),
     ],
 )
-def test_the_speed_is_that_of_the_transport_that_the_engine_uses(monkeypatch, words, transport):
+def test_the_speed_is_that_of_the_transport_that_the_engine_uses(
+    monkeypatch, words, device, transport
+):
     def told(config: Config, machines: Machines, transport: str) -> Speed:
         raise ConfigError(transport)
 
     monkeypatch.setattr(peak, "speed_of", told)
-    planned = plan_point(config_of("model=mlp_tiny", "data=vectors", *words), None, "cpu")
+    planned = plan_point(config_of("model=mlp_tiny", "data=vectors", *words), None, device)
     assert with_rehearsal(planned).outcome.not_rehearsed == transport
 
 
-def test_a_calibration_is_of_ranks_of_one_thread_that_have_a_core_each(tmp_path):
-    calibration = Calibration(this_machine(), "2", {"float32": {"64": 1e9}}, 1e9, 1e-5, {})
+def test_a_calibration_is_of_ranks_of_one_thread_that_have_a_core_each(monkeypatch, tmp_path):
+    rates, links = {"float32": {"64": 1e9}}, {"direct": [1e-5, 1e9]}
+    calibration = Calibration(this_machine(), "2", rates, 1e9, 1e-5, links)
     save(calibration, calibration_path(tmp_path))
     config, many = Config(outputs=str(tmp_path)), Machines("cpu", JobShape(1, 1 << 20))
     alone = Machines("cpu", JobShape(1, 1))
     assert "not calibrated" not in speed_of(config, alone, "direct").label
     assert "not calibrated" in speed_of(config, many, "direct").label
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0})  # as in a container
+    pair = Machines("cpu", JobShape(1, 2))
+    assert "not calibrated" in speed_of(config, pair, "direct").label
     config.cluster.threads_per_rank = 2
     assert "not calibrated" in speed_of(config, alone, "direct").label
 
@@ -344,7 +354,11 @@ def test_a_calibration_of_gpus_holds_on_machines_without_any(tmp_path, monkeypat
     assert (inside.latency_seconds, inside.link_bytes_per_second) == (1e-5, 1e11)
     assert between.label == "calibrated on 8 x Abacus; links of nvlink-infiniband, not calibrated"
     assert between.product_rates == inside.product_rates
-    assert between.link_bytes_per_second == prior_speed(TWO_NODES, "native").link_bytes_per_second
+    network = prior_speed(TWO_NODES, "native").link_bytes_per_second
+    assert between.link_bytes_per_second == min(network, 1e11)
+    groups = composed("strategy.replicas=2", "world_size=16", "data.global_batch_size=16")
+    groups.outputs = "elsewhere"  # each lies in a node
+    assert speed_of(groups, TWO_NODES, "native").link_rate("gather") == 1e11
     not_measured = speed_of(named, ONE_NODE, "native")
     assert not_measured.label.startswith("NVIDIA B200")
     assert speed_of(config, ONE_HOST, "direct") == prior_speed(ONE_HOST, "direct")

@@ -65,7 +65,8 @@ def rehearse_point(
 
     config, machines, form = planned.config, planned.machines, planned.form
     on_host = machines.device == "cpu"
-    transport = form.transport if isinstance(form, EngineForm) else "gloo"  # of torch on CPUs
+    of_torch = "gloo" if on_host else "native"
+    transport = form.transport if isinstance(form, EngineForm) else of_torch
     speed, most = speed or speed_of(config, machines, transport), _most_microbatches(form)
     rehearsed = [
         rehearse(

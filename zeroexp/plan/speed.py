@@ -178,7 +178,7 @@ def speed_of(config: Config, machines: Machines, transport: str) -> Speed:
 
 def _unlike_calibrated(config: Config, machines: Machines) -> str:
     """Return in which ranks differ from those of a calibration; empty for GPUs, and where each has a core."""
-    has_cores = machines.shape.ranks_per_node <= (os.cpu_count() or 1)
+    has_cores = machines.shape.ranks_per_node <= len(os.sched_getaffinity(0))
     if machines.device == "cuda" or (has_cores and config.cluster.threads_per_rank == 1):
         return ""
     return f", of one thread and a core for each rank: {NOT_CALIBRATED}"
@@ -234,7 +234,12 @@ def calibrated_speed(
         return replace(speed, latency_seconds=link[0], link_bytes_per_second=link[1])
     if machines.shape == JobShape(1, 1):
         return speed
-    return replace(speed, label=f"{speed.label}; links of {network.name}, {NOT_CALIBRATED}")
+    inside = {"secondary": link[1]} if link else {}
+    return replace(
+        speed,
+        label=f"{speed.label}; links of {network.name}, {NOT_CALIBRATED}",
+        rates_by_kind={**speed.rates_by_kind, **inside},
+    )
 
 
 def prior_speed(
