@@ -296,9 +296,8 @@ class Sweep:
             with SweepProgress(len(jobs)) as progress:
                 for number in sorted(numbered.keys() - queued.keys()):
                     self._run_one(number, numbered[number], progress)
-                for job in queued.values():
-                    if job.config.cluster.wait:
-                        self._uploads.of(job.folder)
+                for job in (each for each in queued.values() if each.config.cluster.wait):
+                    self._uploads.of(job.folder)
                 follow_waited(queued, progress, on_step=self._look, on_end=self._send)
                 self._run_spoilt_again(numbered, progress)
         finally:
