@@ -153,8 +153,8 @@ MODULES = {
 
 
 def is_defined(row: Row) -> bool:
-    """FSDP2 is faked alone of torch's engines, in units of blocks; DDP has no groups."""
-    if (row.get("stage"), row.get("more")) == ("ddp", (GROUPS,)):
+    """FSDP2 is faked alone of torch's engines, in units of blocks; what all-reduces has no groups."""
+    if row.get("stage") in ("ddp", "zero1_allreduce") and row.get("more") == (GROUPS,):
         return False
     of_torch = row.get("layout") == "torch"
     of_fsdp2 = row.get("stage") in ("zero2", "zero3", None) and row.get("unit") in ("block", None)
