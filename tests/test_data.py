@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import copy
 import csv
+import errno
 import json
 import multiprocessing
 import os
 import shutil
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -40,6 +43,7 @@ from zeroexp.data.classes import classes_of
 from zeroexp.data.conversations import ConversationEncoder
 from zeroexp.data.sources import CORPUS, choose_tokenizer, identity_of
 from zeroexp.models import find_weights
+from zeroexp.process import locks, progress
 
 TOKENIZER = Tokenizer.from_file(str(CORPUS / "tokenizer.json"))
 REVIEWS = [
@@ -856,6 +860,37 @@ def test_a_writer_that_fails_leaves_nothing(cache):
     assert all(name.endswith(".lock") for name in left)
     folder = packed_cache.cached({"test": "fail"}, write_all)
     assert {path.name for path in folder.iterdir()} == {"all", packed_cache.DIGESTS}
+
+
+def test_a_rank_that_waits_for_another_process_to_write_advances(cache):
+    """The watchdog takes a rank that does nothing, as one that waits for a lock, for one that hangs."""
+    lock = packed_cache.cached({"test": "wait"}, write_all).with_suffix(".lock")
+    shutil.rmtree(lock.with_suffix(""))
+    before = progress.done()
+    with ThreadPoolExecutor() as pool:
+        with locks.take(lock) or pytest.fail("somebody else has it"):
+            waits = pool.submit(packed_cache.cached, {"test": "wait"}, write_all)
+            while progress.done() == before:
+                time.sleep(0.01)
+        assert waits.result().is_dir()
+
+
+def test_where_no_lock_can_be_had_the_cache_is_written_without(tmp_path, monkeypatch):
+    def flock(*_: object) -> None:
+        raise OSError(errno.EOPNOTSUPP, os.strerror(errno.EOPNOTSUPP))
+
+    monkeypatch.setattr("fcntl.flock", flock)
+    monkeypatch.setenv("ZEROEXP_CACHE", str(tmp_path))
+    assert packed_cache.cached({"test": "no locks"}, write_all).is_dir()
+    assert not [*tmp_path.glob(".*")]
+
+
+def test_two_that_see_no_lock_of_each_other_may_write_at_once(cache):
+    def write_slowly(folder: Path) -> None:
+        write_all(folder)
+        packed_cache._fill(cache / folder.name, write_all)
+
+    assert (packed_cache.cached({"test": "both"}, write_slowly) / "all").is_file()
 
 
 def write_all(folder: Path) -> None:

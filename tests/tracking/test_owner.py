@@ -165,6 +165,40 @@ def test_a_temporary_folder_is_removed_by_the_next_process_if_its_own_was_killed
     assert (tmp_path / "zeroexp-of-another-version").exists()
 
 
+def test_a_temporary_folder_of_another_host_is_left_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its lock may be seen there alone (Lustre's localflock, NFS's local_lock)."""
+    with monkeypatch.context() as there:
+        there.setattr("socket.gethostname", lambda: "another-host")
+        there.setattr("fcntl.flock", lambda *_: None)
+        with locks.temporary_folder(tmp_path) as living:
+            there.undo()
+            with locks.temporary_folder(tmp_path):
+                assert living.exists()
+    assert not any(tmp_path.iterdir())
+
+
+def test_a_file_system_that_keeps_open_files_has_its_temporary_folders_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """NFS and FUSE rename a file that is open to .nfs…, when it is removed, and refuse to remove its folder."""
+    unlink = os.unlink
+
+    def rename_open(path: str, *, dir_fd: int | None = None) -> None:
+        folder = Path.cwd() if dir_fd is None else Path(os.readlink(f"/proc/self/fd/{dir_fd}"))
+        of_all = [Path("/proc/self/fd", fd) for fd in os.listdir("/proc/self/fd")]
+        if str(folder / path) in [os.readlink(fd) for fd in of_all if fd.is_symlink()]:
+            (folder / path).rename((folder / path).with_name(".nfs0001"))
+        else:
+            unlink(path, dir_fd=dir_fd)
+
+    monkeypatch.setattr(os, "unlink", rename_open)
+    with locks.temporary_folder(tmp_path) as folder:
+        (folder / "file").touch()
+    assert not any(tmp_path.iterdir())
+
+
 def test_what_a_killed_process_was_making_beside_its_place_is_removed_by_the_next(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -177,7 +211,7 @@ def test_what_a_killed_process_was_making_beside_its_place_is_removed_by_the_nex
     ):
         parent.mkdir(parents=True, mode=0o700)
         died = subprocess.run([sys.executable, "-c", DIE_BESIDE, str(parent)])
-        assert died.returncode == -signal.SIGKILL and len([*parent.iterdir()]) == 1
+        assert died.returncode == -signal.SIGKILL and len([*parent.iterdir()]) == 2
         make()
         assert [*parent.glob(".*")] == []
 

@@ -15,22 +15,26 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from filelock import FileLock
 
 from zeroexp.config.paths import cache_root
 from zeroexp.data import Microbatch
 from zeroexp.models.loss import IGNORED
+from zeroexp.process import progress
 from zeroexp.process.content_hash import hash_of, hash_of_file
 from zeroexp.process.durable import appearing
+from zeroexp.process.locks import NoLocks, take
 from zeroexp.process.writable import require_writable
 
 DIGESTS = "digests.json"
+POLL_SECONDS = 0.05
 
 
 def cached(decisive: dict[str, Any], write: Callable[[Path], None]) -> Path:
@@ -43,14 +47,34 @@ def cached(decisive: dict[str, Any], write: Callable[[Path], None]) -> Path:
         return folder
     remedy = "set ZEROEXP_CACHE to a folder that is yours"
     require_writable(f"ZEROEXP_CACHE={folder.parent}", folder.parent, remedy)
-    with FileLock(folder.with_suffix(".lock")):
+    with _only_writer(folder.with_suffix(".lock")):
         if not _is_whole(folder):
             shutil.rmtree(folder, ignore_errors=True)  # a damaged one
-            with appearing(folder) as unfinished:
-                write(unfinished)
-                digests = json.dumps(_digests(unfinished))
-                (unfinished / DIGESTS).write_text(digests, encoding="utf-8")
+            _fill(folder, write)
     return folder
+
+
+@contextmanager
+def _only_writer(lock: Path) -> Iterator[None]:
+    """Hold the lock, where there is one to be had. Who waits for it is no rank that hangs: another process works."""
+    held = None
+    with suppress(NoLocks, PermissionError):
+        while not (held := take(lock)):
+            progress.count_move()
+            time.sleep(POLL_SECONDS)
+    with held or nullcontext():
+        yield
+
+
+def _fill(folder: Path, write: Callable[[Path], None]) -> None:
+    try:
+        with appearing(folder) as unfinished:
+            write(unfinished)
+            digests = json.dumps(_digests(unfinished))
+            (unfinished / DIGESTS).write_text(digests, encoding="utf-8")
+    except OSError:
+        if not _is_whole(folder):  # a host whose locks are not seen here was faster
+            raise
 
 
 def _is_whole(folder: Path) -> bool:

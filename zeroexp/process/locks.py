@@ -12,13 +12,15 @@ import fcntl
 import io
 import os
 import shutil
+import socket
 import tempfile
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 PREFIX, LOCK = "zeroexp-", ".lock"  # of temporary folders
-UNKNOWN_TO_THE_FILE_SYSTEM = (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK)
+# EBADF: NFS locks no file that may only be read.
+UNKNOWN_TO_THE_FILE_SYSTEM = (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK, errno.EBADF)
 
 
 class NoLocks(OSError):
@@ -60,19 +62,23 @@ def is_held(path: Path) -> bool:
 def temporary_folder(parent: Path | None = None) -> Iterator[Path]:
     """Make a folder in TMPDIR, or a hidden one in `parent`, that is removed at the end.
 
-    After `kill -9`, whoever makes the next one there removes it.
+    After `kill -9`, whoever makes the next one there on this host removes it; other hosts may not see its lock. That
+    lies beside it: NFS and FUSE keep a file that is open, and so its folder, when it is removed.
     """
-    prefix = PREFIX if parent is None else f".{PREFIX}"
+    prefix = f"{'.' if parent else ''}{PREFIX}{socket.gethostname()}-"
     parent = parent or Path(tempfile.gettempdir())
     _remove_abandoned(parent, prefix)
     with ExitStack() as at_end:
-        made = tempfile.TemporaryDirectory(prefix=prefix, dir=parent)
-        folder = Path(made.name)
-        with suppress(NoLocks):
-            # Under its own name it is never seen without its holder.
-            if held := take(folder / f"{LOCK}.taken"):
+        made = tempfile.TemporaryDirectory(prefix=prefix, dir=parent, ignore_cleanup_errors=True)
+        folder, lock = Path(made.name), Path(f"{made.name}{LOCK}")
+        at_end.callback(lambda: folder.exists() or lock.unlink(missing_ok=True))
+        taken = Path(f"{lock}.taken")  # under its own name it is never seen without its holder
+        try:
+            if held := take(taken):
                 at_end.enter_context(held)
-                (folder / f"{LOCK}.taken").rename(folder / LOCK)
+                taken.rename(lock)
+        except NoLocks:
+            taken.unlink()
         at_end.enter_context(made)
         yield folder
 
@@ -85,10 +91,12 @@ def _remove_abandoned(parent: Path, prefix: str) -> None:
                 _remove_unless_held(Path(entry))
 
 
-def _remove_unless_held(folder: Path) -> None:
-    if (folder / LOCK).exists() and (held := take(folder / LOCK)):
+def _remove_unless_held(lock: Path) -> None:
+    if lock.suffix == LOCK and (held := take(lock)):
         with held:
-            shutil.rmtree(folder)
+            shutil.rmtree(lock.with_suffix(""), ignore_errors=True)
+            if not lock.with_suffix("").exists():
+                lock.unlink()
 
 
 def _open(path: Path) -> io.FileIO:
