@@ -26,12 +26,26 @@ def of_groups(model: Any, weights: dict[Any, Any] | None = None) -> torch.optim.
     return torch.optim.AdamW([decays[0] | {"weight_decay": 0.1}, *decays[1:]], lr=1e-2)
 
 
+def hidden_first(model: Any, weights: dict[Any, Any] | None = None) -> list[torch.optim.Optimizer]:
+    """As with Muon: hidden matrices have an optimizer of their own, and embeddings and vectors the other."""
+    parts: list[list[Any]] = [[], []]
+    for name, each in model.named_parameters():
+        part = parts[not (name.startswith("blocks") and each.ndim == 2)]
+        part.append(weights[each] if weights else each)
+    return [torch.optim.SGD(parts[0], lr=0.1), torch.optim.AdamW(parts[1], lr=1e-2)]
+
+
+def masters_of_two() -> Loop:
+    return masters(optimizer=hidden_first)
+
+
 def masters(copies_on: Sequence[int] = range(9), optimizer: Any = of_groups) -> Loop:
     """A model in bf16 whose fp32 masters the optimizer alone holds, one for each weight."""
 
     def train(model: nn.Module) -> Any:
         held = {each: nn.Parameter(each.detach().clone()) for each in model.parameters()}
         stepping = optimizer(model, held)
+        every = stepping if isinstance(stepping, list) else [stepping]
         own: list[Any] = list(held.values())
         computing: list[Any] = list(model.to(torch.bfloat16).parameters())
 
@@ -45,7 +59,8 @@ def masters(copies_on: Sequence[int] = range(9), optimizer: Any = of_groups) -> 
                     each.grad = None
             for master in own:
                 dist.all_reduce(master.grad)
-            stepping.step()
+            for each in every:
+                each.step()
             if dist.get_rank() in copies_on:
                 for master, each in zip(own, computing, strict=True):
                     each.data.copy_(master)
@@ -53,7 +68,7 @@ def masters(copies_on: Sequence[int] = range(9), optimizer: Any = of_groups) -> 
         return step
 
     words: Any = {"loss": loss_of, "batch": batch_of, "dtype": torch.bfloat16}
-    return Loop(model=Model(), optimizer=of_groups, train=train, **words)
+    return Loop(model=Model(), optimizer=optimizer, train=train, **words)
 
 
 def masters_stay() -> Loop:

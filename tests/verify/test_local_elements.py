@@ -67,6 +67,22 @@ def test_weights_of_equal_values_are_told_apart_by_an_order_that_is_the_models()
     assert len(guessed) >= 24 and not any(guessed.values())
 
 
+def test_gains_of_ones_are_found_where_another_optimizer_has_the_hidden_matrices():
+    initial = weights_of(
+        nn.Sequential(*(nn.Sequential(nn.RMSNorm(4), nn.Linear(4, 4)) for _ in "abc"))
+    )
+    hidden = ["1.1.weight"]
+    groups = [hidden, [name for name in initial if name not in hidden]]
+    places, found = Places(nn.Module(), initial), list[str]()
+    for group in groups:
+        tensors = [initial[name].clone() for name in group]
+        for each in tensors:
+            each.grad = torch.zeros_like(each)
+        places.gradients(tensors)
+        found += [name for each in tensors for name in places.names(each)]
+    assert found == [*groups[0], *groups[1]]
+
+
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
 def test_slices_of_one_flat_tensor_are_found_with_their_constants(size: int):
     initial = weights_of(Model())

@@ -159,7 +159,8 @@ class _Judge:
                 raise NoLoop(
                     f"{name}: its gradient is in no torch optimizer that can be read, when its step begins: "
                     "let one hold the model's weights or plain copies of them, and call backward before step(); "
-                    "zeros in a flat tensor may be padding: begin with other biases"
+                    "zeros in a flat tensor may be padding, and gains of ones that are not in the model's order "
+                    "any of them: begin with other values"
                 )
             entire, shape = bool(there[name].isnan().all()), self.oracle.shapes[name]
             cause = explain_difference.of_missing(lacking, entire, shape, skipped)

@@ -55,7 +55,7 @@ class Places:
         # Our engine shows its gradients to no plain code.
         with torch._C.DisableTorchFunctionSubclass():  # pyright: ignore[reportPrivateUsage]
             found = [each for each in tensors if each.grad is not None]
-            self._learn([each for each in found if id(each) not in self._known])
+            self._learn(found)
             for tensor in found:
                 pieces += _copies(tensor.grad, self._known[id(tensor)][1])
         return pieces
@@ -74,22 +74,23 @@ class Places:
         return any(not places for _, places in self._known.values())
 
     def _learn(self, tensors: list[Tensor]) -> None:
-        """Find what these tensors are, by where they lie, else by their values."""
-        self._known |= {id(each): (each, self._by_memory(each)) for each in tensors}
-        copies = [each for each in tensors if not self._known[id(each)][1]]
+        """Find what these tensors, as of one optimizer, are, by where they lie, else by their values."""
+        new = [each for each in tensors if id(each) not in self._known]
+        self._known |= {id(each): (each, self._by_memory(each)) for each in new}
+        copies = [each for each in new if not self._known[id(each)][1]]
         if not copies:
             return
         found = self._by_value([_flat(each).float() for each in copies], copies[0].dtype)
         for tensor, at in zip(copies, found, strict=True):
             self._known[id(tensor)] = tensor, self._runs(torch.tensor(at))
-        self._learn_constants([each for each in copies if not self._known[id(each)][1]])
+        in_order = self._are_in_order(tensors)
+        self._learn_constants([each for each in copies if not self._known[id(each)][1]], in_order)
 
-    def _learn_constants(self, copies: list[Tensor]) -> None:
+    def _learn_constants(self, copies: list[Tensor], in_order: bool) -> None:
         """Take these for the weights of equal values, as gains of ones, where all of them are here, in their order.
 
         Several are told apart only where those that are known come in the model's order.
         """
-        in_order = self._are_in_order()
         taken = {name for _, places in self._known.values() for name, _, _ in places}
         left = {name: each.flatten() for name, each in self._initial.items() if name not in taken}
         for tensor in copies:
@@ -101,10 +102,14 @@ class Places:
                 place = name, torch.arange(len(mine)), slice(0, len(mine))
                 self._known[id(tensor)] = tensor, [place]
 
-    def _are_in_order(self) -> bool:
-        """Whether the tensors that are known come as the model's do, matrices and vectors each by themselves."""
+    def _are_in_order(self, tensors: list[Tensor]) -> bool:
+        """Whether those of these that are known, else all known ones, come as the model's do, matrices and vectors
+        each by themselves. Each optimizer has an order of its own, as where one has hidden matrices, one the rest.
+        """
         number = {name: (each.ndim, i) for i, (name, each) in enumerate(self._initial.items())}
-        found = [number[places[0][0]] for _, places in self._known.values() if places]
+        places = [at for each in tensors if (at := self._known[id(each)][1])]
+        places = places or [at for _, at in self._known.values() if at]
+        found = [number[at[0][0]] for at in places]
         return sorted(found, key=lambda each: each[0]) == sorted(found)
 
     def _shown(self) -> Iterable[tuple[str, Tensor, Tensor]]:
