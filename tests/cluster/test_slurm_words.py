@@ -9,7 +9,8 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import asdict
+from contextlib import nullcontext
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -22,9 +23,10 @@ from zeroexp.cluster.follow import cancel_unfinished
 from zeroexp.cluster.job import Job
 from zeroexp.cluster.slurm_state import Sighting, conclude_state
 from zeroexp.cluster.submit import SUBMITTING, _complaint, submit_all
+from zeroexp.cluster.sweep import Sweep
 from zeroexp.cluster.task import DUTY, ENDED, PREEMPTED, Duty
 from zeroexp.config.job_shape import JobShape
-from zeroexp.config.keys import ClusterConfig, Config, SlurmConfig, save
+from zeroexp.config.keys import ClusterConfig, Config, SlurmConfig, TrackingConfig, save
 from zeroexp.process.world import device_index
 from zeroexp.tracking import attempt, failure
 from zeroexp.tracking.files import write_json
@@ -312,6 +314,48 @@ def test_a_job_that_has_ended_is_not_cancelled(slurm, tmp_path):
     write_json(job.folder / "summary.json", {"num_steps": 1})
     cancel_unfinished([job])
     assert job.state["status"] == "done"
+
+
+# Job 1 fails at once. At the next look another command has submitted its run again, as job 9, and job 2 is {ends}.
+SQUEUE = """
+echo >> {here}/looks
+if [ $(wc -l < {here}/looks) = 1 ]; then
+    echo '1|FAILED|None|n1|N/A|0|'
+    echo '2|RUNNING|None|n1|N/A|0|'
+    exit
+fi
+echo '{{"job_id": "9"}}' > {here}/run1/slurm.json
+echo '{{"status": "pending", "reason": null}}' > {here}/run1/state.json
+echo '9|RUNNING|None|n1|N/A|0|'
+echo '2|{ends}|None|n1|N/A|0|'
+[ $(wc -l < {here}/looks) != 2 ] || {then}
+"""
+
+
+@pytest.mark.parametrize(
+    ("ends", "then", "cancelled"),
+    [("COMPLETED", "true", ""), ("RUNNING", "kill -INT $PPID", "2\n")],
+    ids=["at its end", "interrupted"],
+)
+def test_a_sweep_leaves_alone_what_another_command_has_submitted_again(
+    slurm, tmp_path, ends, then, cancelled
+):
+    slurm(
+        sbatch=f"echo >> {tmp_path}/ids; echo Submitted batch job $(wc -l < {tmp_path}/ids)",
+        squeue=SQUEUE.format(here=tmp_path, ends=ends, then=then),
+        scancel=f'echo "$@" >> {tmp_path}/cancelled',
+    )
+    jobs = [make_job(tmp_path / f"run{number}", ClusterConfig(kind="slurm")) for number in (1, 2)]
+    for job in jobs:
+        save(replace(job.config, tracking=TrackingConfig(mlflow=False)), job.folder / "config.yaml")
+        job.enter("pending")
+    write_json(jobs[1].folder / "summary.json", {"num_steps": 1})
+    (tmp_path / "cancelled").touch()
+    stops = pytest.raises(KeyboardInterrupt) if cancelled else nullcontext()
+    with stops, Sweep([]) as sweep:
+        sweep._execute(jobs)
+    assert (tmp_path / "cancelled").read_text() == cancelled
+    assert jobs[0].status == "pending"
 
 
 SAYS = "echo 'sbatch: error: Batch job submission failed: {}' >&2; exit 1"

@@ -29,7 +29,7 @@ from zeroexp.config.keys import Config, ConfigError, StudyConfig
 from zeroexp.report import reading
 from zeroexp.report.measured_points import points_of
 from zeroexp.sync import jobs_of
-from zeroexp.tracking.files import read_records, read_summary, write_json
+from zeroexp.tracking.files import read_records, read_summary, read_timed_records, write_json
 from zeroexp.tracking.run import read_run
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -434,8 +434,7 @@ def test_a_point_that_is_set_aside_keeps_its_place(tmp_path):
 
 def test_ctrl_c_cancels_what_has_not_ended(tmp_path):
     process = start(tmp_path, "-m", "strategy=zero2,zero3", *LIGHT, "train.steps=10000000")
-    running = tmp_path / "outputs"
-    while not list(running.glob("*/zero2-buffer-n2/records.jsonl")):
+    while not any(read_records(job.folder) for job in jobs(tmp_path).values()):
         assert process.poll() is None
         time.sleep(0.1)
     process.send_signal(signal.SIGINT)
@@ -443,6 +442,9 @@ def test_ctrl_c_cancels_what_has_not_ended(tmp_path):
     assert process.returncode == 130 and "Traceback" not in err
     assert statuses(tmp_path) == {"zero2-buffer-n2": "cancelled", "zero3-buffer-n2": "cancelled"}
     assert "--rerun" in out
+    (job,) = (job for job in jobs(tmp_path).values() if job.config.strategy.name == "zero2")
+    last, _ = read_timed_records(job.folder)[-1]
+    assert last <= job.state["cancelled_at"], "its ranks have ended by then"
 
 
 OPTUNA = [

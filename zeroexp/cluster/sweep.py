@@ -65,6 +65,7 @@ FINE = ("done", "skipped")
 MAKING = ".making"  # in a sweep's folder while those of its points are made
 HYDRA = ".hydra"  # its folder in every run, as its users expect
 TELL_SECONDS = 60.0
+ENDED = "ended"  # in place of the id of a job
 
 
 class Sweep:
@@ -291,19 +292,32 @@ class Sweep:
             for number, job in numbered.items()
             if job.config.cluster.kind == "slurm" and job.status != "skipped"
         }
+        ids: dict[
+            Job, str | None
+        ] = {}  # another command may put back, and submit, what has ended here
+
+        def ends(job: Job) -> None:
+            ids[job] = ENDED
+            self._send(job)
+
         try:
             submit_all(queued.values())
+            ids.update((job, slurm_id(job)) for job in queued.values())
             with SweepProgress(len(jobs)) as progress:
                 for number in sorted(numbered.keys() - queued.keys()):
                     self._run_one(number, numbered[number], progress)
                 for job in (each for each in queued.values() if each.config.cluster.wait):
                     self._uploads.of(job.folder)
-                follow_waited(queued, progress, on_step=self._look, on_end=self._send)
+                follow_waited(queued, progress, on_step=self._look, on_end=ends)
                 self._run_spoilt_again(numbered, progress)
-        finally:
-            begun = [job for job in cancel_unfinished(jobs) if (job.folder / LINK).exists()]
-            for job in begun:
-                self._send(job)
+        except BaseException:
+            self._exits.close()  # ranks of what is cancelled train no further
+            self._clusters.clear()
+            ours = [job for job in jobs if ids.get(job) in (None, slurm_id(job))]
+            for job in cancel_unfinished(ours):
+                if (job.folder / LINK).exists():
+                    self._send(job)
+            raise
 
     def _run_spoilt_again(self, numbered: Mapping[int, Job], progress: SweepProgress) -> None:
         """Run rounds once more in which others have spoilt a run, of points that this machine repeats for their times.
