@@ -14,6 +14,7 @@ from tests.strangers.lab import (
     USUAL,
     Batch,
     Lab,
+    Setting,
     adamw,
     next_word_loss,
     plain_loss,
@@ -223,6 +224,22 @@ def a_hook_after_accumulation_that_scales_registered(lab: Lab, when: str) -> Non
     lab.train(t)
 
 
+@variants(["before", "after"], EVERY_WAY, may_refuse=r"reduced")
+def a_hook_after_accumulation_that_assigns_registered(lab: Lab, when: str) -> None:
+    """It puts a gradient of its own where, registered after, the engine has taken the one that came."""
+    model = Net()
+
+    def register() -> None:
+        for p in model.layers[1].parameters():
+            p.register_post_accumulate_grad_hook(assign)
+
+    def assign(p: Tensor) -> None:
+        p.grad = torch.full_like(p, 0.1)
+
+    t = wrapped(lab, model, register, when, isolated=True)
+    lab.train(t)
+
+
 @variants(["before", "after"], refused=r"hook|\.grad\b|max_grad_norm|written", oracle=False)
 def an_optimizer_inside_backward_registered(lab: Lab, when: str) -> None:
     """The LOMO trick: each weight is updated as soon as its gradient is there: by this rank's own alone."""
@@ -360,6 +377,41 @@ def two_forwards_then_two_backwards(lab: Lab) -> None:
         second = t.model(batch.x * 2).abs().mean()
         t.backward(first)
         t.backward(second)
+
+
+class Probed(Net):
+    """Its head is a probe of detached features too."""
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        features = self.body(x)
+        return self.head(features.detach()), self.head(features)
+
+
+# The whole model is one unit, of which the first backward reaches a part.
+WITH_ONE_UNIT = (*EVERY_WAY, *(Setting(stage, unit="model") for stage in ("ddp", "zero2")))
+
+
+@variants(["its_own", "a_plain"], WITH_ONE_UNIT, may_refuse=BACKWARDS)
+def a_probe_and_the_full_loss_with(lab: Lab, kind: str) -> None:
+    """Each of the two losses has a backward, the second `strategy.backward` again, or a plain one."""
+    t = lab.wrap(Probed())
+    for batch in lab.microbatches(t):
+        probe, output = t.model(batch.x)
+        t.backward(batch.loss(probe))
+        if kind == "its_own":
+            t.backward(batch.loss(output))
+        else:
+            batch.loss(output).backward()
+
+
+@scenario(WITH_ONE_UNIT, may_refuse=BACKWARDS)
+def a_probe_and_the_full_loss_in_small_buckets(lab: Lab) -> None:
+    """The head's gradients are on their way when its second ones come."""
+    t = lab.wrap(Probed(), bucket_mb=2e-5)
+    for batch in lab.microbatches(t):
+        probe, output = t.model(batch.x)
+        t.backward(batch.loss(probe))
+        t.backward(batch.loss(output))
 
 
 @scenario(EVERY_WAY)

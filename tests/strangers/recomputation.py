@@ -87,6 +87,35 @@ def reentrant_checkpoint_around(lab: Lab, where: str) -> None:
     lab.train(lab.wrap(Recomputed(where, reentrant=True)), num_microbatches=2)
 
 
+SMALL = 2e-5  # MiB: each weight has a bucket of its own
+
+
+class RecomputedAndShared(Net):
+    """A block is in a reentrant checkpoint, and two of its three modules come again behind it."""
+
+    def body(self, x: Tensor) -> Tensor:
+        last = self.layers[2]
+        x = checkpoint(last, self.layers[1](self.layers[0](self.inp(x))), use_reentrant=True)
+        return last.down(last.up(x))
+
+
+@scenario(EVERY_WAY, may_refuse=f"{MAY_NOT}|{GATHERED}")
+def reentrant_checkpoint_of_what_others_use_too(lab: Lab) -> None:
+    """Gradients come in two parts, of which the second finds the bucket reduced."""
+    lab.train(lab.wrap(RecomputedAndShared(), bucket_mb=SMALL))
+
+
+@scenario(EVERY_WAY, may_refuse=MAY_NOT)
+def reentrant_checkpoints_and_a_penalty_on_matrices(lab: Lab) -> None:
+    """As docs/library.md adds a penalty; norms have their gradient of the checkpoints alone."""
+    t = lab.wrap(Recomputed("each_block", reentrant=True), bucket_mb=SMALL)
+    for batch in lab.microbatches(t):
+        loss = plain_loss(t.model, batch)
+        with t.gathered():
+            squares = [p.square().sum() for p in t.model.parameters() if p.ndim > 1]
+            t.backward(loss + 0.01 * torch.stack(squares).sum() / batch.num_ranks)
+
+
 class RecomputedInside(Net):
     """One block runs in a checkpoint, and again beside another one in a checkpoint inside of that."""
 

@@ -50,7 +50,7 @@ from zeroexp.comm.collectives import Collectives
 from zeroexp.cut.bucket import Bucket
 from zeroexp.zero.gathers import Gathers, current_task, has_ended
 from zeroexp.zero.gradients import uses_of_leaves
-from zeroexp.zero.held import GatherState
+from zeroexp.zero.held import GatherState, unguarded
 from zeroexp.zero.observer import Observer
 from zeroexp.zero.options import Options
 from zeroexp.zero.unit import Unit
@@ -253,7 +253,10 @@ class Schedule:
         progress = self._progress[unit]
         if not self.in_microbatch:
             raise _outside(f"{unit} got a gradient", ", where nobody reduces it")
-        self._observer.gradient(unit, unit.trainable_parameters[index], is_reduced=progress.closed)
+        buckets = self._buckets_of[unit][index]
+        # The first of its buckets goes first; where nothing is reduced yet, a later gradient is added to it.
+        is_reduced = progress.closed or (self._reduced and buckets[0] < progress.num_launched)
+        self._observer.gradient(unit, unit.trainable_parameters[index], is_reduced=is_reduced)
         if self._scales_loss and not self._closing.is_open:
             raise RuntimeError(
                 f"{unit} got a gradient of a loss that is not scaled: with scales_loss=True call "
@@ -261,10 +264,12 @@ class Schedule:
             )
         if not self._closing.is_current():
             return
+        if index not in progress.missing:  # of a backward before
+            return
         progress.missing.discard(index)
         if self._gathers_together:
             return
-        for bucket in self._buckets_of[unit][index]:
+        for bucket in buckets:
             progress.missing_in[bucket] -= 1
         # Gradients of inputs may still need frozen parameters.
         if not progress.missing and len(unit.trainable) == len(unit.held):
@@ -276,6 +281,7 @@ class Schedule:
         for unit in reversed(self.watched):
             self._close(unit)
         self._inner.clear()
+        self._refuse_unreduced()
         if self._last or not self._overlap:
             self.finish_reductions()
         for compare in self.at_end_of_microbatch:
@@ -396,6 +402,20 @@ class Schedule:
         while self._in_flight:
             self._in_flight.popleft().wait()
         self._wire.finish_sums()
+
+    def _refuse_unreduced(self) -> None:
+        """Tell the observer of gradients that came, however, behind the reductions of this microbatch."""
+        if not self._reduced:
+            return
+        with unguarded():
+            late = [
+                (unit, parameter)
+                for unit in self._order
+                for parameter in unit.trainable_parameters
+                if parameter.grad is not None
+            ]
+        for unit, parameter in late:
+            self._observer.gradient(unit, parameter, is_reduced=True)
 
     def _abandon_reductions(self) -> bool:
         """Forget the microbatch; return whether reductions are lost, because it had launched some of its own.
