@@ -83,6 +83,21 @@ def test_of_two_that_are_as_fast_the_one_that_holds_less_is_named():
     assert found.best and found.best.outcome.strategy == "zero1"
 
 
+def test_what_needs_all_of_a_data_sheets_memory_is_tight_and_not_named():
+    """A driver may show 2 % less of 80 GiB, and a GiB is the context's and NCCL's: 77.4 are there."""
+    config = composed(*TINY, "cluster.gpu=H100")
+    unsure = plan_point(config, None, "cuda").outcome.unsure_gib
+    assert unsure == pytest.approx(0.02 * 80 + 1)
+    config.cluster.reserved_gib = 2
+    assert plan_point(config, None, "cuda").outcome.unsure_gib == 0
+    points = [candidate("zero2", 2, 1.0, 79.6), candidate("zero3", 2, 2.0, 77.3)]
+    on_h100 = {"memory_gib": 80.0, "unsure_gib": unsure}
+    points = [e._replace(outcome=replace(e.outcome, **on_h100)) for e in points]
+    assert [each.outcome.verdict for each in points] == ["tight", "yes"]
+    found = advice(*points)
+    assert found.best and found.best.outcome.strategy == "zero3"
+
+
 def test_what_is_leaner_holds_less():
     """Of zero2's the fastest holds more than what is named; the leaner one of zero3 was not rehearsed in time."""
     slow = [candidate("zero2", 1, 2.5, 4), candidate("zero3", 1, 2.0, 5)]

@@ -21,6 +21,7 @@ ENGINES = [
     ("strategy=zero2 strategy.implementation=parameter model=mixtral_tiny", 2),
     ("strategy=zero1 strategy.implementation=torch", 2),
     ("strategy=zero3 strategy.implementation=torch", 3),
+    ("strategy=ddp strategy.implementation=torch precision=autocast", 2),
     ("strategy=ddp precision=bf16_master train.activation_checkpointing=true", 2),
 ]
 HALVED = """

@@ -45,6 +45,7 @@ class Gpu:
     memory_bytes_per_second: float
     link_bytes_per_second: float  # of one direction
     workspace_bytes: int = 32 << 20  # of cuBLAS, for each thread that launches: torch asks for it
+    unseen_share: float = 0.02  # of its memory, at most, that a driver does not show
 
     @property
     def tflops(self) -> dict[str, float]:
@@ -69,7 +70,7 @@ GPUS = {
     "A100": Gpu("NVIDIA A100", 80, 2.039e12, 300e9, BEFORE_HOPPER),
     "H200": Gpu("NVIDIA H200", 141, 4.8e12, 450e9),
     "B200": Gpu("NVIDIA B200", 180, 8.0e12, 900e9),
-    "L4": Gpu("NVIDIA L4", 24, 0.3e12, 32e9, BEFORE_HOPPER),
+    "L4": Gpu("NVIDIA L4", 24, 0.3e12, 32e9, BEFORE_HOPPER, 0.06),
     "MI300X": Gpu("AMD Instinct MI300X", 192, 5.3e12, 448e9),
 }
 USUAL_GPU = "H100"

@@ -65,7 +65,7 @@ class Advice:
 
     @property
     def fitting(self) -> list[PlannedPoint]:
-        return [each for each in self.rehearsed if each.outcome.fits]
+        return [each for each in self.rehearsed if each.outcome.has_room]
 
     @property
     def best(self) -> PlannedPoint | None:

@@ -21,6 +21,8 @@ from zeroexp.plan.closed_forms import ClosedForm, EngineForm
 from zeroexp.plan.form_of_config import build_on_meta, form_of
 from zeroexp.plan.machines import Machines, machines_of
 
+OF_RUNTIME_GIB = 1.0  # of CUDA's context and NCCL's buffers
+
 
 @dataclass(frozen=True)
 class RankPeak:
@@ -83,6 +85,7 @@ class Outcome:
     bus: Spread | None = None  # bytes of one step between device and host
     label: str | None = None  # what the engine is, where its name tells less
     memory_gib: float | None = None  # of a device, less cluster.reserved_gib
+    unsure_gib: float = 0.0  # the part of it that a run may not find
     rehearsed: RehearsedPeaks | None = None  # where that was asked for
     not_rehearsed: str | None = None  # why it was not, where it was asked for
 
@@ -102,14 +105,20 @@ class Outcome:
         return self.peak_bytes <= self.limit_bytes
 
     @property
+    def has_room(self) -> bool:
+        """Whether it fits in what a run surely finds of the limit."""
+        return self.peak_bytes <= self.limit_bytes - self.unsure_gib * 2**30
+
+    @property
     def verdict(self) -> str | None:
         """yes: the rehearsed peak fits; no; None without a limit.
 
-        tight: model states do, which alone are known, or the peak does once free memory is given back in each step.
+        tight: model states do, which alone are known, or the peak does once free memory is given back in each step, or
+        if the data sheet's memory is all there.
         """
         if self.memory_gib is None:
             return None
-        is_sure = self.rehearsed and not self.rehearsed.fullest.num_retries
+        is_sure = self.rehearsed and self.has_room and not self.rehearsed.fullest.num_retries
         return ("yes" if is_sure else "tight") if self.fits else "no"
 
     @property
@@ -195,6 +204,7 @@ def _outcome_of(name: str, config: Config, form: ClosedForm, machines: Machines)
         bus=some.get("bus"),
         label=label_of(strategy.implementation, strategy.name, strategy.outer.every),
         memory_gib=_available_gib(config),
+        unsure_gib=_unsure_gib(config),
     )
 
 
@@ -214,6 +224,14 @@ def _available_gib(config: Config) -> float | None:
     if limit is None and cluster.gpu is not None:
         limit = GPUS[cluster.gpu].memory_gib
     return None if limit is None else limit - (cluster.reserved_gib or 0.0)
+
+
+def _unsure_gib(config: Config) -> float:
+    """Return what of a data sheet's memory driver, context and NCCL may take, where nothing is set aside for them."""
+    cluster = config.cluster
+    if cluster.gpu is None or cluster.device_memory_gib or cluster.reserved_gib:
+        return 0.0
+    return GPUS[cluster.gpu].memory_gib * GPUS[cluster.gpu].unseen_share + OF_RUNTIME_GIB
 
 
 def planned_ranks(form: ClosedForm) -> list[PlannedRank]:

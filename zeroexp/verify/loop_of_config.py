@@ -76,5 +76,5 @@ def loop_of_config(config: Config) -> Loop:
         train=train,
         microbatches=config.data.global_batch_size // (micro * config.world_size),
         max_grad_norm=config.optimizer.max_grad_norm,
-        dtype=DTYPES[config.precision.compute],
+        dtype=torch.bfloat16 if config.precision.autocast else DTYPES[config.precision.compute],
     )
