@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from tests.verify.test_verify import HERE, answers
+from zeroexp.process.world import fake_world
 from zeroexp.verify.__main__ import source_of
 from zeroexp.verify.loop_to_verify import NoLoop, as_dtype, batch_of, make_loop, plain_model
 
@@ -66,6 +67,16 @@ def test_the_plain_model_of_fused_experts_computes_in_float64():
         losses.append(result[0] if isinstance(result, tuple) else result)
     assert losses[1].dtype is torch.float64
     torch.testing.assert_close(losses[0].double(), losses[1], rtol=1e-6, atol=0)
+
+
+def test_blocks_are_compiled_as_a_run_does(monkeypatch: pytest.MonkeyPatch):
+    compiled: list[str] = []
+    monkeypatch.setattr(torch, "compile", lambda forward: compiled.append("a block") or forward)
+    loop = make_loop(source_of(f"{TINY} world_size=1 strategy=zero3 train.compile=true".split()))
+    with fake_world(0, 1):
+        assert loop.train is not None
+        loop.train(plain_model(loop, torch.float32))
+    assert len(compiled) == 1
 
 
 def test_a_file_whose_path_has_an_equals_sign_is_a_file(tmp_path: Path):

@@ -17,6 +17,7 @@ from zeroexp.config.optimizer import optimizer_factory, parameter_groups
 from zeroexp.data.batches import build_data
 from zeroexp.engines.build import build_strategy
 from zeroexp.models.checkpointing import checkpoint_as_configured
+from zeroexp.models.compiled_blocks import compile_as_configured
 from zeroexp.models.loss import count_valid, loss_sum
 from zeroexp.models.module import build_model
 from zeroexp.process import world as worlds
@@ -53,6 +54,7 @@ def loop_of_config(config: Config) -> Loop:
     def train(module: nn.Module) -> tuple[Any, Step]:
         world = worlds.current(module)
         checkpoint_as_configured(module, built.blocks, config.train)
+        compile_as_configured(module, built.blocks, config.train)
         ours = replace(config, world_size=world.size)
         # An engine takes the model in float32, as a run's is built.
         strategy = build_strategy(ours, replace(built, module=module.float()), world)
