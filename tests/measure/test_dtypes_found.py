@@ -8,8 +8,10 @@ from torch import Tensor, nn
 
 from tests.composing import composed
 from tests.plain_strategy import PlainStrategy
+from tests.plan.real_steps import one_step
 from tests.test_train import Linear, Numbers, make_config
 from zeroexp.config.optimizer import parameter_groups
+from zeroexp.engines.build import build_strategy
 from zeroexp.interface.strategy import ModelStates
 from zeroexp.measure.dtypes_found import DtypeRecorder, dtypes_asked
 from zeroexp.measure.instruments import Instruments
@@ -153,3 +155,20 @@ def _owns_one_kind(world: World) -> None:
 
 def test_what_each_rank_owns_counts(ranks) -> None:
     ranks(_owns_one_kind)
+
+
+def _weights_in_use(world: World, implementation: str) -> set[str]:
+    words = ("model=tiny", "model.hf_config.tie_word_embeddings=false", "strategy.unit=layer")
+    engine = ("strategy=zero3", f"strategy.implementation={implementation}", "world_size=2")
+    config = composed(*words, *engine, "precision=bf16_master", "data.global_batch_size=2")
+    model, found = build_model(config.model, seed=0), DtypeRecorder()
+    strategy = build_strategy(config, model, world)
+    with found.watching(strategy.model.modules()):
+        one_step(strategy, torch.arange(8).view(1, 8), 1)
+    return {*found.by_role["weights"]}
+
+
+@pytest.mark.parametrize("implementation", ["buffer", "torch"])
+def test_weights_are_those_that_a_module_ran_with(ranks, implementation) -> None:
+    """A head of its own is a unit, which is sharded again when it has run."""
+    assert ranks(_weights_in_use, implementation) == [{"bfloat16"}] * 2

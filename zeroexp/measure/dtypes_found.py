@@ -61,7 +61,8 @@ class DtypeRecorder:
         with ExitStack() as stack:
             for each in modules:
                 if _has_matrix(each):
-                    stack.enter_context(each.register_forward_hook(self._ran))
+                    # Before FSDP2's own, which puts the shards back.
+                    stack.enter_context(each.register_forward_hook(self._ran, prepend=True))
             stack.enter_context(register_optimizer_step_pre_hook(self._steps))
             stack.enter_context(register_optimizer_step_post_hook(self._stepped))
             yield
