@@ -8,9 +8,7 @@ import json
 import os
 import re
 import resource
-from contextlib import nullcontext
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -23,12 +21,15 @@ from zeroexp.cluster.follow import ShownRun
 from zeroexp.cluster.job import Job, JobOutcome
 from zeroexp.cluster.local import LocalCluster
 from zeroexp.config import keys as configs
-from zeroexp.config.keys import Config, ConfigError
+from zeroexp.config.keys import Config, ConfigError, DataConfig
+from zeroexp.data.batches import Data
+from zeroexp.process.world import World
 from zeroexp.report.sweep_progress import SweepProgress
 from zeroexp.run import rank
 from zeroexp.run.rank import keep_freed_memory, prepare  # noqa: F401
 from zeroexp.tracking.files import read_records, read_summary
 from zeroexp.tracking.run import read_run
+from zeroexp.training.agree_to_stop import Stop
 
 WIDTH, DEPTH = 32, 2
 PR_SET_THP_DISABLE = 41  # <linux/prctl.h>
@@ -149,16 +150,38 @@ def test_ranks_draw_by_themselves(replicated):
     assert len({kinds["torch"].pieces[0].hash for kinds in states}) == 2
 
 
-def test_ranks_that_read_other_data_than_the_first_are_refused(monkeypatch):
-    data: Any = SimpleNamespace(tokens_hash="a", num_samples=8)
-    for num_samples, context in (
-        (8, nullcontext()),
-        (9, pytest.raises(ConfigError, match="ranks read")),
-    ):
-        others = [("a", num_samples)]
-        monkeypatch.setattr(rank.worlds, "gather_objects", lambda own: [own, *others])  # noqa: B023
-        with context:
-            rank._refuse_other_data(Config(), data)  # pyright: ignore[reportPrivateUsage]
+class Zeros:
+    """Samples of one token, of which there are `number`."""
+
+    vocab_size, source = None, "zeros"
+
+    def __init__(self, tokens_hash: str, number: int) -> None:
+        self.tokens_hash, self.number = tokens_hash, number
+
+    def __len__(self) -> int:
+        return self.number
+
+    def count_labels_and_tokens(self, indices: Any) -> tuple[int, int]:
+        return len(indices), len(indices)
+
+    def read(self, indices: Any) -> Any:
+        raise AssertionError("nobody reads what is not the same")
+
+
+def refuse_other(world: World, folder: Path) -> None:
+    """Samples whose hash or number another rank has otherwise, of training and of validation."""
+    same = Zeros("a", 8)
+    for other in (Zeros("ab"[world.rank], 8), Zeros("a", 8 + world.rank)):
+        for samples, validation in ((other, None), (other, same), (same, other)):
+            data = Data(samples, DataConfig(), 0, validation)  # pyright: ignore[reportArgumentType]
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(rank, "build_data", lambda *_: data)  # noqa: B023
+                with pytest.raises(ConfigError, match="ranks read different data"):
+                    rank._train(Config(), world, folder, Stop())  # pyright: ignore[reportPrivateUsage]
+
+
+def test_ranks_that_read_other_data_than_the_first_are_refused(ranks, tmp_path):
+    ranks(refuse_other, tmp_path)
 
 
 def test_what_a_rank_raises_is_in_failure_and_log(local, tmp_path):

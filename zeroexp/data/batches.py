@@ -47,6 +47,13 @@ class Data:
         self._validated = np.arange(first, first + num_held_out)
         self._samples, self._config, self._seed = samples, config, seed
 
+    @property
+    def identity(self) -> tuple[object, ...]:
+        """What ranks that read the same have in common; numbers alone where samples have no hash."""
+        validation_hash = getattr(self._validation, "tokens_hash", "")
+        numbers = self.num_samples, self.num_valid_labels
+        return (self.tokens_hash, validation_hash, *numbers, str(self.label_names))
+
     def step_batch(
         self, position: int, *, rank: int, world_size: int, replica: range | None = None
     ) -> StepBatch:

@@ -240,7 +240,7 @@ def _train(config: Config, world: World, folder: Path, stop: Stop) -> bool:
 
 def _refuse_other_data(config: Config, data: Data) -> None:
     """Raise ConfigError unless all ranks read the same: nodes pack what each of them sees."""
-    if len({*worlds.gather_objects((data.tokens_hash, data.num_samples))}) > 1:
+    if len({*worlds.gather_objects(data.identity)}) > 1:
         problem = f"data.path={config.data.path}: ranks read different data"
         raise ConfigError(f"{problem}; give all nodes the same files")
 
