@@ -73,6 +73,12 @@ def test_no_run_is_tried_more_often_or_unasked(folder: Path) -> None:
     done = zeroexp(folder, *HUNGRY)
     assert done.returncode == 1 and (folder / "tries").read_text() == "xx", done.stderr
     assert [*statuses(folder).values()] == ["out_of_memory"]
+    (folder / "tries").write_text(
+        "x"
+    )  # once more, and the retries of another command count for nothing
+    (job,) = jobs(folder).values()
+    again = zeroexp(folder, "--rerun", str(job.folder.parent))
+    assert again.returncode == 0 and [*statuses(folder).values()] == ["done"], again.stderr
     (folder / "tries").unlink()
     words = ["events.out_of_memory=end", "events.tell='exit 3'", "outputs=others"]
     done = zeroexp(folder, *HUNGRY, *words)

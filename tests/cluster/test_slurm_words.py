@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -356,6 +357,42 @@ def test_a_sweep_leaves_alone_what_another_command_has_submitted_again(
         sweep._execute(jobs)
     assert (tmp_path / "cancelled").read_text() == cancelled
     assert jobs[0].status == "pending"
+
+
+# A plugin that the first of two commands imports once it has chosen what it submits: in there the second one runs.
+MEETS = """
+import os, subprocess, sys
+if "SECOND" not in os.environ:
+    with open("second", "w") as file:
+        again = [sys.executable, "-m", "zeroexp", "--rerun", "sweep"]
+        subprocess.run(again, env={**os.environ, "SECOND": "1"}, stdout=file, stderr=file)
+"""
+
+
+def test_two_that_run_a_sweep_again_at_once_submit_each_point_once(slurm, tmp_path):
+    """While a point has no job, no look at it calls it cancelled for the death of who ran the sweep before."""
+    look = f"{sys.executable} -m zeroexp.watch {tmp_path}/sweep --once > /dev/null"
+    slurm(sbatch=f"echo >> {tmp_path}/ids; {look}; echo Submitted batch job 7", squeue="true")
+    (tmp_path / "meets.py").write_text(MEETS)
+    sweep = tmp_path / "sweep"
+    sweep.mkdir()
+    cluster, tracking = ClusterConfig(kind="slurm", wait=False), TrackingConfig(mlflow=False)
+    job = make_job(sweep / "run", cluster)
+    config = replace(job.config, tracking=tracking, plugins=["meets"])
+    save(config, job.folder / "config.yaml")
+    job.enter("failed", "rank 0: no")
+    write_json(job.folder / "slurm.json", {"job_id": "1"})
+    write_json(job.folder / "environment.json", {"folder": str(tmp_path)})
+    dead = {"host": socket.gethostname(), "pid": 1, "locked": True}
+    write_json(sweep / "owner.json", dead)
+    (sweep / ".owner.json.lock").touch()
+    command = [sys.executable, "-m", "zeroexp", "--rerun", "sweep"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "ids").read_text() == "\n", "one sbatch"
+    assert "another --rerun submits its points" in (tmp_path / "second").read_text()
+    assert job.status == "pending" and job.state["reason"] is None
 
 
 SAYS = "echo 'sbatch: error: Batch job submission failed: {}' >&2; exit 1"

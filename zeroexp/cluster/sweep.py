@@ -13,7 +13,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Generator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -38,6 +38,7 @@ from zeroexp.cluster.submit import slurm_id, submit_all
 from zeroexp.config import plugins
 from zeroexp.config.keys import ClusterConfig, Config, ConfigError, DamagedFile, save
 from zeroexp.measure.record import RunSummary
+from zeroexp.process import locks
 from zeroexp.process.writable import require_writable
 from zeroexp.report.exports import runs_as_json
 from zeroexp.report.loss_agreement import losses_of
@@ -63,6 +64,7 @@ from zeroexp.tracking.run import UNFINISHED, Run, run_folders
 
 FINE = ("done", "skipped")
 MAKING = ".making"  # in a sweep's folder while those of its points are made
+RERUN_LOCK = ".rerun.lock"  # there, held while points are submitted again
 HYDRA = ".hydra"  # its folder in every run, as its users expect
 TELL_SECONDS = 60.0
 ENDED = "ended"  # in place of the id of a job
@@ -83,6 +85,7 @@ class Sweep:
         self._rehearsed: dict[str, tuple[dict[str, float], str | None]] = {}
         self._rehearsal_seconds = 0.0  # spent on that so far
         self._exits = ExitStack()
+        self._while_submitting = self._exits.enter_context(ExitStack())
 
     def __enter__(self) -> Sweep:
         return self
@@ -134,6 +137,7 @@ class Sweep:
         Raises ConfigError if the process that runs them may be alive, or if no point is unfinished.
         """
         require_writable(f"--rerun {folder}", folder, "run it as who started the sweep")
+        self._submits_alone(folder)
         every = [Job(run) for run in run_folders(folder)]
         jobs = [job for job in every if self._can_be_read(job)]
         jobs.sort(key=lambda job: job.state.get("pending_at", 0.0))
@@ -143,9 +147,12 @@ class Sweep:
             remedy = "start the sweep again for them"
             print(f"zeroexp: {folder}: it was {ended}; {remedy}", file=sys.stderr)
         refresh(jobs)
-        if not all(slurm_id(job) for job in jobs):
+        try:  # a dead owner's file would have others call what is put back cancelled
             owner.take_ownership(folder)
             self._folder = folder
+        except ConfigError:
+            if not all(slurm_id(job) for job in jobs):
+                raise
         going_on = unfinished(jobs).values()  # jobs that go on in Slurm
         again = [job for job in jobs if job.status not in FINE and job not in going_on]
         if not again and not self._num_damaged:
@@ -158,6 +165,14 @@ class Sweep:
         for job in again:
             put_back(job)
         self._execute(again)
+
+    def _submits_alone(self, folder: Path) -> None:
+        """Refuse a sweep that another --rerun submits now, until this one has submitted: both would take its points."""
+        with suppress(locks.NoLocks):
+            if (held := locks.take(folder / RERUN_LOCK)) is None:
+                problem = "another --rerun submits its points; wait for that, and look at it first"
+                raise ConfigError(f"--rerun {folder}: {problem}")
+            self._while_submitting.enter_context(held)
 
     def _can_be_read(self, job: Job) -> bool:
         """Whether what a run needs to be run again can be read; a line names what can not."""
@@ -302,6 +317,7 @@ class Sweep:
 
         try:
             submit_all(queued.values())
+            self._while_submitting.close()
             ids.update((job, slurm_id(job)) for job in queued.values())
             with SweepProgress(len(jobs)) as progress:
                 for number in sorted(numbered.keys() - queued.keys()):
@@ -341,7 +357,10 @@ class Sweep:
             _add_to_environment(run.folder, {AGAIN: True})
             self._run_one(number, numbered[number], progress)
 
-    def _run_one(self, number: int, job: Job, progress: SweepProgress) -> None:
+    def _run_one(
+        self, number: int, job: Job, progress: SweepProgress, num_retries: int = 0
+    ) -> None:
+        """Run a point to its end, and again where `events` asks for that; num_retries: how often it was by now."""
         if job.status == "skipped":
             progress.end(number, "skipped", job.state["reason"], job.name)
             return
@@ -365,10 +384,10 @@ class Sweep:
         self._send(job)
         event = event_of(outcome)
         is_retried = event is not None and getattr(config.events, event) == "retry"
-        if is_retried and len([*job.folder.glob("earlier/*")]) < config.events.retries:
+        if is_retried and num_retries < config.events.retries:
             put_back(job)
             progress.again()
-            self._run_one(number, job, progress)
+            self._run_one(number, job, progress, num_retries + 1)
 
     def _rehearse(
         self, job: Job, config: Config, summary: RunSummary, cluster: LocalCluster
