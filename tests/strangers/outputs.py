@@ -18,6 +18,7 @@ from tests.strangers.lab import (
     WIDTH,
     Batch,
     Lab,
+    Setting,
     each_of,
     plain_loss,
     scenario,
@@ -234,6 +235,31 @@ def frozen_block_of_kind(lab: Lab, kind: str) -> None:
     model = Net(BLOCKS[kind])
     model.layers.requires_grad_(False)
     lab.train(lab.wrap(model))
+
+
+class Skipped(Block):
+    """Stochastic depth: it returns its input as it is."""
+
+    skips = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x if self.skips else super().forward(x)
+
+
+GATHERED_TOGETHER = (Setting("zero3"), Setting("zero3", world_size=3), Setting("zero2"))
+
+
+@variants(["gloo", "native"], GATHERED_TOGETHER, mark=None)
+def a_block_that_one_rank_alone_skips_over(lab: Lab, transport: str) -> None:
+    """Blocks are of one size, so that a gather of another block would be taken for this one's."""
+
+    def loss(model: nn.Module, batch: Batch) -> Tensor:
+        for index, layer in enumerate(model.layers):
+            layer.skips = batch.rank == 1 and index == batch.step % 3
+        return plain_loss(model, batch)
+
+    t = lab.wrap(Net(Skipped), transport=transport)
+    lab.train(t, loss, steps=range(4), num_microbatches=2)
 
 
 class WrittenAfterUse(Block):

@@ -3,7 +3,8 @@
 forward-pre hook            the unit's parameters are needed
 forward hook                they are not needed until backward; each output tensor gets a hook
 hook on an output tensor    backward reaches the module (module backward hooks do not fire where the output is
-                            no tuple of tensors, as at the root of a Hugging Face model)
+                            no tuple of tensors, as at the root of a Hugging Face model); of modules that return
+                            one tensor, as where a block is skipped, the last that ran is reached first
 post-accumulate hook        a parameter's gradient is complete
 saved-tensors hooks         autograd saves a view of gathered parameters, or asks for it again
 
@@ -69,13 +70,27 @@ def attach(unit: Unit, module: nn.Module, schedule: Schedule, observer: Observer
         for tensor in tensors_in(output):
             observer.returned(unit, tensor)
             if tensor.requires_grad and not tensor.is_leaf:  # nothing came before a leaf
-                tensor.register_hook(partial(_report, Schedule.before_backward, *weakly, ticks))
+                _call_first(tensor, partial(_report, Schedule.before_backward, *weakly, ticks))
 
     module.register_forward_pre_hook(_uncompiled(before_forward), prepend=True)
     module.register_forward_hook(_uncompiled(after_forward), always_call=True)
     for index, parameter in enumerate(unit.trainable_parameters):
         report = partial(_report, Schedule.gradient_ready, *weakly, index)
         parameter.register_post_accumulate_grad_hook(report)
+
+
+def _call_first(tensor: Tensor, hook: Callable[[Tensor], None]) -> None:
+    """Register a hook that backward calls before those that the tensor has already.
+
+    A module that returns its input shares it with the module before, which backward enters later.
+    """
+    earlier = {**(tensor._backward_hooks or {})}
+    tensor.register_hook(hook)
+    if earlier:
+        hooks: Any = tensor._backward_hooks
+        for number, each in earlier.items():  # torch calls them in order of insertion
+            del hooks[number]
+            hooks[number] = each
 
 
 def _uncompiled(hook: Callable[..., None]) -> Callable[..., None]:
