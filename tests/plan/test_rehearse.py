@@ -243,6 +243,15 @@ def check(config: Config, real: list[Steps], ranks_per_host: int | None = FAKE) 
     return each
 
 
+@pytest.mark.parametrize("stage", ["zero2", "zero3"])
+def test_what_fsdp2_gathers_is_no_activation(stage):
+    """Between forward and backward, where a step holds most, is what the form says."""
+    config = config_of(*LLAMA, *point(stage, "torch"))
+    found = rehearse(config, ranks_per_host=4).peaks
+    gathered = form_of(config, build_on_meta(config), "gloo").held_bytes("after_forward", 0)
+    assert found["backward"].by_kind["buffers"] == gathered["buffers"]
+
+
 @pytest.mark.parametrize("every", [2, 3])
 def test_what_saves_between_rare_outer_steps_is_rehearsed_where_there_is_a_state(every):
     words = (f"strategy.outer.every={every}", "train.steps=12", f"checkpoint.every={2 * every}")

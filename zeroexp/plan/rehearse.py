@@ -33,6 +33,7 @@ from torch._subclasses.fake_tensor import (
     DynamicOutputShapeException,
     FakeTensorMode,
 )
+from torch.distributed.tensor import DTensor
 
 import zeroexp
 from zeroexp.check.rules_machine import num_gpus
@@ -236,9 +237,16 @@ class _Watched:
         """stand_for: for how many microbatches of a step each one stands."""
         self._strategy, self._storages, self._timeline = strategy, storages, timeline
         self._num_steps, self._stand_for, self._left = 0, stand_for, [*stand_for]
+        for module in strategy.model.modules():  # FSDP2 frees what it gathered before backward is over
+            if any(isinstance(p, DTensor) for p in module.parameters(recurse=False)):
+                module.register_forward_pre_hook(self._name_gathered)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._strategy, name)
+
+    def _name_gathered(self, module: nn.Module, _inputs: Any) -> None:
+        own = module.parameters(recurse=False)
+        self._storages.assign_kind("buffers", (p for p in own if not isinstance(p, DTensor)))
 
     def _begin(self, phase: str, times: float = 1.0) -> None:
         self._storages.begin_phase(phase)
