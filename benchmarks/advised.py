@@ -93,7 +93,7 @@ def draw(drawn: random.Random) -> str:
 
 def advice_of(words: str) -> Advice:
     """Return all ways to do the work of a case, rehearsed."""
-    plans = Plans(ComposedPoints(words.split()), rehearses=True)
+    plans = Plans(ComposedPoints(words.split()), gives_time=True)
     plans.entries = [plan_point(config_of(words), None, "cpu")]
     (found,) = advise(plans)
     return found

@@ -8,12 +8,15 @@ from dataclasses import asdict, replace
 
 import pytest
 
+from benchmarks import advised
 from tests.composing import composed
 from zeroexp.__main__ import INTERRUPTED
 from zeroexp.config import plugins
+from zeroexp.config.keys import Config, ConfigError
 from zeroexp.plan import __main__ as plan
 from zeroexp.plan import advise as advise_module
 from zeroexp.plan import plan_points
+from zeroexp.plan import rehearse as rehearse_module
 from zeroexp.plan.advice_text import advice_json, as_text
 from zeroexp.plan.advise import Advice, advise
 from zeroexp.plan.changes import MICRO, SEQ_LEN, with_settings
@@ -238,10 +241,11 @@ def test_an_engine_that_can_not_be_rehearsed_leaves_the_others(monkeypatch):
         of = by_name[point.outcome.name].outcome
         return point._replace(outcome=replace(of, not_rehearsed=None if of.rehearsed else "values"))
 
-    points = [candidate("zero1", 2, None, 0), candidate("zero2", 1, 2.0, 5)]
-    names = ("deepspeed", "buffer")
+    points = [candidate("zero1", 2, None, 0), candidate("zero3", 2, None, 0)]
+    points.append(candidate("zero2", 1, 2.0, 5))
+    names = ("deepspeed", "deepspeed 3", "buffer")
     points = [
-        each._replace(outcome=replace(each.outcome, implementation=name, name=name))
+        each._replace(outcome=replace(each.outcome, implementation=name.split()[0], name=name))
         for each, name in zip(points, names, strict=True)
     ]
     by_name: dict[str, PlannedPoint] = dict(zip(names, points, strict=True))
@@ -249,7 +253,30 @@ def test_an_engine_that_can_not_be_rehearsed_leaves_the_others(monkeypatch):
     found = advice(*(e._replace(outcome=replace(e.outcome, rehearsed=None)) for e in points))
     advise_module._rehearse_likely_first(found, None, lambda: 0.0)
     assert found.best and found.best.outcome.implementation == "buffer"
-    assert "deepspeed is not compared: values." in as_text(found)
+    assert as_text(found).count("deepspeed is not compared: values.") == 1
+    assert not found.late and " were not rehearsed in " not in as_text(found)
+
+
+def test_what_is_named_is_another_one_where_its_full_rehearsal_fails(monkeypatch):
+    def fails(config: Config, rank: int, **_: object) -> None:
+        raise ConfigError(f"{config.strategy.name} asks for values")
+
+    monkeypatch.setattr(rehearse_module, "rehearse", fails)
+    found = advice(candidate("zero1", 1, 1.0, 5))
+    advise_module.confirm_best(found)
+    assert found.best is None and "zero1 asks for values" in as_text(found)
+
+
+def test_the_benchmark_of_advice_rehearses_all_candidates(monkeypatch):
+    gives_time: list[bool] = []
+
+    def advices(plans: Plans) -> list[Advice]:
+        gives_time.append(plans.gives_time)
+        return [advice(candidate("zero1", 1, 1.0, 5))]
+
+    monkeypatch.setattr(advised, "advise", advices)
+    advised.advice_of(" ".join(WORDS))
+    assert gives_time == [True]
 
 
 @pytest.mark.parametrize("flag", [plan.ADVISE, plan.FIT])

@@ -143,9 +143,9 @@ def _reasons(advice: Advice) -> list[str]:
         if best and not any(each.outcome.fits for each in of_stage):
             least = min(of_stage, key=lambda each: each.outcome.peak_bytes)
             reasons.append(f"{stage} does not fit: at least {_held(least)}.")
-    for each in advice.candidates:
-        if reason := each.outcome.not_rehearsed:
-            reasons.append(f"{each.outcome.implementation} is not compared: {reason}.")
+    without = [each.outcome for each in advice.candidates if each.outcome.not_rehearsed]
+    told = {f"{each.implementation} is not compared: {each.not_rehearsed}." for each in without}
+    reasons += sorted(told)
     if late := advice.late:
         spare = all(advice.only_saves_memory(each) for each in late)
         which = ", which may hold less, but are not expected to be faster" if spare else ""

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 from math import lcm
 from pathlib import Path
@@ -107,8 +107,9 @@ class Advice:
 
     @property
     def late(self) -> list[PlannedPoint]:
-        """What may fit and was not rehearsed."""
-        return [e for e in self.candidates if e.outcome.fits and not e.outcome.rehearsed]
+        """What may fit and was not rehearsed, since the time was over."""
+        others = (e for e in self.candidates if e.outcome.fits and not e.outcome.rehearsed)
+        return [e for e in others if not e.outcome.not_rehearsed]
 
 
 def way_of(each: PlannedPoint) -> tuple[str, bool]:
@@ -223,7 +224,8 @@ def _rehearse_likely_first(advice: Advice, until: float | None, now: Callable[[]
         if outcome.rehearsed is None:
             layout = outcome.implementation  # of which no other one can be
             for same in [at for at, e in left.items() if e.outcome.implementation == layout]:
-                del left[same]
+                why = replace(left.pop(same).outcome, not_rehearsed=outcome.not_rehearsed)
+                advice.candidates[same] = advice.candidates[same]._replace(outcome=why)
             continue
         beside = (outcome.peak_bytes - outcome.total.fullest) / tried.micro
         bytes_per_sample[tried.recomputes] = max(beside, 0.0)

@@ -49,7 +49,8 @@ def with_rehearsal(planned: PlannedPoint, *, quick: bool = False) -> PlannedPoin
         rehearsed = rehearse_point(planned, ranks=ranks)
         return planned._replace(outcome=replace(outcome, rehearsed=rehearsed))
     except ConfigError as error:
-        return planned._replace(outcome=replace(outcome, not_rehearsed=str(error)))
+        without = replace(outcome, rehearsed=None, not_rehearsed=str(error))
+        return planned._replace(outcome=without)
 
 
 def rehearse_point(
