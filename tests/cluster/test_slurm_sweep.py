@@ -114,6 +114,7 @@ def test_submit_leave_watch_rerun(cluster: Minicluster, tmp_path: Path) -> None:
     """The second point fails, before a rank starts, until it is repaired."""
     gate = f"test $SLURM_JOB_NUM_NODES = 1 || test -e {tmp_path}/repaired || exit 3"
     settings = [f"cluster.slurm.setup=['{gate}']", "cluster.wait=false", "world_size=1,2"]
+    settings.append(f"events.tell='cat >> {tmp_path}/told'")
     done = run(cluster, tmp_path, "zeroexp", *settings, *SMALL)
     assert done.returncode == 0, done.stderr
     first, second = jobs(tmp_path)
@@ -125,6 +126,9 @@ def test_submit_leave_watch_rerun(cluster: Minicluster, tmp_path: Path) -> None:
     assert [first.state["status"], second.state["status"]] == ["done", "failed"]
     assert "Slurm says FAILED" in second.state["reason"]
     assert in_mlflow(tmp_path) == {first.name: "FINISHED", second.name: "FAILED"}
+    run(cluster, tmp_path, "zeroexp.watch", sweep)
+    told = f"{second.folder}: failed: {second.state['reason']}\n"
+    assert (tmp_path / "told").read_text() == told, "once"
 
     (tmp_path / "repaired").touch()
     before = slurm_id(first)

@@ -20,14 +20,21 @@ from tests.warm import Warm
 from zeroexp.cluster import slurm_state
 from zeroexp.cluster.batch_file import BatchFile, batch_file
 from zeroexp.cluster.code_snapshot import PACKAGE, snapshot_code
-from zeroexp.cluster.follow import cancel_unfinished
+from zeroexp.cluster.follow import cancel_unfinished, refresh
 from zeroexp.cluster.job import Job
 from zeroexp.cluster.slurm_state import Sighting, conclude_state
 from zeroexp.cluster.submit import SUBMITTING, _complaint, submit_all
 from zeroexp.cluster.sweep import Sweep
 from zeroexp.cluster.task import DUTY, ENDED, PREEMPTED, Duty
 from zeroexp.config.job_shape import JobShape
-from zeroexp.config.keys import ClusterConfig, Config, SlurmConfig, TrackingConfig, save
+from zeroexp.config.keys import (
+    ClusterConfig,
+    Config,
+    EventsConfig,
+    SlurmConfig,
+    TrackingConfig,
+    save,
+)
 from zeroexp.process.world import device_index
 from zeroexp.tracking import attempt, failure
 from zeroexp.tracking.files import write_json
@@ -304,6 +311,18 @@ def test_the_line_counts_and_not_what_the_environment_asks_sbatch_for(slurm, tmp
 def test_no_option_of_the_environment_hides_jobs(monkeypatch):
     monkeypatch.setenv("SQUEUE_PARTITION", "other")
     assert "SQUEUE_PARTITION" not in slurm_state._ask("env")
+
+
+def test_of_a_job_that_outlives_its_sweep_whoever_sees_its_end_tells_once(slurm, tmp_path):
+    slurm(squeue="echo '17|FAILED|None|n1|N/A|0|'")
+    job = make_job(tmp_path / "run")
+    events = EventsConfig(tell=f"cat >> {tmp_path}/told")
+    save(replace(job.config, events=events), job.folder / "config.yaml")
+    job.enter("running")
+    write_json(job.folder / "slurm.json", {"job_id": "17"})
+    refresh([job])
+    refresh([job])
+    assert (tmp_path / "told").read_text() == f"{job.folder}: failed: {job.state['reason']}\n"
 
 
 def test_a_job_that_has_ended_is_not_cancelled(slurm, tmp_path):

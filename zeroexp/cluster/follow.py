@@ -18,6 +18,7 @@ from zeroexp.cluster import slurm_state
 from zeroexp.cluster.job import Job
 from zeroexp.cluster.slurm_state import Sighting, SlurmSilent
 from zeroexp.cluster.submit import SUBMITTING, adopt, is_held_back, slurm_id, submit_all
+from zeroexp.cluster.tell import tell
 from zeroexp.report.sweep_progress import SweepProgress
 from zeroexp.tracking.files import RECORDS, Tail, read_json, read_rows, step_record, write_json
 from zeroexp.tracking.run import SLURM_FILE, UNFINISHED, state_of
@@ -233,6 +234,8 @@ def _settle(job: Job, seen: Sighting | None) -> tuple[str, str | None]:
     before = job.state
     if (status, reason) != (before["status"], before["reason"]):
         job.enter(status, reason)
+        if before["status"] in UNFINISHED:
+            tell(job)
     return status, reason
 
 

@@ -19,6 +19,7 @@ from zeroexp.cluster.job import Job
 from zeroexp.cluster.local import RANK_MAIN
 from zeroexp.cluster.slurm_state import SlurmSilent, find_by_comment
 from zeroexp.cluster.task import DUTY
+from zeroexp.cluster.tell import tell
 from zeroexp.config.job_shape import JobShape
 from zeroexp.config.keys import ConfigError
 from zeroexp.tracking.files import read_json, write_json
@@ -66,6 +67,7 @@ def submit_all(jobs: Iterable[Job], *, rank_main: str = RANK_MAIN) -> None:
         except ConfigError as error:
             for job in group:
                 job.enter("failed", str(error))
+                tell(job)
 
 
 def submit_job_or_array(jobs: Sequence[Job], *, rank_main: str = RANK_MAIN) -> None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 import shlex
 import shutil
-import subprocess
 import sys
 import time
 from collections.abc import Generator, Mapping, Sequence
@@ -35,6 +34,7 @@ from zeroexp.cluster.local import LocalCluster
 from zeroexp.cluster.machine_load import begin_load
 from zeroexp.cluster.slurm_state import require_slurm
 from zeroexp.cluster.submit import slurm_id, submit_all
+from zeroexp.cluster.tell import tell
 from zeroexp.config import plugins
 from zeroexp.config.keys import ClusterConfig, Config, ConfigError, DamagedFile, save
 from zeroexp.measure.record import RunSummary
@@ -66,7 +66,6 @@ FINE = ("done", "skipped")
 MAKING = ".making"  # in a sweep's folder while those of its points are made
 RERUN_LOCK = ".rerun.lock"  # there, held while points are submitted again
 HYDRA = ".hydra"  # its folder in every run, as its users expect
-TELL_SECONDS = 60.0
 ENDED = "ended"  # in place of the id of a job
 
 
@@ -381,6 +380,7 @@ class Sweep:
         progress.end(number, outcome.status, job.state["reason"])
         if outcome.status == "done" and (summary := read_summary(job.folder)):
             self._rehearse(job, config, summary, cluster)
+        tell(job)
         self._send(job)
         event = event_of(outcome)
         is_retried = event is not None and getattr(config.events, event) == "retry"
@@ -424,7 +424,6 @@ class Sweep:
         self._uploads.look(job.folder)
 
     def _send(self, job: Job) -> None:
-        _tell(job)
         if job.config.cluster.wait:
             self._uploads.send(job.folder)
 
@@ -478,21 +477,6 @@ def _lines_of_losses(points: Sequence[MeasuredPoint]) -> list[str]:
         return []
     done = [(p, what or ("" if p.losses else "its losses can not be read")) for p, what in done]
     return [*verdict.lines_of_curves(), *(f"  {p.name}: {what}" for p, what in done if what)]
-
-
-def _tell(job: Job) -> None:
-    """Hand a line about a run that did not end well to the command of events.tell."""
-    state, quiet = job.state, (*UNFINISHED, "cancelled", "skipped")
-    if not state["reason"] or state["status"] in quiet:
-        return
-    if not (command := job.config.events.tell):
-        return
-    reason = " ".join(state["reason"].split())  # of an exception it may be several lines
-    line = f"{job.folder}: {state['status']}: {reason}\n"
-    try:
-        subprocess.run(command, shell=True, check=True, input=line.encode(), timeout=TELL_SECONDS)
-    except subprocess.SubprocessError as error:
-        print(f"zeroexp: events.tell: {error}", file=sys.stderr)
 
 
 def _new_folder(parent: Path, name: str) -> Path:

@@ -403,7 +403,8 @@ class EventsConfig:
     nan: str = choice("go_on", "end")  # a run whose loss or gradient norm is no number
     # times that a run of this machine is tried again, from its checkpoint if there is one
     retries: int = number(1, least=1, most=100)
-    # a command of the shell that reads one line about each run that does not end well, as: mail -s zeroexp me@site
+    # a command of the shell that reads one line about each run that does not end well, as: mail -s zeroexp me@site;
+    # with cluster.wait=false when watch or sync next looks
     tell: str | None = text(None, COMMAND)
 
 
