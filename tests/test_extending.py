@@ -121,3 +121,16 @@ def test_an_export_finds_a_plugin_where_its_run_was_started_or_where_one_stands(
     assert (here / "second/.metadata").is_file()
     with pytest.raises(AssertionError, match=f"plugins=.convolutions.: no module .* {tmp_path}; "):
         give(tmp_path, f"zeroexp.export {run} --format dcp --to third")
+
+
+def test_a_model_that_exits_as_it_is_built_is_named(tmp_path):
+    """It would end the process that starts ranks, too, which imports what they will need."""
+    file = in_an_empty_folder(tmp_path) / "convolutions.py"
+    file.write_text(
+        file.read_text().replace("    shape = {key", "    raise SystemExit(0)\n    shape = {key")
+    )
+    words = "plugins=convolutions model=convolutions data=synthetic world_size=1"
+    with pytest.raises(
+        AssertionError, match="convolutions: raised SystemExit: 0 at line .*; repair"
+    ):
+        give(tmp_path, f"zeroexp {words}", *SMALL)

@@ -79,7 +79,7 @@ def _answer(
     if "run" in request:
         return {"ended": _run(Path(request["run"]), control, module.prepare, main)}
     if configs := request.get("points"):
-        with contextlib.suppress(Exception):  # it is met again in the fork
+        with contextlib.suppress(Exception, SystemExit):  # it is met again in the fork
             plugins.load(configs[0].plugins)
             module.import_for(configs[0])
         work = partial(_tried, configs)
@@ -131,11 +131,11 @@ def _tried(configs: Sequence[Config]) -> dict[str, Any]:
         with open_nodes(configs[0].cluster):  # all are of one cluster
             pass
         return {"tried": try_points(configs)}
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         return {"tried": _portable(error)}
 
 
-def _portable(error: Exception) -> Exception:
+def _portable(error: BaseException) -> BaseException:
     """Return the error in a form that the sweep can raise: where others are to blame, their frames stay here."""
     if isinstance(error, ConfigError):
         return ConfigError(str(error))

@@ -63,7 +63,7 @@ def main() -> int:
         return REFUSED
     except KeyboardInterrupt:
         return INTERRUPTED
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         if (told := plugins.blamed(error)) is None:
             raise
         print(f"zeroexp: {told}", file=sys.stderr)

@@ -205,7 +205,7 @@ def _needs_of_values_told(family: str) -> Generator[None]:
         yield
     except ConfigError:
         raise
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         frames = traceback.extract_tb(error.__traceback__)
         last = [frame for frame in frames if not frame.filename.startswith(WATCHING)][-1]
         if last.filename.startswith(OURS):

@@ -83,7 +83,7 @@ def prepare(folder: Path) -> None:
     It starts no thread and leaves no model in memory.
     """
     compile_allocator()
-    with contextlib.suppress(Exception):  # the ranks meet the same error and report it
+    with contextlib.suppress(Exception, SystemExit):  # the ranks meet the same error and report it
         import_for(_config(folder))
 
 
