@@ -131,6 +131,6 @@ def test_a_model_that_exits_as_it_is_built_is_named(tmp_path):
     )
     words = "plugins=convolutions model=convolutions data=synthetic world_size=1"
     with pytest.raises(
-        AssertionError, match="convolutions: raised SystemExit: 0 at line .*; repair"
+        AssertionError, match=r"convolutions: raised SystemExit: 0 at line .*; repair"
     ):
         give(tmp_path, f"zeroexp {words}", *SMALL)

@@ -83,6 +83,36 @@ def test_one_that_a_run_waits_for_stays_until_that_run_has_ended(run, tmp_path):
     assert names(run) == [".attempt", "step-000006"]
 
 
+def test_a_pin_of_a_run_whose_sweep_can_not_be_read_holds(run, tmp_path):
+    (tmp_path / "sweep/waiting").mkdir(parents=True)
+    commit(run, 2, 4)
+    folders.pin(run / "checkpoint" / "step-000002", tmp_path / "sweep/waiting")
+    write_json(tmp_path / "sweep/waiting/state.json", {"status": "pending", "reason": None})
+    (tmp_path / "sweep/owner.json").touch()  # as a power cut leaves it
+    folders.keep_newest(run, 1)
+    assert steps_of(run) == [2, 4]
+
+
+def test_a_pin_is_never_seen_without_its_name(run, tmp_path, monkeypatch):
+    """Else who looks takes its writer for one that was killed, and removes it."""
+    (tmp_path / "waiting").mkdir()
+    write_json(tmp_path / "waiting/state.json", {"status": "pending", "reason": None})
+    commit(run, 2, 4)
+    opens = Path.open
+
+    def open_while_another_looks(path: Path, mode: Any = "r", **words: Any) -> Any:
+        file = opens(path, mode, **words)
+        for pin in (run / "checkpoint").glob(".pin.*") if mode == "wb" else ():
+            folders._holds(pin)  # pyright: ignore[reportPrivateUsage]
+        return file
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "open", open_while_another_looks)
+        folders.pin(run / "checkpoint" / "step-000002", tmp_path / "waiting")
+    folders.keep_newest(run, 1)
+    assert steps_of(run) == [2, 4]
+
+
 def test_who_pins_removes_the_pins_of_runs_that_have_ended_and_those_cut_short(run, tmp_path):
     """The run that saved them may have ended, and removes none; a writer may be killed before it has said its name."""
     waiting, killed, dead = (tmp_path / name for name in ("waiting", "killed", "dead"))
@@ -104,6 +134,21 @@ def test_the_next_start_removes_what_is_unfinished_or_half_removed(run):
     (run / "checkpoint" / ".step-000001.leaving").mkdir()
     folders.register_attempt(run, 0)
     assert names(run) == [".attempt", "step-000002"]
+
+
+def test_an_older_attempt_that_still_writes_does_not_end_the_new_one(run, monkeypatch):
+    write(run, 4)
+    rmdir = os.rmdir
+
+    def write_on(path: str, *, dir_fd: int | None = None) -> None:
+        (folders.unfinished_folder(run, 4, 0) / "late").touch()
+        rmdir(path, dir_fd=dir_fd)
+
+    monkeypatch.setattr(os, "rmdir", write_on)
+    folders.register_attempt(run, 1)
+    monkeypatch.undo()
+    folders.register_attempt(run, 2)
+    assert names(run) == [".attempt"]
 
 
 def test_one_that_is_there_already_is_left_as_it_is(run):

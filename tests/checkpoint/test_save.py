@@ -10,6 +10,7 @@ import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -162,6 +163,15 @@ def out_of_room(*_: object) -> int:
 
 class FullDisk(io.StringIO):
     write = out_of_room
+
+
+def test_what_is_wrong_with_older_ones_fails_no_save(saver, tmp_path, monkeypatch, capsys):
+    stale = OSError(errno.ESTALE, "Stale file handle")
+    monkeypatch.setattr(folders, "complete_checkpoints", Mock(side_effect=stale))
+    saver.save_now(2)
+    saver.close()
+    assert read_manifest(checkpoint(tmp_path, 2)).step == 2
+    assert "older checkpoints stay: " in capsys.readouterr().err
 
 
 def test_a_save_that_fails_on_the_disk_of_its_log_ends_all_the_same(saver, tmp_path, monkeypatch):

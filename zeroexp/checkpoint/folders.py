@@ -19,9 +19,9 @@ from pathlib import Path
 from typing import Any
 
 from zeroexp.checkpoint.manifest import MANIFEST, CheckpointError, Manifest
-from zeroexp.config.keys import ConfigError
+from zeroexp.config.keys import ConfigError, DamagedFile
 from zeroexp.process.content_hash import hash_of
-from zeroexp.process.durable import appearing, sync, write_durably
+from zeroexp.process.durable import appearing, replace_durably, sync, write_durably
 from zeroexp.tracking.run import UNFINISHED as GOES_ON
 from zeroexp.tracking.run import state_of
 
@@ -116,7 +116,8 @@ def register_attempt(run: Path, attempt: int) -> None:
         (folder / f"{ATTEMPT}.{attempt}").replace(folder / ATTEMPT)
         sync(folder)
         for path in folder.glob(f"{UNFINISHED}*"):
-            shutil.rmtree(path)
+            # A rank of the older attempt may still write there; the next start removes what it leaves.
+            shutil.rmtree(path, ignore_errors=True)
     except OSError as error:
         remedy = _remedy(error, "set outputs to a folder that can be written")
         raise CheckpointError(f"{folder}: {error.strerror}; {remedy}") from error
@@ -152,7 +153,7 @@ def pin(checkpoint: Path, run: Path) -> None:
     """
     name = f"{PIN}.{checkpoint.name}.{hash_of([os.fsencode(run)])}"
     with contextlib.suppress(OSError):  # another user's folder may not be writable
-        write_durably(checkpoint.with_name(name), os.fsencode(run))
+        replace_durably(checkpoint.with_name(name), os.fsencode(run))
         for path in checkpoint.parent.glob(f"{PIN}.*"):
             _holds(path)  # the run that saved here may have ended, and removes no pin any more
 
@@ -160,7 +161,8 @@ def pin(checkpoint: Path, run: Path) -> None:
 def _holds(path: Path) -> bool:
     """Tell whether the run of this pin has not ended, and remove the pin if it has.
 
-    A pin without a name is one whose writer was killed. One that can not be read, or whose run can not, holds.
+    One without a name is of an older version, whose writer was killed. One that can not be read, or whose run can not,
+    holds.
     """
     try:
         name = os.fsdecode(path.read_bytes())
@@ -169,7 +171,7 @@ def _holds(path: Path) -> bool:
         path.unlink()
     except FileNotFoundError:  # another command has removed it meanwhile
         return False
-    except OSError:
+    except (OSError, DamagedFile):
         return True
     return False
 

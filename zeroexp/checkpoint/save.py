@@ -194,11 +194,14 @@ class Saver:
                 raise CheckpointError(f"{missing}, although its rank wrote it; {remedy}")
             write_durably(folder / MANIFEST, to_json(manifest))
             folders.commit(self._run, saved.step, self._attempt)
-            folders.keep_newest(self._run, self._config.checkpoint.keep)
         except CheckpointError as error:
             return _first_line(error), 0
         except Exception as error:
             return f"rank 0: {type(error).__name__}: {_first_line(error)}", 0
+        try:
+            folders.keep_newest(self._run, self._config.checkpoint.keep)
+        except Exception as error:  # this checkpoint is whole, whatever is wrong with older ones
+            print(f"older checkpoints stay: {_first_line(error)}", file=sys.stderr)
         pieces = [(tensor, piece) for _, tensor in manifest.tensors() for piece in tensor.pieces]
         return None, sum(tensor.num_bytes(piece) for tensor, piece in pieces)
 
