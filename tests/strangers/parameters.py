@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -13,6 +14,7 @@ from tests.strangers.lab import (
     EVERY_WAY,
     WIDTH,
     Lab,
+    Setting,
     adamw,
     each_of,
     scenario,
@@ -216,6 +218,45 @@ def a_buffer_that_is_a_weight(lab: Lab) -> None:
     model = Net()
     model.register_buffer("codes", model.layers[1].up.weight.data[1:])
     lab.train(lab.wrap(model))
+
+
+class KeepingAView(Block):
+    """Its constructor keeps a view of a weight, which follows the weight as long as both lie in one memory."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        weight = self.down.weight
+        kept = {"transposed": weight.t(), "flat": weight.view(-1), "data": weight.data}[how]
+        self.kept: Any = {"of": [kept]} if how == "flat" else kept
+
+    def forward(self, x: Tensor) -> Tensor:
+        kept = self.kept["of"][0] if isinstance(self.kept, dict) else self.kept
+        return super().forward(x) * kept.square().sum()
+
+
+@variants(
+    ["transposed", "flat", "data"],
+    (*BY_STAGE, Setting("zero2", world_size=1)),
+    refused=r"parameter layers.\d.down.weight and attribute layers.\d.kept lie in the same memory",
+)
+def a_view_that_the_constructor_keeps(lab: Lab, how: str) -> None:
+    """Forward would compute with the first values for ever."""
+    lab.train(lab.wrap(Net(lambda: KeepingAView(how))))  # pyright: ignore[reportArgumentType]
+
+
+@scenario()
+def weights_and_copies_that_the_constructor_keeps(lab: Lab) -> None:
+    """Weights themselves in a list, and their first values, are no views."""
+
+    class Keeping(Block):
+        def __init__(self) -> None:
+            super().__init__()
+            self.own, self.first = [self.down.weight], self.down.weight.detach().clone()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x) * (self.own[0] - self.first).square().sum().exp()
+
+    lab.train(lab.wrap(Net(Keeping)))
 
 
 class Conjugating(Block):

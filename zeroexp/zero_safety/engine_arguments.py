@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+from torch.utils._pytree import tree_leaves
 
 from zeroexp.comm.collectives import TRANSPORTS
 from zeroexp.comm.traits import ALL
@@ -193,29 +194,42 @@ def _refuse_blocks(module: nn.Module, blocks: Sequence[str]) -> None:
 
 
 def _refuse_overlaps(module: nn.Module) -> None:
-    """Raise ValueError for a parameter that shares memory with another, or with a buffer: they would part.
+    """Raise ValueError for a parameter that shares memory with another, a buffer or an attribute: they would part.
 
     Parameters are moved to memory of their own.
     """
     parameters = [("parameter", name, each) for name, each in module.named_parameters()]
     buffers = [("buffer", name, each) for name, each in module.named_buffers()]
+    known = {id(each) for _, _, each in (*parameters, *buffers)}
+    attributes = (each for each in _attributes(module) if id(each[2]) not in known)
     ends = sorted(
-        (*_extent(each), kind == "buffer", f"{kind} {name}")
-        for kind, name, each in (*parameters, *buffers)
-        if each.numel() and each.device.type != "meta" and each.layout is torch.strided
+        (*_extent(each), kind != "parameter", f"{kind} {name}")
+        for kind, name, each in (*parameters, *buffers, *attributes)
+        if each.layout is torch.strided and each.numel()
     )
-    reached: dict[bool, tuple[int, int, str]] = {}  # is a buffer -> the one that reaches furthest
-    for storage, start, stop, is_buffer, what in ends:
+    reached: dict[bool, tuple[int, int, str]] = {}  # is no parameter -> what reaches furthest
+    for storage, start, stop, is_other, what in ends:
         for others in (False, True):
             before = reached.get(others)
-            if (is_buffer and others) or before is None or before[0] != storage:
+            if (is_other and others) or before is None or before[0] != storage:
                 continue
             if start < before[1]:
                 raise ValueError(
-                    f"{before[2]} and {what} lie in the same memory: make them one parameter, or clone one"
+                    f"{before[2]} and {what} lie in the same memory: make them one parameter, a view in forward, or "
+                    "a clone"
                 )
-        if is_buffer not in reached or reached[is_buffer][:2] < (storage, stop):
-            reached[is_buffer] = storage, stop, what
+        if is_other not in reached or reached[is_other][:2] < (storage, stop):
+            reached[is_other] = storage, stop, what
+
+
+def _attributes(module: nn.Module) -> Iterator[tuple[str, str, Tensor]]:
+    """Yield the tensors in attributes of modules, but for those that a pre-hook (spectral_norm) makes anew."""
+    for prefix, each in module.named_modules():
+        made = {getattr(hook, "name", None) for hook in each._forward_pre_hooks.values()}
+        for name, value in vars(each).items():
+            for leaf in tree_leaves(value) if name not in made else ():
+                if isinstance(leaf, Tensor) and not is_traceable_wrapper_subclass(leaf):
+                    yield "attribute", f"{prefix}.{name}".lstrip("."), leaf
 
 
 def _extent(tensor: Tensor) -> tuple[int, int, int]:
