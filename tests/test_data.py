@@ -812,6 +812,16 @@ def test_what_decides_tokens_is_in_their_identity(tmp_path):
     assert len({str(each) for each in (first, second, identity_of(plain))}) == 3
 
 
+def test_the_shipped_text_is_packed_once_for_all_copies_of_the_code(cache, tmp_path, monkeypatch):
+    """Every sweep on Slurm has one."""
+    opened("offline", seq_len=40)
+    before = {path.name for path in cache.iterdir()}
+    shutil.copytree(CORPUS, tmp_path / "corpus")
+    monkeypatch.setattr("zeroexp.data.sources.CORPUS", tmp_path / "corpus")
+    opened("offline", seq_len=40)
+    assert {path.name for path in cache.iterdir()} == before
+
+
 def test_a_vocabulary_of_more_words_than_16_bits_count(tmp_path):
     words = {f"w{number}": number for number in range(70_000)}
     tokenizer = Tokenizer(WordLevel(words, unk_token="w0"))

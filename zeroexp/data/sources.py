@@ -88,7 +88,12 @@ def text_files(config: DataConfig) -> list[Path]:
 
 
 def source_identity(config: DataConfig, files: list[Path]) -> list[list[str | int]]:
-    """Return what identifies the text: the hub id, or the name and content hash of each file."""
+    """Return what identifies the text: the hub id, or the name and content hash of each file.
+
+    The shipped text is the same wherever a copy of this code lies, as in the folder of each sweep on Slurm.
+    """
     if not files:
         return [[str(config.path), config.limit or 0]]
-    return [[str(file.resolve()), hash_of_file(file), config.limit or 0] for file in files]
+    names = ["" if file.parent == CORPUS else str(file.resolve()) for file in files]
+    hashes = map(hash_of_file, files)
+    return [[name, each, config.limit or 0] for name, each in zip(names, hashes, strict=True)]
