@@ -148,6 +148,13 @@ def test_what_nobody_knows_is_not_proved(sweep: Path) -> None:
     assert conclude(points(sweep)).claim_lines[0].startswith("Verdict: 4 of 6")
 
 
+def test_what_no_engine_of_the_study_counts_is_not_claimed(sweep: Path) -> None:
+    shutil.rmtree(sweep / "ours")
+    verdict, *lines = conclude(points(sweep)).claim_lines
+    assert verdict == "Verdict: 4 of 4 claims hold."
+    assert [line.split(":")[0].strip() for line in lines[2:]] == ["bytes held", "peaks"]
+
+
 def test_another_study_claims_nothing(sweep: Path) -> None:
     edit(sweep / "ours/config.yaml", "plan_must_hold: true", "plan_must_hold: false")
     assert conclude(points(sweep)).claim_lines == []

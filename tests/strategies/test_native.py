@@ -6,6 +6,8 @@ What they hold: tests/plan/test_torch_closed_forms.py.
 from __future__ import annotations
 
 import warnings
+from dataclasses import replace
+from datetime import timedelta
 from functools import partial
 from typing import Any
 
@@ -19,6 +21,7 @@ from tests.models_for_tests import MODELS
 from tests.oracle import Recipe, assembled, build_on_rank, configured, pieces_of, run_steps
 from tests.ranks import RankError
 from zeroexp.config.optimizer import optimizer_factory, parameter_groups
+from zeroexp.engines import torch_fsdp2
 from zeroexp.engines.torch_ddp import TorchDDP
 from zeroexp.engines.torch_fsdp2 import TorchFSDP2
 from zeroexp.interface.canonical import merge
@@ -164,6 +167,18 @@ def test_fsdp2_saves_no_part_of_a_number_as_the_whole(ranks):
 def test_fsdp2_in_two_groups_equals_one_process(ranks, stage, precision):
     """Also its state: each element is given once, by one of the groups."""
     check(ranks, HSDP[stage], Recipe(world_size=4, precision=precision))
+
+
+def timeouts_of_groups(world: World) -> list[timedelta]:
+    """Of the mesh itself: tensors of an equal one may show that of an engine before."""
+    patient = replace(world, timeout_seconds=7200.0, lane="patient")  # no group of before
+    mesh = torch_fsdp2._mesh(patient, 2)
+    groups = (mesh.get_group(name) for name in ("replicate", "shard"))
+    return [each._get_backend(world.device).options._timeout for each in groups]
+
+
+def test_groups_of_fsdp2_are_as_patient_as_the_run(ranks):
+    assert ranks(timeouts_of_groups, world_size=4) == [[timedelta(hours=2)] * 2] * 4
 
 
 class Scaled(nn.LayerNorm):

@@ -23,7 +23,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import unset_fake_temporarily
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
@@ -202,10 +202,7 @@ def _shard(
     world: World,
     replicas: int,
 ) -> None:
-    shape, names = (replicas, world.size // replicas), ("replicate", "shard")
-    first = 0 if replicas > 1 else 1
-    with unset_fake_temporarily():  # a mesh reads the ranks that it is made of
-        mesh = init_device_mesh(world.device.type, shape[first:], mesh_dim_names=names[first:])
+    mesh = _mesh(world, replicas)
     policy = MixedPrecisionPolicy()
     if dtypes.compute != dtypes.master or dtypes.reduce != dtypes.master:
         policy = MixedPrecisionPolicy(param_dtype=dtypes.compute, reduce_dtype=dtypes.reduce)
@@ -217,3 +214,20 @@ def _shard(
             # Reduce to plain sums, see [Note: who divides]; the second line avoids an operation that gloo lacks.
             submodule.set_gradient_divide_factor(1.0)
             submodule.set_force_sum_reduction_for_comms(True)
+
+
+def _mesh(world: World, replicas: int) -> DeviceMesh:
+    """Return the mesh of these ranks, whose groups are as patient as the world: torch makes its own by its defaults."""
+    group, holders = world.split(RankGrid(world.size, replicas))
+    parts = {"replicate": holders, "shard": group} if replicas > 1 else {"shard": group}
+    with unset_fake_temporarily():  # a mesh reads the ranks that it is made of
+        for part in parts.values():
+            part.join()
+        ranks = torch.arange(world.size).view(replicas, -1) if replicas > 1 else None
+        groups = [part.process_group for part in parts.values()]
+        return DeviceMesh.from_group(
+            groups if replicas > 1 else groups[0],
+            world.device.type,
+            ranks,
+            mesh_dim_names=(*parts,),
+        )
