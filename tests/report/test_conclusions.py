@@ -21,6 +21,7 @@ from zeroexp.report.conclusions import (
     lines_of_moved,
     points_that_moved,
 )
+from zeroexp.report.exports import as_json
 from zeroexp.report.loss_agreement import losses_of
 from zeroexp.report.measured_points import MeasuredPoint, points_of
 from zeroexp.report.page.losses import loss_chart
@@ -185,6 +186,30 @@ def test_points_that_differ_in_what_they_save_are_each_beside_themselves(tmp_pat
     pairs, alone = points_that_moved(points(tmp_path / "before"), points(tmp_path / "after"))
     assert {one.name: one.has_moved for one in pairs} == {"zero3-1": True, "zero3-null": False}
     assert alone == []
+
+
+def test_each_of_two_sweeps_claims_by_itself(tmp_path: Path) -> None:
+    for sweep, bound, wrong in (("before", "1e-5", "zero3"), ("after", "10", "ddp")):
+        for strategy in ("ddp", "zero3"):
+            folder = write_run(tmp_path / sweep / strategy, strategy)
+            config = composed(f"strategy={strategy}", f"study.loss_agreement={bound}")
+            save(config, folder / "config.yaml")
+            if strategy == wrong:
+                edit(folder / "records.jsonl", '"loss": ', '"loss": 1')
+    both = [*read_runs(tmp_path / "before")[0], *read_runs(tmp_path / "after")[0]]
+    found = conclude(points_of(both))
+    (line,) = found.broken
+    assert line.startswith("before: 2 loss curves DISAGREE")
+    head, line = found.claim_lines
+    assert head == "after:" and line.startswith("  2 loss curves agree")
+    told = json.loads(as_json(points_of(both), [], found))["losses"]["curves"]
+    assert {curve["point"]: curve["agrees"] for curve in told} == {
+        "before/ddp": True,
+        "before/zero3": False,
+        "after/ddp": True,
+        "after/zero3": True,
+    }
+    assert "losses" not in {card.label for card in headline_cards(points_of(both))}
 
 
 def test_times_of_many_points_are_compared_as_many(

@@ -12,7 +12,6 @@ import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from zeroexp.config.keys import ConfigError
@@ -21,6 +20,7 @@ from zeroexp.report.measured_points import (
     OUTSIDE,
     MeasuredPoint,
     Round,
+    by_sweep,
     distinguishing_keys,
     of_one_seed,
     seed_of,
@@ -342,7 +342,7 @@ class Conclusions:
     broken: list[str]
     qualities: list[Quality]  # of each point over seeds; empty where none has several
     claims: list[Claim]
-    claim_lines: list[str]  # of a study with plan_must_hold
+    claim_lines: list[str]  # of a study with plan_must_hold, and of each of several sweeps
 
     @property
     def verdicts(self) -> list[str]:
@@ -372,17 +372,20 @@ def conclude(points: Sequence[MeasuredPoint], reference: str | None = None) -> C
     """Raises ConfigError if no point has the reference's name."""
     chosen, compared = compare_points(points, reference)
     broken = [line for point in points for line in lines_of_varied_numbers(point)]
-    claims, lines, sweeps = list[Claim](), list[str](), dict[Path, list[MeasuredPoint]]()
-    for point in points:
-        sweeps.setdefault(point.run.folder.parent, []).append(point)
-    for own in sweeps.values():  # a study speaks of its own points
+    claims, lines = list[Claim](), list[str]()
+    for own in by_sweep(points):  # a study speaks of its own points
         studies = [json.loads(point.run.config.get("study.must_equal", "[]")) for point in own]
         must_equal = dict.fromkeys(word for words in studies for word in words)
         broken += [f"study.must_equal: {x}" for x in lines_of_broken_must_equal(own, must_equal)]
         found = claims_of(own)
         claims += found
-        lines += lines_of(found) if is_proof(own) else []
-    broken += [claim.line for claim in claims if not claim.holds]
+        told = lines_of(found) if is_proof(own) else []
+        sweep, _, _ = own[0].name.rpartition("/")  # of several each has its name
+        if sweep and (told := told or [f"  {claim.line}" for claim in found if claim.holds]):
+            told = [f"{sweep}:", *told]
+        lines += told
+        named = f"{sweep}: " if sweep else ""
+        broken += [f"{named}{claim.line}" for claim in found if not claim.holds]
     qualities = _qualities(points, chosen)
     return Conclusions(chosen, compared, _doubts(points), broken, qualities, claims, lines)
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from zeroexp.report.columns import Column, exported_columns
 from zeroexp.report.conclusions import Conclusions, conclude, differences
-from zeroexp.report.loss_agreement import losses_of
+from zeroexp.report.loss_agreement import losses_of_sweeps
 from zeroexp.report.measured_points import MeasuredPoint, points_of
 from zeroexp.tracking.json_files import dumps
 from zeroexp.tracking.run import Run
@@ -30,7 +30,7 @@ def as_json(
     problems: Sequence[str] = (),
 ) -> str:
     """Return one object: `format`, `points`, what is concluded of them, and lines about runs that are left out."""
-    losses = losses_of(points)
+    losses = losses_of_sweeps(points)
     content = {
         "format": FORMAT,
         "points": rows_of(points, columns),
@@ -39,7 +39,7 @@ def as_json(
             {"point": name, **asdict(comparison)}
             for name, comparison in conclusions.comparisons.items()
         ],
-        "losses": losses and asdict(losses),  # how far each curve lies from the first
+        "losses": losses and asdict(losses),  # how far each curve lies from the first of its sweep
         "qualities": [asdict(quality) for quality in conclusions.qualities],
         "differences": differences(points),
         "doubts": conclusions.doubts,

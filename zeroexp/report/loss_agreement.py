@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import fmean
 
-from zeroexp.report.measured_points import MeasuredPoint, of_one_seed
+from zeroexp.report.measured_points import MeasuredPoint, by_sweep, of_one_seed
 
 MUST_FALL, AGREEMENT = "study.loss_must_fall", "study.loss_agreement"
 
@@ -115,6 +115,13 @@ def losses_of(points: Sequence[MeasuredPoint]) -> LossVerdict | None:
     curves = {point.name: point.losses for point in recorded}
     apart = [point.name for point in recorded if point.outer_every]
     return judge_losses(curves, apart, bound=bound, must_fall=must_fall)
+
+
+def losses_of_sweeps(points: Sequence[MeasuredPoint]) -> LossVerdict | None:
+    """Judge the curves of each sweep by its own study and beside its own first; the rest is of the first sweep."""
+    verdicts = [verdict for own in by_sweep(points) if (verdict := losses_of(own))]
+    curves = [curve for verdict in verdicts for curve in verdict.curves]
+    return replace(verdicts[0], curves=curves) if verdicts else None
 
 
 def judge_losses(

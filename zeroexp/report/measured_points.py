@@ -12,6 +12,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cache, cached_property
 from operator import attrgetter
+from pathlib import Path
 from statistics import fmean, median
 
 from zeroexp.config.keys import Config
@@ -186,6 +187,13 @@ def points_of(runs: Sequence[Run]) -> list[MeasuredPoint]:
         )
         for group in groups.values()
     ]
+
+
+def by_sweep(points: Sequence[MeasuredPoint]) -> list[list[MeasuredPoint]]:
+    sweeps: dict[Path, list[MeasuredPoint]] = {}
+    for point in points:
+        sweeps.setdefault(point.run.folder.parent, []).append(point)
+    return [*sweeps.values()]
 
 
 def _cell(run: Run) -> tuple[str, ...]:

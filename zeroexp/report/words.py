@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from zeroexp.report.columns import Column, all_columns
 from zeroexp.report.loss_agreement import losses_of
-from zeroexp.report.measured_points import MeasuredPoint
+from zeroexp.report.measured_points import MeasuredPoint, by_sweep
 from zeroexp.report.statistics import drift_lines
 
 LEAST = {  # label of a card -> the column whose least number it shows
@@ -51,7 +51,8 @@ def headline_cards(points: Sequence[MeasuredPoint]) -> list[Card]:
     columns = {column.key: column for column in all_columns(points)}
     cards = [_least(label, columns[key], points) for label, key in LEAST.items()]
     losses = losses_of(points)
-    if losses and losses.distance:
+    is_one_sweep = len(by_sweep(points)) == 1
+    if losses and losses.distance and is_one_sweep:  # others may be meant to train otherwise
         cards.append(Card("losses", *losses.distance))
     return [card for card in cards if card]
 
