@@ -11,9 +11,13 @@ import pytest
 from tests.run_folders import write_run
 from tests.somebody_else import not_root, open_to_all, read_only
 from zeroexp import watch
+from zeroexp.cluster.follow import refresh
 from zeroexp.cluster.job import Job
 from zeroexp.config.keys import load, save
 from zeroexp.process.json_output import REFUSED
+from zeroexp.sync import jobs_of
+from zeroexp.tracking import owner
+from zeroexp.tracking.files import write_json
 
 
 def run_of(sweep: Path, strategy: str, status: str, reason: str | None = None) -> None:
@@ -37,6 +41,30 @@ def test_a_sweep_that_is_over(
     assert watched(monkeypatch, str(tmp_path), "--once") == watch.SOMETHING_FAILED
     assert watched(monkeypatch, str(tmp_path)) == watch.SOMETHING_FAILED, "nothing to follow"
     assert "rank 1 on node2: ValueError: no" in capsys.readouterr().out
+
+
+def test_a_sweep_is_shown_where_slurm_does_not_answer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As it was at the last look; but whether a job was cancelled is then unknown."""
+    run_of(tmp_path, "zero2", "running")
+    write_json(tmp_path / "zero2-buffer-n2" / "slurm.json", {"job_id": "17"})
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert watched(monkeypatch, str(tmp_path), "--once") == watch.EVERYTHING_FINE
+    told = capsys.readouterr()
+    assert told.err.startswith("zeroexp: states are those of the last look: squeue is not here")
+    assert "running" in told.out
+    assert watched(monkeypatch, str(tmp_path), "--cancel") == REFUSED
+
+
+def test_a_look_leaves_an_end_that_is_written_meanwhile(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run_of(tmp_path, "zero2", "running")
+    (job,) = jobs_of(tmp_path)
+    monkeypatch.setattr(owner, "is_abandoned", lambda _: job.enter("failed", "rank 0: no"))
+    refresh([job])
+    assert job.status == "failed"
 
 
 def test_a_folder_that_is_no_sweep_is_one_line(
@@ -64,7 +92,7 @@ def test_a_sweep_of_somebody_else_is_one_line(
         with read_only(jobs[0].folder), not_root():
             jobs[0].enter("failed")
 
-    monkeypatch.setattr(watch, "refresh", find_ended)
+    monkeypatch.setattr(watch, "refresh_if_slurm_answers", find_ended)
     with open_to_all() as sweep:
         run_of(sweep, "zero2", "running")
         assert watched(monkeypatch, str(sweep), "--once") == REFUSED

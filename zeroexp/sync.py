@@ -11,9 +11,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from zeroexp.cluster.follow import refresh
+from zeroexp.cluster.follow import refresh_if_slurm_answers
 from zeroexp.cluster.job import Job
-from zeroexp.cluster.slurm_state import SlurmSilent
 from zeroexp.config.keys import ConfigError
 from zeroexp.process.json_output import answer, parser_of
 from zeroexp.tracking.json_files import dumps
@@ -32,10 +31,7 @@ def _sync(told: list[str] | None) -> int:
     )
     sweep = parser.parse_args().sweep.resolve()
     jobs = jobs_of(sweep)
-    try:
-        refresh(jobs)
-    except SlurmSilent as error:
-        print(f"zeroexp: states are those of the last look: {error}", file=sys.stderr)
+    refresh_if_slurm_answers(jobs)
     uploads = UploadsOfSweep()
     sent = sync(jobs, uploads)
     if not uploads.num_stores:

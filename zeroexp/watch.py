@@ -16,7 +16,7 @@ from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
 
-from zeroexp.cluster.follow import cancel, follow, refresh, unfinished
+from zeroexp.cluster.follow import cancel, follow, refresh_if_slurm_answers, unfinished
 from zeroexp.cluster.job import Job
 from zeroexp.cluster.submit import is_held_back, slurm_id
 from zeroexp.config.keys import ConfigError
@@ -69,8 +69,9 @@ def parse_arguments() -> argparse.Namespace:
 
 def watch(arguments: argparse.Namespace) -> int:
     jobs = jobs_of(arguments.sweep)
-    refresh(jobs)
-    if arguments.cancel:
+    if not arguments.cancel:
+        refresh_if_slurm_answers(jobs)
+    else:
         for job in cancel(jobs, "cancelled by watch --cancel"):
             print(f"cancelled {job.name} (Slurm job {slurm_id(job)})")
     uploads = UploadsOfSweep()

@@ -25,7 +25,7 @@ from zeroexp.cluster.job import Job
 from zeroexp.cluster.slurm_state import Sighting, conclude_state
 from zeroexp.cluster.submit import SUBMITTING, _complaint, submit_all
 from zeroexp.cluster.sweep import Sweep
-from zeroexp.cluster.task import DUTY, ENDED, PREEMPTED, Duty
+from zeroexp.cluster.task import DUTY, ENDED, PREEMPTED, WANTS_ANOTHER, Duty
 from zeroexp.config.job_shape import JobShape
 from zeroexp.config.keys import (
     ClusterConfig,
@@ -111,6 +111,22 @@ def test_the_batch_file_asks_for_what_the_point_takes(tmp_path: Path) -> None:
         assert f"#SBATCH {line}\n" in text, line
     assert text.index("module load cuda") < text.index("\nsrun ")
     assert "--kill-on-bad-exit=1" in text
+
+
+def test_a_batch_file_heeds_neither_the_users_options_nor_what_a_killed_attempt_asked_for(
+    slurm, monkeypatch, tmp_path
+):
+    slurm(srun=f"env > {tmp_path}/seen", squeue="true", scontrol=f'echo "$@" >> {tmp_path}/asked')
+    job = make_job(tmp_path / "run", ClusterConfig(kind="slurm", requeue=True))
+    (job.folder / "slurm").mkdir()
+    (job.folder / "slurm" / WANTS_ANOTHER).touch()
+    monkeypatch.setenv("SQUEUE_PARTITION", "other")
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    batch = tmp_path / "batch.sh"
+    batch.write_text(batch_file(job).text())
+    subprocess.run(["bash", batch], check=True, timeout=60)
+    assert "SQUEUE" not in (tmp_path / "seen").read_text()
+    assert "requeue" not in (tmp_path / "asked").read_text()
 
 
 @pytest.mark.slow

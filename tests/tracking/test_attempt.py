@@ -95,6 +95,16 @@ def test_a_failure_counts_until_the_next_attempt(run: Path) -> None:
     assert Job(run).failure is None
 
 
+def test_the_first_failure_of_an_attempt_replaces_that_of_an_earlier_one(run: Path) -> None:
+    """A rank may fail before the task of rank 0 has begun the attempt and removed it."""
+    os.environ[attempt.NUMBER] = "2"
+    failure.write_raised(run, 1, ValueError("of the second"))
+    os.environ[attempt.NUMBER] = "3"
+    for each in ("of the third", "another of the third"):
+        failure.write_raised(run, 1, ValueError(each))
+    assert (Job(run).failure or {})["message"] == "of the third"
+
+
 def test_a_limit_that_was_reached_is_told_with_its_remedy(run: Path) -> None:
     os.environ[attempt.NUMBER] = "2"
     failure.write_raised(run, 1, OSError(errno.EMFILE, os.strerror(errno.EMFILE)))

@@ -231,6 +231,7 @@ def _export_lines(job: Job, config: ClusterConfig) -> list[str]:
     restarts = "${SLURM_RESTART_COUNT:-0}"
     lines = [
         "unset RANK WORLD_SIZE LOCAL_RANK MASTER_ADDR MASTER_PORT",
+        "unset ${!SQUEUE_*} ${!SCONTROL_*}",  # the user's, which would hide the job from itself
         *(f"export {key}={shlex.quote(value)}" for key, value in exports.items()),
         # The last element of an array has the array's id as its own, by which Slurm means all elements.
         f"export {JOB}=${{SLURM_ARRAY_JOB_ID:-$SLURM_JOB_ID}}${{SLURM_ARRAY_TASK_ID:+_$SLURM_ARRAY_TASK_ID}}",
@@ -246,6 +247,9 @@ def _export_lines(job: Job, config: ClusterConfig) -> list[str]:
     if most := max_requeues(config):  # the last attempt is not requeued even if a node is lost
         more = f"[ {restarts} -lt {most} ]"
         lines.append(f"{more} || scontrol update JobId=${JOB} Requeue=0")
+        lines.append(
+            f"rm -f {shlex.quote(f'{folder}/slurm/{WANTS_ANOTHER}')}"
+        )  # of one that was killed
     return lines
 
 

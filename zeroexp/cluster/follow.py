@@ -21,7 +21,7 @@ from zeroexp.cluster.submit import SUBMITTING, adopt, is_held_back, slurm_id, su
 from zeroexp.cluster.tell import tell
 from zeroexp.report.sweep_progress import SweepProgress
 from zeroexp.tracking.files import RECORDS, Tail, read_json, read_rows, step_record, write_json
-from zeroexp.tracking.run import SLURM_FILE, UNFINISHED, state_of
+from zeroexp.tracking.run import SLURM_FILE, UNFINISHED, read_state, why_abandoned
 
 FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 0.5, 15.0  # between two queries to Slurm
 PAUSE_GROWTH = 1.1
@@ -45,14 +45,23 @@ def refresh(jobs: Iterable[Job]) -> None:
     """Bring the state.json of these runs up to date, once. Raises SlurmSilent."""
     jobs = list(jobs)
     for job in jobs:
-        if (state := state_of(job.folder))["status"] != job.status:
-            job.enter(state["status"], state["reason"])
+        state = read_state(job.folder)  # once: its own process may write the end meanwhile
+        if reason := why_abandoned(job.folder, state):
+            job.enter("cancelled", reason)
     _adopt_all(jobs)
     open_jobs = unfinished(jobs)
     if open_jobs:
         seen = slurm_state.look_up_jobs(open_jobs)
         for job_id, job in open_jobs.items():
             _settle(job, seen.get(job_id))
+
+
+def refresh_if_slurm_answers(jobs: Iterable[Job]) -> None:
+    """Refresh; where Slurm is silent, one line says that states are older."""
+    try:
+        refresh(jobs)
+    except SlurmSilent as error:
+        print(f"zeroexp: states are those of the last look: {error}", file=sys.stderr)
 
 
 def _adopt_all(jobs: Iterable[Job]) -> None:

@@ -116,10 +116,15 @@ def order_of(run: Run) -> tuple[int, float, str]:
 def state_of(folder: Path) -> dict[str, Any]:
     """Return state.json's content; an unfinished point whose process is dead counts as cancelled."""
     state = read_state(folder)
+    reason = why_abandoned(folder, state)
+    return {**state, "status": "cancelled", "reason": reason} if reason else state
+
+
+def why_abandoned(folder: Path, state: dict[str, Any]) -> str | None:
+    """Return a message if the process of a point in this unfinished state is known to be dead; else None."""
     by_slurm = (folder / SLURM_FILE).exists() or (folder / HELD_FILE).exists()
-    if state["status"] in UNFINISHED and not by_slurm and (reason := owner.is_abandoned(folder)):
-        return {**state, "status": "cancelled", "reason": reason}
-    return state
+    ended = state["status"] not in UNFINISHED
+    return None if ended or by_slurm else owner.is_abandoned(folder)
 
 
 def _read_config(path: Path) -> dict[str, str]:
