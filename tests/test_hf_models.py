@@ -520,6 +520,7 @@ def test_random_weights_pad_as_the_shipped_tokenizer_does(here):
     words = ["model=hf", "model.path=gpt2", "model.task=classification", "model.num_labels=3"]
     assert shape_of(of_line(*words, "model.init=random"))["pad_token_id"] == 0
     assert shape_of(of_line(*words))["pad_token_id"] == 1
+    assert shape_of(of_line(*words, "data.vocab_size=2048"))["pad_token_id"] == 0
 
 
 def test_without_any_token_that_pads_nothing_runs(here):

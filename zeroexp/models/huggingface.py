@@ -36,6 +36,7 @@ OURS = {
     *("model_type", "use_cache", "dtype", "torch_dtype", "id2label", "label2id", "num_labels"),
     "_attn_implementation",
 }
+LOOK_AHEAD = ("xlnet", "cpmant")  # without a mask of their own, and with nothing that says so
 DROPOUTS = (
     *(nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d),
     *(nn.AlphaDropout, nn.FeatureAlphaDropout),
@@ -50,8 +51,8 @@ def build(config: ModelConfig, vocab_size: int | None) -> nn.Module:
     """Build the model, with random weights and a vocabulary of `vocab_size`, in float32 and training mode."""
     module = _from_config(config, _shape(config, vocab_size))
     # The layers of an encoder say so: BERT and its relatives, of which transformers only warns.
-    looks_ahead = any(getattr(each, "is_decoder", None) is False for each in module.modules())
-    if config.task == "causal" and looks_ahead:
+    is_encoder = any(getattr(each, "is_decoder", None) is False for each in module.modules())
+    if config.task == "causal" and (is_encoder or architecture(config) in LOOK_AHEAD):
         problem = f"{architecture(config)} looks ahead, at the words that it is to predict"
         raise ConfigError(
             f"model.task=causal: {problem}; use a decoder, or model.task=classification"

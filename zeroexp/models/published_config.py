@@ -25,21 +25,22 @@ def adopt_published_config(config: Config) -> Config:
     weights = None if model.init == "random" else model.path
     name = Path(model.path.rstrip("/")).name if model.name == FAMILY else model.name
     model = replace(model, name=name, published=published, weights=weights)
-    return replace(config, model=_with_padding(model))
+    # Of the shipped tokenizer a published id may be any word, or none.
+    is_shipped = weights is None or config.data.vocab_size is not None
+    return replace(config, model=_with_padding(model, is_shipped))
 
 
-def _with_padding(model: ModelConfig) -> ModelConfig:
+def _with_padding(model: ModelConfig, is_shipped: bool) -> ModelConfig:
     """Let the end of text pad where the published config names no padding, since 0 may be a word such as `!`.
 
     A head would take such a word at the end of a text for padding, and read the token before it.
     """
-    # With random weights the shipped tokenizer's words count, of which a published id may be any, or none.
-    keys = model.hf_config if model.weights is None else shape_of(model)
+    keys = model.hf_config if is_shipped else shape_of(model)
     if model.task != "classification" or _is_word(keys.get("pad_token_id")):
         return model
     end = keys.get("eos_token_id")
     end = end[0] if isinstance(end, list) and end else end
-    if model.weights is None:  # the shipped tokenizer ends texts with 0
+    if is_shipped:  # it ends texts with 0
         end = 0
     padding = end if _is_word(end) else None
     return replace(model, hf_config={**model.hf_config, "pad_token_id": padding})
