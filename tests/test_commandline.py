@@ -26,7 +26,7 @@ from zeroexp.check.sweep_points import (
 from zeroexp.cluster.sweep import Sweep
 from zeroexp.commandline import help
 from zeroexp.commandline.commands import VERBS
-from zeroexp.config.keys import KEYS, ConfigError
+from zeroexp.config.keys import ENGINE_SETTINGS, KEYS, ConfigError
 
 HERE = {**os.environ, "PYTHONPATH": str(CONF.parent)}
 TINY = ["model=tiny", "data=synthetic", "tracking=files", "cluster.rehearse_s=0", "world_size=1"]
@@ -55,6 +55,13 @@ def test_help_is_one_screen(monkeypatch, capsys):
 def test_every_key_and_group_has_help(monkeypatch, capsys):
     for key, item in KEYS.items():
         assert help.about(key, CONF).startswith(f"{key}: {item.type}")
+    for key, item in ENGINE_SETTINGS.items():
+        meant = item["stands_for"]
+        told = (
+            f"null stands for {str(meant).lower()}\n" in help.about(f"strategy.{key}", CONF) + "\n"
+        )
+        assert told == (meant is not None), key
+    assert "null stands for last\n" in help.about("strategy.keep", CONF)
     assert say(monkeypatch, "--help", "strategy.prefetch", "precision") == 0
     told = capsys.readouterr().out
     assert "units gathered ahead (zero3)" in told and "at most 1024" in told

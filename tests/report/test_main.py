@@ -96,6 +96,7 @@ def test_it_writes_figures_pages_and_texts(outputs, report):
     assert Path("c.csv").read_text(encoding="utf-8").splitlines()[0] == "strategy,total_bytes"
     assert '<td class="left">b</td>' in Path("page.html").read_text(encoding="utf-8")
     _, text, _ = report("outputs/newer", "--json", "-")
+    assert report("outputs/newer", "--json")[1] == text
     assert [point["point"] for point in json.loads(text)["points"]] == ["a", "b"], "nothing else"
 
 

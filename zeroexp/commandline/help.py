@@ -72,6 +72,8 @@ def about(key: str, conf: Path) -> str:
             lines.append(f"{phrase} {bounds[bound]}")
     shown = "null" if default is None else default
     lines.append(f"default: {shown} (a group's file may set another)")
+    if (meant := bounds.get("stands_for")) is not None:
+        lines.append(f"null stands for {str(meant).lower()}")
     group, _, word = key.partition(".")
     readers = [name for name, kind in OPTIMIZERS.items() if word in kind.keys]
     if group == "optimizer" and readers:

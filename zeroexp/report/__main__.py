@@ -162,7 +162,10 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--html", type=Path, metavar="FILE", help="one page with every chart")
     parser.add_argument("--reference", metavar="POINT", help="what others are compared with")
     for option in TEXTS:
-        parser.add_argument(f"--{option}", metavar="FILE", help="the results as text; - prints it")
+        told = "the results as text; without FILE, or -, printed"
+        parser.add_argument(
+            f"--{option}", nargs="?", const=STANDARD_OUTPUT, metavar="FILE", help=told
+        )
     parser.add_argument("--columns", metavar="NAME,...", help="of these texts, as CSV names them")
     parser.add_argument("--figure", type=Path, metavar="FILE.svg|pdf", help="draw a chart")
     parser.add_argument("--chart", default="memory", metavar="NAME", help="which; memory")
