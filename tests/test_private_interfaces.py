@@ -57,6 +57,7 @@ ATTRIBUTES = {
     "Tensor.untyped_storage()._cdata",
     "nn.Parameter(Tensor)._backward_hooks",
     "nn.Parameter(Tensor)._post_accumulate_grad_hooks",
+    "nn.Linear(1, 1)._forward_pre_hooks",
     "nn.Linear(1, 1)._parameters",
     "nn.Linear(1, 1)._modules",
     "nn.Linear(1, 1)._non_persistent_buffers_set",

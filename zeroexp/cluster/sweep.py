@@ -306,9 +306,8 @@ class Sweep:
             for number, job in numbered.items()
             if job.config.cluster.kind == "slurm" and job.status != "skipped"
         }
-        ids: dict[
-            Job, str | None
-        ] = {}  # another command may put back, and submit, what has ended here
+        # Another command may put back, and submit, what has ended here.
+        ids: dict[Job, str | None] = {}
 
         def ends(job: Job) -> None:
             ids[job] = ENDED

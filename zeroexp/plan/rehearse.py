@@ -237,9 +237,8 @@ class _Watched:
         """stand_for: for how many microbatches of a step each one stands."""
         self._strategy, self._storages, self._timeline = strategy, storages, timeline
         self._num_steps, self._stand_for, self._left = 0, stand_for, [*stand_for]
-        for (
-            module
-        ) in strategy.model.modules():  # FSDP2 frees what it gathered before backward is over
+        # FSDP2 frees what it gathered before backward is over.
+        for module in strategy.model.modules():
             if any(isinstance(p, DTensor) for p in module.parameters(recurse=False)):
                 module.register_forward_pre_hook(self._name_gathered)
 

@@ -226,10 +226,10 @@ def _attributes(module: nn.Module) -> Iterator[tuple[str, str, Tensor]]:
     """Yield the tensors in attributes of modules, but for those that a pre-hook (spectral_norm) makes anew."""
     for prefix, each in module.named_modules():
         made = {getattr(hook, "name", None) for hook in each._forward_pre_hooks.values()}
-        for name, value in vars(each).items():
-            for leaf in tree_leaves(value) if name not in made else ():
-                if isinstance(leaf, Tensor) and not is_traceable_wrapper_subclass(leaf):
-                    yield "attribute", f"{prefix}.{name}".lstrip("."), leaf
+        for name in vars(each).keys() - made:
+            leaves = (leaf for leaf in tree_leaves(vars(each)[name]) if isinstance(leaf, Tensor))
+            what = "attribute", f"{prefix}.{name}".lstrip(".")
+            yield from ((*what, leaf) for leaf in leaves if not is_traceable_wrapper_subclass(leaf))
 
 
 def _extent(tensor: Tensor) -> tuple[int, int, int]:
