@@ -72,6 +72,23 @@ def groups_that_are(lab: Lab, kind: str) -> None:
     lab.wrap(model, groups=GROUPS[kind](model))
 
 
+@built(EVERY_WAY, refused=r"param_groups hold a parameter of shape \[3, 6\] twice")
+def one_parameter_in_two_groups(lab: Lab) -> None:
+    """The head's weight is trained at a rate of its own too: its owner alone would be told by torch."""
+    model = Net()
+    lab.wrap(
+        model, groups=[{"params": [*model.parameters()]}, {"params": model.head.weight, "lr": 1}]
+    )
+
+
+@built(EVERY_WAY, refused=r"head\.weight has a gradient already.*zero_grad")
+def a_model_with_a_gradient(lab: Lab) -> None:
+    """Something has tried a backward before: all ranks would add the same gradient."""
+    model = Net()
+    model.head(torch.ones(2, 6)).sum().backward(inputs=[model.head.weight])
+    lab.wrap(model)
+
+
 @scenario(may_refuse=r"param")
 def one_parameter_twice_in_a_group(lab: Lab) -> None:
     """torch warns, and moves it twice."""

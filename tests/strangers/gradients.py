@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from tests.strangers.lab import (
+    BY_STAGE,
     EVERY_WAY,
     USUAL,
     Batch,
@@ -138,6 +139,37 @@ def zero_grad_between_microbatches_of(lab: Lab, whose: str) -> None:
                 (t.model if whose == "model" else t.optimizer).zero_grad()
         lab.note(t.step())
         t.zero_grad()
+
+
+IN_ONE = (*BY_STAGE, Setting("zero2", world_size=1), Setting("zero3", world_size=1))
+
+
+@variants(["dropped", "never_last"], IN_ONE)
+def gradients_zeroed_and_not_dropped_behind_microbatches_that_are(lab: Lab, which: str) -> None:
+    """No step takes them, and in the next one a block is not used: its momentum and decay move it all the same."""
+
+    class Shallow(Net):
+        depth = 3
+
+        def body(self, x: Tensor) -> Tensor:
+            x = self.inp(x)
+            for layer in [*self.layers][: self.depth]:
+                x = layer(x)
+            return x
+
+    def optimizer(groups: Any) -> torch.optim.Optimizer:
+        return torch.optim.SGD(groups, lr=0.1, momentum=0.9, weight_decay=0.1)
+
+    t = lab.wrap(Shallow(), optimizer=optimizer, reduce_each="step")
+    for step in range(3):
+        t.model.depth = 2 if step == 2 else 3
+        for batch in lab.batches(step, 2):
+            if step != 1 or which == "dropped" or not batch.last:
+                with t.microbatch(last=batch.last):
+                    t.backward(plain_loss(t.model, batch))
+        if step != 1:
+            lab.note(t.step())
+        t.zero_grad(set_to_none=step != 1)
 
 
 @scenario(EVERY_WAY, may_refuse="zero_grad")

@@ -208,6 +208,26 @@ def gradient_of_weights_by_autograd_grad(lab: Lab) -> None:
     lab.train(t)
 
 
+@scenario(EVERY_WAY)
+def gradients_of_weights_made_where_there_are_none(lab: Lab) -> None:
+    """`materialize_grads=True`: the loss does not reach a block, whose weights may be freed."""
+
+    def loss(model: Net, batch: Batch) -> Tensor:
+        kept: list[Tensor] = []
+        handle = model.layers[1].register_forward_hook(lambda _m, _a, out: kept.append(out))
+        output = model(batch.x)
+        handle.remove()
+        weights = [*model.layers[1].parameters(), *model.layers[2].parameters()]
+        for graph in (False, True):
+            options = {"create_graph": graph, "retain_graph": True, "materialize_grads": True}
+            grads = torch.autograd.grad(kept[0].square().sum(), weights, **options)
+            batch.note([g.requires_grad for g in grads])
+            batch.note(torch.cat([g.detach().flatten() for g in grads]))
+        return batch.loss(output)
+
+    lab.train(lab.wrap(Net()), loss)
+
+
 @scenario(may_refuse=LOCAL)
 def penalty_on_the_gradients_of_weights(lab: Lab) -> None:
     """Implicit gradient regularisation: the norm of the weights' own gradients is part of the loss."""

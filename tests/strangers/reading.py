@@ -119,16 +119,9 @@ def what_a_weight_tells_at_rest(lab: Lab) -> None:
             lab.note((name, tuple(p.shape), p.size(), p.ndim, p.dim(), p.numel(), len(p)))
             lab.note((p.dtype, p.device.type, p.requires_grad, p.is_leaf, p.element_size()))
             lab.note((p.nelement(), p.is_floating_point(), p.stride(), p.is_contiguous()))
+            lab.note((p.nbytes, p.retain_grad()))  # leaves retain theirs anyway
         lab.note(sum(p.numel() for p in t.model.parameters() if p.requires_grad))
         lab.train(t, steps=[step])
-
-
-@scenario(may_refuse={"zero3": GATHERED})
-def how_a_weight_would_lie_in_memory(lab: Lab) -> None:
-    t = lab.wrap(Net())
-    lab.train(t, steps=[0])
-    for p in t.model.parameters():
-        lab.note(p.nbytes)
 
 
 @scenario(may_refuse={"zero3": GATHERED})

@@ -207,8 +207,7 @@ class Engine:
         self._may_discard = False
         if not self._schedule.has_lost:  # else peers may be gone
             self._schedule.finish_reductions()  # what they would keep is cleared
-        had = (number for number, has in enumerate(self._have_gradients()) if has)
-        self._zeroed = frozenset(() if set_to_none else had)
+        self._zeroed = frozenset() if set_to_none else self._with_gradients()
         for unit in self.units:
             unit.zero_grad()
 
@@ -297,6 +296,12 @@ class Engine:
         of_units = (each for unit in self.units for each in unit.gradients)
         came = (present for gradients in of_units for present in gradients.present)
         return [present or number in self._zeroed for number, present in enumerate(came)]
+
+    def _with_gradients(self) -> Set[int]:
+        """Return the numbers of the parameters that got a gradient on this rank, reduced or not."""
+        with unguarded():
+            left = {number for number, p in enumerate(self._trainable) if p.grad is not None}
+        return left | {number for number, has in enumerate(self._have_gradients()) if has}
 
     def _expect_same_gathers(self, sums: StepSums) -> None:
         """Raise RuntimeError if ranks gathered differently: in this step, or where reading stops, in the one before."""

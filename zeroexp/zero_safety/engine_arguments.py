@@ -114,11 +114,14 @@ def _problems_of(parameter: nn.Parameter) -> Iterator[str]:
     if parameter.is_inference():
         problem = "was made inside torch.inference_mode(), where nothing can be trained"
         yield f"{problem}: build the model outside of it"
+    if parameter.requires_grad and parameter.grad is not None:
+        yield "has a gradient already, which each rank would add: call model.zero_grad() before"
 
 
 def _refuse_groups(
     param_groups: Sequence[dict[str, Any]], own: set[nn.Parameter], options: Options
 ) -> None:
+    grouped: set[nn.Parameter] = set()
     for group in param_groups:
         if (layout := group.get("layout", options.layout)) not in LAYOUTS:
             raise ValueError(f"param_groups: layout={layout}: use {', '.join(LAYOUTS)}")
@@ -136,6 +139,11 @@ def _refuse_groups(
                     f"param_groups hold a parameter of shape {list(parameter.shape)} that is none of the model's: "
                     "take them from this module's parameters()"
                 )
+            if parameter in grouped:
+                raise ValueError(
+                    f"param_groups hold a parameter of shape {list(parameter.shape)} twice: leave it in one group"
+                )
+        grouped.update(group["params"])
 
 
 def _refuse_master(group: dict[str, Any], options: Options) -> None:

@@ -79,7 +79,7 @@ class GuardedParameter(nn.Parameter):
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func is torch.autograd.grad and _freed_among(args[1]):
-            return func(args[0], _as_edges(args[1]), **kwargs)
+            return _gradients(args[0], args[1], **kwargs)
         if func is torch.autograd.backward and _freed_among(inputs := kwargs.get("inputs") or ()):
             return func(*args, **{**kwargs, "inputs": _as_edges(inputs)})
         with unguarded():
@@ -236,6 +236,17 @@ def _as_edges(inputs: Sequence[Any]) -> list[Any]:
     """Return freed parameters as the edges where their gradients arrive, which needs no values."""
     with unguarded():
         return [get_gradient_edge(each) if _freed_among([each]) else each for each in inputs]
+
+
+def _gradients(outputs: Any, inputs: Sequence[Tensor], **options: Any) -> tuple[Tensor | None, ...]:
+    """Call torch.autograd.grad, for which freed parameters are edges; zeros of an edge's shape torch can not make."""
+    if not options.get("materialize_grads"):
+        return torch.autograd.grad(outputs, _as_edges(inputs), **options)
+    options |= {"materialize_grads": False, "allow_unused": options["allow_unused"] is not False}
+    found = torch.autograd.grad(outputs, _as_edges(inputs), **options)
+    graph = bool(options["create_graph"])
+    pairs = zip(found, inputs, strict=True)
+    return tuple(torch.zeros_like(p, requires_grad=graph) if g is None else g for g, p in pairs)
 
 
 def _before_use(parameter: GuardedParameter, func: Callable[..., Any] | None) -> None:

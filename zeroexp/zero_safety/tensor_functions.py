@@ -45,14 +45,14 @@ OF_GRADIENT = {_getter("grad"), _setter("grad"), _deleter("grad")}
 
 # These need neither values nor gradient: what a tensor is, and another one of its shape, dtype or device.
 _PROPERTIES = """
-    shape ndim dtype device layout names itemsize requires_grad retains_grad grad_dtype is_leaf grad_fn
+    shape ndim dtype device layout names itemsize nbytes requires_grad retains_grad grad_dtype is_leaf grad_fn
     output_nr _version _backward_hooks _post_accumulate_grad_hooks is_nested is_sparse is_sparse_csr is_quantized
     is_mkldnn is_cuda is_cpu is_meta is_mps is_xpu is_maia is_ipu is_xla is_vulkan is_mtia
 """
 _METHODS = """
     size dim ndimension numel nelement __len__ new_zeros new_ones new_empty new_full
     requires_grad_ is_floating_point is_complex is_signed element_size get_device
-    register_hook register_post_accumulate_grad_hook __hash__
+    register_hook retain_grad register_post_accumulate_grad_hook __hash__
 """
 _FUNCTIONS = """
     zeros_like ones_like empty_like full_like rand_like randn_like numel is_floating_point is_complex
