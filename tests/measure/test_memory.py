@@ -179,7 +179,7 @@ def test_several_may_compile_at_once(monkeypatch, tmp_path):
     compiler.write_text(COMPILER)
     compiler.chmod(0o755)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setenv("CXX", str(compiler))
+    monkeypatch.setenv("CXX", f"env {compiler}")
     monkeypatch.setenv("AT_WORK", str(at_work))
     with ThreadPoolExecutor(2) as both:
         made = {compiled.result() for compiled in [both.submit(compile_allocator) for _ in "ab"]}

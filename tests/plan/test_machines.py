@@ -91,9 +91,16 @@ def test_ranks_of_a_local_run_on_cpus_share_a_machine():
 
 
 @pytest.mark.parametrize(
-    ("sizes", "num_gpus", "device"), [((1, 2), 0, "cpu"), ((2, 4), 0, "cuda"), ((1,), 8, "cuda")]
+    ("sizes", "num_gpus", "device"),
+    [
+        ((1, 2), 0, "cpu"),
+        ((2, 4), 0, "cuda"),
+        ((1,), 8, "cuda"),
+        ((2,), 1, "cpu"),
+        ((4,), 1, "cuda"),
+    ],
 )
-def test_a_plan_is_for_gpus_where_no_run_is_possible_here(sizes, num_gpus, device):
+def test_a_plan_is_for_the_device_of_a_run_here_or_for_gpus(sizes, num_gpus, device):
     configs = [composed(f"world_size={size}") for size in sizes]
     assert device_of(configs, num_gpus, num_cpus=2) == device
 

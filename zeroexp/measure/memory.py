@@ -11,6 +11,7 @@ import ctypes
 import hashlib
 import os
 import resource
+import shlex
 import shutil
 import stat
 import subprocess
@@ -181,8 +182,8 @@ def _compiled_allocator() -> Path | str:
     for library in folder.glob(f"{begin}*.so"):
         if _is_ours(library) and library.name == f"{begin}{_digest(library.read_bytes())}.so":
             return library
-    compiler = shutil.which(os.environ.get("CXX", "g++"))
-    if compiler is None:
+    compiler = shlex.split(os.environ.get("CXX", "g++"))  # as "ccache g++"
+    if not compiler or shutil.which(compiler[0]) is None:
         return "peak memory on the CPU is not counted: no C++ compiler (install g++ or set CXX)"
     with temporary_folder(folder) as beside:
         made = beside / "allocator.so"
@@ -191,15 +192,15 @@ def _compiled_allocator() -> Path | str:
         )
         if compiled.returncode != 0:
             error = compiled.stderr.strip().partition("\n")[0]
-            return f"peak memory on the CPU is not counted: {compiler} failed: {error}"
+            return f"peak memory on the CPU is not counted: {shlex.join(compiler)} failed: {error}"
         made.chmod(0o700)  # the umask may let a group write
         return made.replace(folder / f"{begin}{_digest(made.read_bytes())}.so")
 
 
-def _compile(compiler: str, target: Path) -> list[str]:
+def _compile(compiler: list[str], target: Path) -> list[str]:
     torch_folder = Path(torch.__file__).parent
     return [
-        *(compiler, "-O2", "-std=c++20", "-shared", "-fPIC", "-o", str(target), str(SOURCE)),
+        *(*compiler, "-O2", "-std=c++20", "-shared", "-fPIC", "-o", str(target), str(SOURCE)),
         *("-I", str(torch_folder / "include"), "-L", str(torch_folder / "lib"), "-lc10"),
         "-ltorch_cpu",
     ]

@@ -111,4 +111,4 @@ def device_of(configs: Sequence[Config], num_gpus: int, num_cpus: int) -> str:
     if any(config.cluster.link for config in configs):
         return "cpu"
     most = max(config.world_size for config in configs)
-    return "cpu" if not num_gpus and most <= num_cpus else "cuda"
+    return "cpu" if num_gpus < most <= num_cpus else "cuda"

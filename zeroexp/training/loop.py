@@ -5,7 +5,7 @@ all-gathers in flight, since the next step waits for them. At both ends of the m
 last warm-up step and the last step of the run drain the engine and meet at a barrier, and their time includes both.
 
 [Note: reading memory] The bytes held are read at the four MOMENTS of the last warm-up step, which counts in no time.
-A run resumed after it reads them in its last step, and so does one with less than two warm-up steps, since in the first
+A resumed run has warm-up steps of its own. One with less than two of them reads in its last step, since in the first
 step of all the optimizer has no moments yet. The clock stands still meanwhile.
 
 [Note: validation] It runs between two steps, and no step counts its time, bytes or memory. The step before it drains
