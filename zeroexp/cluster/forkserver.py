@@ -16,7 +16,6 @@ children. So neither case leaves an orphan.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import gc
 import importlib
 import os
@@ -43,13 +42,11 @@ from zeroexp.cluster.supervise import end_processes, supervise
 from zeroexp.config import plugins
 from zeroexp.config.keys import Config, ConfigError, load
 from zeroexp.measure.tcp_bytes import LINK
-from zeroexp.process import locks, progress, safe_output
+from zeroexp.process import locks, progress, safe_output, signals
 from zeroexp.process.watchdog.hung import WatchedRank
 from zeroexp.process.world import RankInfo, environment_of_rank
 from zeroexp.registry import RegistryError
 from zeroexp.tracking import attempt, failure
-
-PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
 
 Main = Callable[..., None]  # called with (folder, *, device) in every rank: zeroexp.run.rank.main
 
@@ -113,9 +110,7 @@ def _fork(run: Callable[[], object]) -> int:
     if pid == 0:
 
         def begin() -> None:
-            ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-            if os.getppid() != server:  # it died before prctl took effect
-                raise SystemExit(1)
+            signals.end_with(server)
             run()
 
         run_and_leave(begin)

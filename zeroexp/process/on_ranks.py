@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from zeroexp.process import locks
+from zeroexp.process import locks, signals
 from zeroexp.process import world as worlds
 
 Found = TypeVar("Found")
@@ -37,20 +37,22 @@ def on_ranks(
     """
     context = multiprocessing.get_context("fork")
     with locks.temporary_folder() as folder:
-        words = device, folder, task, describe
+        words = os.getpid(), device, folder, task, describe
         places = [worlds.RankInfo(rank, num_ranks, rank) for rank in range(num_ranks)]
         ranks = [context.Process(target=_rank, args=(each, *words), daemon=True) for each in places]
         for each in ranks:
             each.start()
         end = time.monotonic() + seconds
-        while any(each.is_alive() for each in ranks) and time.monotonic() < end:
-            if any(each.exitcode for each in ranks):
-                end = min(end, time.monotonic() + PEERS_SECONDS)
-            time.sleep(0.01)
-        codes = [each.exitcode for each in ranks]
-        for each in ranks:
-            each.kill()
-            each.join()
+        try:
+            while any(each.is_alive() for each in ranks) and time.monotonic() < end:
+                if any(each.exitcode for each in ranks):
+                    end = min(end, time.monotonic() + PEERS_SECONDS)
+                time.sleep(0.01)
+            codes = [each.exitcode for each in ranks]
+        finally:
+            for each in ranks:
+                each.kill()
+                each.join()
         _refuse_failed(folder, codes, seconds)
         files = [folder / f"found.{rank}" for rank in range(num_ranks)]
         return [torch.load(file, weights_only=False) for file in files]
@@ -71,11 +73,13 @@ def _refuse_failed(folder: Path, codes: list[int | None], seconds: float) -> Non
 
 def _rank(
     place: worlds.RankInfo,
+    parent: int,
     device: str,
     folder: Path,
     task: Callable[[worlds.World], Any],
     describe: Callable[[BaseException, int], str],
 ) -> None:
+    signals.end_with(parent)
     torch.set_num_threads(1)
     os.environ.update(
         worlds.environment_of_rank(place), ZEROEXP_RENDEZVOUS=f"file://{folder}/meeting"

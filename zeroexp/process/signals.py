@@ -6,6 +6,7 @@ drops the first KeyboardInterrupt, another is raised a moment later.
 
 from __future__ import annotations
 
+import ctypes
 import os
 import signal
 import sys
@@ -13,6 +14,8 @@ import threading
 from collections.abc import Iterable
 from types import FrameType
 from typing import Any, TypeVar
+
+PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
 
 Made = TypeVar("Made")
 _num_asked = 0
@@ -70,3 +73,10 @@ def _ask_again_if_dropped(dropped: Any) -> None:
             return
         except KeyboardInterrupt:
             seconds *= 2
+
+
+def end_with(parent: int) -> None:
+    """Have the kernel kill this process when its parent, or the thread of it that forked, ends in any way."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:  # it ended before prctl took effect
+        raise SystemExit(1)
