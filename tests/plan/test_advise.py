@@ -99,6 +99,9 @@ def test_what_needs_all_of_a_data_sheets_memory_is_tight_and_not_named():
     assert [each.outcome.verdict for each in points] == ["tight", "yes"]
     found = advice(*points)
     assert found.best and found.best.outcome.strategy == "zero3"
+    assert "cluster.reserved_gib" in as_text(advice(points[0])) and "--fit" not in as_text(
+        advice(points[0])
+    )
 
 
 def test_what_is_leaner_holds_less():

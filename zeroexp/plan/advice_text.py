@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 from zeroexp.plan.advise import BUDGET_SECONDS, Advice, advise, way_of
-from zeroexp.plan.outcome import PlannedPoint, RankPeak
+from zeroexp.plan.outcome import Outcome, PlannedPoint, RankPeak
 from zeroexp.plan.plan_points import Plans
 from zeroexp.plan.plan_table import json_entry, row_of, states_at_peak
 from zeroexp.plan.text_table import GIB, MIB, Row, lines_of, unit_of, wrapped
@@ -91,13 +91,8 @@ def _first_line(advice: Advice) -> str:
                 return f"Nothing can be advised {on}: {reason}."
         least = min(advice.candidates, key=lambda each: each.outcome.peak_bytes)
         held = f"{least.outcome.strategy} with micro-batch {least.micro} holds {_held(least)}"
-        rehearsed = least.outcome.rehearsed
-        if rehearsed and _beside_states(rehearsed.fullest) > least.outcome.limit_bytes:
-            beside = _size(_beside_states(rehearsed.fullest))
-            remedy = f"Activations and logits take {beside} on any number of ranks: use a shorter data.seq_len."
-        else:
-            remedy = "Use more ranks: --fit says how many."
-        return f"Nothing fits {on}: {held}. {remedy}"
+        sure = "surely " if least.outcome.fits and least.outcome.rehearsed else ""
+        return f"Nothing {sure}fits {on}: {held}. {_remedy(least.outcome)}"
     outcome, rehearsed = best.outcome, best.outcome.rehearsed
     least, expected, most = rehearsed.step_seconds
     limit, size = outcome.memory_gib, outcome.peak_bytes
@@ -120,6 +115,20 @@ def _first_line(advice: Advice) -> str:
     if num := sum(not advice.only_saves_memory(each) for each in advice.late):
         parts.append(f"of {len(advice.rehearsed)} rehearsed, {num} more may be faster")
     return f"{'; '.join([*parts, on])}."
+
+
+def _remedy(least: Outcome) -> str:
+    """Return what helps where not even the point that holds least has room."""
+    if least.rehearsed and least.fits:
+        unsure = _size(int(least.unsure_gib * 2**30))
+        return (
+            f"Driver, CUDA and NCCL may take {unsure} of {least.memory_gib:g} GiB: set cluster.reserved_gib to what "
+            "they take of yours, or use more ranks."
+        )
+    if least.rehearsed and _beside_states(least.rehearsed.fullest) > least.limit_bytes:
+        beside = _size(_beside_states(least.rehearsed.fullest))
+        return f"Activations and logits take {beside} on any number of ranks: use a shorter data.seq_len."
+    return "Use more ranks: --fit says how many."
 
 
 def _reasons(advice: Advice) -> list[str]:

@@ -17,9 +17,10 @@ from zeroexp.plan.text_table import Row, lines_of, unit_of, wrapped
 MEANINGS = (
     "total: the most held at one named moment; mean: over ranks. On top comes what exists for a moment (activations, "
     "gathered units, gradients on their way): --rehearse tells the peak. fits: tight where model states fit, but "
-    "perhaps not the peak, or where the allocator must make room in every step. skew: what the rank that owns most "
-    "updates, over the mean; idle: ranks that update nothing. sent: per step, of the rank that sends most; inside, "
-    "between: nodes, the mean over ranks. host, files, bus: what rests on the host, there in files, in no total, and "
+    "perhaps not the peak, where the allocator must make room in every step, or where the last of a data sheet's "
+    "memory is needed. skew: what the rank that owns most updates, over the mean; idle: ranks that update nothing. "
+    "sent: per step, of the rank that sends most; inside, between: nodes, the mean over ranks. host, files, bus: what "
+    "rests on the host, there in files, in no total, and "
     "what travels to it and back (strategy.offload). second.: the secondary copy of parameters, and the gathers that "
     "it keeps inside of a node (strategy.secondary_partition)."
 )
