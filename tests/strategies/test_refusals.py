@@ -42,6 +42,10 @@ LINES = {
     f"{ON_HOST} strategy.offload=all": "rest whole stay on the device; use optimizer, or",
     f"{ON_HOST} optimizer=muon": "multiplies matrices, for which a host takes too long; leave it",
     "world_size=2 train.offload_activations=true train.compile=true": "use train.compile=false",
+    (
+        "world_size=2 train.offload_activations=true strategy=ddp strategy.implementation=torch "
+        "precision=autocast"
+    ): "saves casts of weights, which would be copied to the host too; use precision=bf16 or fp32",
     "world_size=2 train.offload_activations=true strategy.implementation=deepspeed": (
         "deepspeed gathers inside of blocks|not installed"
     ),

@@ -254,6 +254,9 @@ def check_whole_blocks(config: Config) -> Iterator[Refusal]:
     if train.offload_activations and train.compile:
         problem = "compiled blocks save in code of their own"
         yield "train.offload_activations", problem, "use train.compile=false"
+    if train.offload_activations and config.precision.autocast:
+        problem = "autocast saves casts of weights, which would be copied to the host too"
+        yield "train.offload_activations", problem, "use precision=bf16 or fp32"
     if train.offload_activations and deepspeed:
         problem = f"{inside}, whose weights would be copied to the host too"
         yield "train.offload_activations", problem, remedy
