@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import select
 import subprocess
 import sys
 import tempfile
+import time
+from datetime import timedelta
 
 import pytest
 
+from zeroexp.process import world as worlds
 from zeroexp.process.on_ranks import on_ranks
+from zeroexp.process.world import World
 
 
 @pytest.mark.parametrize("name", ["a#b", "a?b"])
@@ -19,6 +24,26 @@ def test_ranks_meet_below_a_folder_of_any_name(tmp_path, monkeypatch, name):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / name))
     assert on_ranks(lambda world: world.size, 2, seconds=60) == [2, 2]
     assert [*tmp_path.iterdir()] == [tmp_path / name]
+
+
+def test_a_rank_may_take_longer_than_any_wait(tmp_path, monkeypatch):
+    """The second comes when the first has waited for it several times in vain."""
+    waits, tired = itertools.count(1), tmp_path / "tired"
+
+    def short(seconds: float) -> timedelta:
+        if next(waits) == 3:
+            tired.touch()
+        return timedelta(seconds=seconds)
+
+    def meet(world: World) -> bool:
+        while world.rank == 1 and not tired.exists():
+            time.sleep(0.01)
+        worlds.await_all("data")
+        return tired.exists()
+
+    monkeypatch.setattr(worlds, "LOOK_SECONDS", 0.01)
+    monkeypatch.setattr(worlds, "timedelta", short)
+    assert on_ranks(meet, 2, seconds=60) == [True, True]
 
 
 HANG = """

@@ -25,6 +25,8 @@ from zeroexp.process import progress
 from zeroexp.process.ports import FILE_SCHEME, SCHEME
 from zeroexp.process.rendezvous import open_store
 
+LOOK_SECONDS = 60.0
+
 
 @dataclass(frozen=True)
 class World:
@@ -232,6 +234,25 @@ def fake_world(rank: int, size: int, device: torch.device | str = "cpu") -> Iter
 def barrier() -> None:
     progress.count_move()
     dist.barrier()
+
+
+def await_all(what: str) -> None:
+    """Wait for all ranks to have `what`, which may take one far longer than the time limit of a collective.
+
+    Whether who is behind works is for the watchdog to say (watchdog/hung.py). Call it once for each `what`.
+    """
+    whole = dist.group.WORLD
+    assert whole is not None
+    progress.count_move()
+    store, everyone = whole.get_group_store(), f"all ranks have {what}"
+    if store.add(what, 1) == dist.get_world_size():
+        store.set(everyone, "")
+    while True:
+        try:
+            return store.wait([everyone], timedelta(seconds=LOOK_SECONDS))
+        except RuntimeError as error:  # a store that is gone raises one as well
+            if "timeout" not in str(error).lower():
+                raise
 
 
 def background_group(timeout_seconds: float) -> dist.ProcessGroup:
