@@ -170,7 +170,8 @@ def test_a_temporary_folder_of_another_host_is_left_alone(
 ) -> None:
     """Its lock may be seen there alone (Lustre's localflock, NFS's local_lock)."""
     with monkeypatch.context() as there:
-        there.setattr("socket.gethostname", lambda: "another-host")
+        another = f"{socket.gethostname()}-0001"
+        there.setattr("socket.gethostname", lambda: another)
         there.setattr("fcntl.flock", lambda *_: None)
         with locks.temporary_folder(tmp_path) as living:
             there.undo()

@@ -67,17 +67,21 @@ def test_weights_of_equal_values_are_told_apart_by_an_order_that_is_the_models()
     assert len(guessed) >= 24 and not any(guessed.values())
 
 
-def test_gains_of_ones_are_found_where_another_optimizer_has_the_hidden_matrices():
+@pytest.mark.parametrize("clips", [False, True])
+def test_gains_of_ones_are_found_where_another_optimizer_has_the_hidden_matrices(clips: bool):
     initial = weights_of(
         nn.Sequential(*(nn.Sequential(nn.RMSNorm(4), nn.Linear(4, 4)) for _ in "abc"))
     )
     hidden = ["1.1.weight"]
     groups = [hidden, [name for name in initial if name not in hidden]]
     places, found = Places(nn.Module(), initial), list[str]()
-    for group in groups:
-        tensors = [initial[name].clone() for name in group]
-        for each in tensors:
-            each.grad = torch.zeros_like(each)
+    shown = [[initial[name].clone() for name in group] for group in groups]
+    together = [*shown[0], *shown[1]]
+    for each in together:
+        each.grad = torch.zeros_like(each)
+    if clips:  # all at once, in the order of neither
+        places.gradients(together)
+    for tensors in shown:
         places.gradients(tensors)
         found += [name for each in tensors for name in places.names(each)]
     assert found == [*groups[0], *groups[1]]

@@ -215,3 +215,16 @@ def test_a_parameter_that_is_given_other_memory_is_refused(stage):
             strategy.microbatch(last=True),
         ):
             pass
+
+
+@pytest.mark.parametrize("wrap", [nn.utils.parametrizations.weight_norm, nn.utils.spectral_norm])
+def test_a_recurrent_cell_makes_its_list_of_weights_anew(wrap):
+    """Before its first forward the list holds the memory of the weight that is parametrized."""
+    with joined_process_group() as world:
+        model = nn.Sequential(wrap(nn.LSTM(WIDTH, WIDTH), "weight_hh_l0"))
+        weights = {name: each.detach().clone() for name, each in model.named_parameters()}
+        strategy = engine(world, "zero3", "buffer", model)
+        with strategy.microbatch(last=True):
+            strategy.backward(strategy.model(torch.ones(1, WIDTH))[0].sum())
+        strategy.step()
+        assert not any(torch.equal(model.get_parameter(n), each) for n, each in weights.items())

@@ -50,7 +50,7 @@ class LocalCluster:
         answer = self._answer_to({"points": list(configs)})
         if "ServerLost" in answer:
             raise ConfigError(f"no point can be tried: {answer['ServerLost']}")
-        if isinstance(answer["tried"], Exception):
+        if isinstance(answer["tried"], BaseException):
             raise answer["tried"]
         return answer["tried"]
 

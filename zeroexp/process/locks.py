@@ -85,8 +85,9 @@ def temporary_folder(parent: Path | None = None) -> Iterator[Path]:
 
 def _remove_abandoned(parent: Path, prefix: str) -> None:
     with suppress(PermissionError):  # a folder may be writable and yet not be listed
-        entries = [entry for entry in os.scandir(parent) if entry.name.startswith(prefix)]
-        for entry in entries:
+        # Of this host alone: what tempfile draws has no "-", and other hosts' names may begin as this one's.
+        named = [e for e in os.scandir(parent) if e.name.rpartition("-")[0] == prefix[:-1]]
+        for entry in named:
             with suppress(OSError):  # somebody else's, or just removed by another process
                 _remove_unless_held(Path(entry))
 

@@ -75,7 +75,8 @@ class Places:
 
     def _learn(self, tensors: list[Tensor]) -> None:
         """Find what these tensors, as of one optimizer, are, by where they lie, else by their values."""
-        new = [each for each in tensors if id(each) not in self._known]
+        # What clipping of all showed in no order, an optimizer may show in one.
+        new = [each for each in tensors if not self._known.get(id(each), (each, []))[1]]
         self._known |= {id(each): (each, self._by_memory(each)) for each in new}
         copies = [each for each in new if not self._known[id(each)][1]]
         if not copies:

@@ -233,8 +233,11 @@ def _refuse_overlaps(module: nn.Module) -> None:
 def _attributes(module: nn.Module) -> Iterator[tuple[str, str, Tensor]]:
     """Yield the tensors in attributes of modules, but for those that a pre-hook (spectral_norm) makes anew."""
     for prefix, each in module.named_modules():
-        made = {getattr(hook, "name", None) for hook in each._forward_pre_hooks.values()}
-        for name in vars(each).keys() - made:
+        made = [getattr(hook, "name", None) for hook in each._forward_pre_hooks.values()]
+        made += ["_flat_weights"] * isinstance(
+            each, nn.RNNBase
+        )  # made anew in forward, or the weights themselves
+        for name in (name for name in vars(each) if name not in made):
             leaves = (leaf for leaf in tree_leaves(vars(each)[name]) if isinstance(leaf, Tensor))
             what = "attribute", f"{prefix}.{name}".lstrip(".")
             yield from ((*what, leaf) for leaf in leaves if not is_traceable_wrapper_subclass(leaf))
