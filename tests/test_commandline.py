@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import subprocess
@@ -39,6 +40,8 @@ def say(monkeypatch: pytest.MonkeyPatch, *words: str) -> int:
 
 def test_help_takes_its_key_behind_an_equals_sign(monkeypatch, capsys):
     assert say(monkeypatch, "--help=train.steps") == 0
+    assert "train.steps" in capsys.readouterr().out
+    assert say(monkeypatch, "model=tiny", "--help=train.steps") == 0
     assert "train.steps" in capsys.readouterr().out
 
 
@@ -253,12 +256,21 @@ def test_flags_may_stand_between_settings(monkeypatch, capsys):
     assert "steps: 3" in shown and "name: zero1" in shown
 
 
-def test_json_of_a_sweep_that_is_interrupted_holds_what_has_ended(monkeypatch):
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (KeyboardInterrupt(), zeroexp.INTERRUPTED),
+        (OSError(errno.ENOSPC, "No space left on device"), zeroexp.FAILED),
+        (ConfigError("world_size=9: no"), zeroexp.REFUSED),
+    ],
+    ids=["interrupted", "full disk", "a later batch is refused"],
+)
+def test_json_of_a_sweep_that_ends_early_holds_what_has_ended(error, code, monkeypatch):
     def interrupted(*_: object) -> None:
-        raise KeyboardInterrupt
+        raise error
 
     monkeypatch.setattr(sys, "argv", ["zeroexp"])
     monkeypatch.setattr(zeroexp, "_run", interrupted)
     monkeypatch.setattr(Sweep, "as_json", lambda _: "[1]")
     told: list[str] = []
-    assert (zeroexp._sweep_or_explain(told), told) == (zeroexp.INTERRUPTED, ["[1]"])
+    assert (zeroexp._sweep_or_explain(told), told) == (code, ["[1]"])

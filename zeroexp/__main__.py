@@ -70,27 +70,31 @@ def _sweep_or_explain(told: list[str] | None) -> int:
         return REFUSED
     signals.handle_ctrl_c()
     with Sweep(arguments) as sweep:
-        try:
-            _run(sweep, arguments)
-            code = sweep.conclude()
-        except MISTAKES as error:
-            print(f"zeroexp: {explain(error)}", file=sys.stderr)
-            sweep.conclude()  # a sweeper that learns may have run points already
-            return REFUSED
-        except KeyboardInterrupt:
-            sweep.conclude()
-            code = INTERRUPTED
-        except BaseException as error:  # a plugin may raise anything
-            if problem := plugins.blamed(error):
-                print(f"zeroexp: {problem}", file=sys.stderr)
-                return REFUSED
-            if not (problem := _explain_disk(error)):
-                raise
-            print(f"zeroexp: {problem}", file=sys.stderr)
-            return FAILED
+        code = _code_of(sweep, arguments)
         if told is not None:
             told.append(sweep.as_json())
         return code
+
+
+def _code_of(sweep: Sweep, arguments: list[str]) -> int:
+    try:
+        _run(sweep, arguments)
+        return sweep.conclude()
+    except MISTAKES as error:
+        print(f"zeroexp: {explain(error)}", file=sys.stderr)
+        sweep.conclude()  # a sweeper that learns may have run points already
+        return REFUSED
+    except KeyboardInterrupt:
+        sweep.conclude()
+        return INTERRUPTED
+    except BaseException as error:  # a plugin may raise anything
+        if problem := plugins.blamed(error):
+            print(f"zeroexp: {problem}", file=sys.stderr)
+            return REFUSED
+        if not (problem := _explain_disk(error)):
+            raise
+        print(f"zeroexp: {problem}", file=sys.stderr)
+        return FAILED
 
 
 def _explain_disk(error: BaseException) -> str | None:
@@ -107,14 +111,14 @@ def _run(sweep: Sweep, arguments: list[str]) -> None:
         problem = "the folder that you are in has been removed"
         raise ConfigError(f"{problem}; change to one that exists") from error
     plugins.load(plugins.modules_named_in(arguments))
-    if arguments and arguments[0].startswith(OURS_WITH_VALUE):
-        arguments = [*arguments[0].split("=", 1), *arguments[1:]]
+    split = (a.split("=", 1) if a.startswith(OURS_WITH_VALUE) else [a] for a in arguments)
+    arguments = [part for parts in split for part in parts]
     if answer := _help_or_version(arguments):
         print(answer)
     elif "--rerun" in arguments:
         if len(arguments) != 2 or arguments[0] != "--rerun":
             raise ConfigError("--rerun: needs one folder and nothing else; --rerun outputs/<sweep>")
-        if not Path(arguments[1]).is_dir():
+        if not arguments[1] or not Path(arguments[1]).is_dir():  # "" would be the folder one is in
             raise ConfigError(f"--rerun {arguments[1]}: no such folder; use one that exists")
         sweep.rerun(Path(arguments[-1]).resolve())
     else:

@@ -7,7 +7,7 @@ import math
 import multiprocessing
 import os
 import signal
-from pathlib import Path
+from pathlib import Path, PosixPath
 
 import pytest
 
@@ -156,6 +156,30 @@ def test_a_follower_tells_a_file_put_in_its_place_from_the_beginning(tmp_path: P
         assert [json.loads(line)["step"] for line in tail.new_lines()] == [0, 1]
         writer.write(record(2))
         assert [json.loads(line)["step"] for line in tail.new_lines()] == [2]
+
+
+def test_what_another_host_writes_meanwhile_under_the_same_pid_is_left_alone(
+    tmp_path: Path,
+) -> None:
+    theirs = tmp_path / f".{SUMMARY}.{os.getpid()}"
+    theirs.write_text("half of", encoding="utf-8")
+    write_json(tmp_path / SUMMARY, {})
+    assert theirs.read_text(encoding="utf-8") == "half of"
+
+
+class SetAside(PosixPath):
+    """A file that --rerun moves away as soon as one has seen that it is there."""
+
+    def exists(self) -> bool:
+        self.unlink()
+        return True
+
+
+@pytest.mark.parametrize("skip", [False, True])
+def test_a_file_that_is_set_aside_while_it_is_followed_costs_nothing(tmp_path: Path, skip) -> None:
+    (tmp_path / RECORDS).write_text("{}\n", encoding="utf-8")
+    tail = Tail(SetAside(tmp_path / RECORDS), skip=skip)
+    assert tail.new_lines() == ([] if skip else ["{}"])
 
 
 def test_a_run_of_a_later_version_costs_a_line_and_itself_alone(tmp_path: Path, capsys) -> None:

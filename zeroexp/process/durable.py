@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -20,7 +21,7 @@ def write_durably(path: Path, content: bytes) -> None:
 
 def replace_durably(path: Path, content: bytes) -> None:
     """Write a file that appears whole: a reader sees the old content or the new one, even after a power cut."""
-    beside = path.with_name(f".{path.name}.{os.getpid()}")
+    beside = path.with_name(f".{path.name}.{socket.gethostname()}.{os.getpid()}")
     try:
         write_durably(beside, content)
         beside.replace(path)

@@ -76,17 +76,17 @@ class Tail:
     def __init__(self, path: Path, *, skip: bool = False) -> None:
         self._path = path
         self._position, self._told = 0, b""
-        if skip and path.exists():
-            with path.open("rb") as file:
+        if skip:
+            with contextlib.suppress(FileNotFoundError), path.open("rb") as file:
                 self._position = file.seek(0, os.SEEK_END)
                 file.seek(max(0, self._position - MARK_BYTES))
                 self._told = file.read(min(self._position, MARK_BYTES))
 
     def new_lines(self) -> list[str]:
         """Return the new complete lines; a line still being written is left for the next call."""
-        if not self._path.exists():
-            return []
-        with self._path.open("rb") as file:
+        content = b""
+        # It may be set aside at any time, by a command that runs the run again.
+        with contextlib.suppress(FileNotFoundError), self._path.open("rb") as file:
             file.seek(self._position - len(self._told))
             content = file.read()
             if not content.startswith(self._told):
