@@ -212,6 +212,22 @@ def test_each_of_two_sweeps_claims_by_itself(tmp_path: Path) -> None:
     assert "losses" not in {card.label for card in headline_cards(points_of(both))}
 
 
+def test_sweeps_that_ask_for_one_bound_are_all_beside_the_first(tmp_path: Path) -> None:
+    """A sweep whose points are alike may train another model than the one before, which is what a search asks."""
+    for sweep, strategies in (("oracle", ["ddp"]), ("pair", ["zero2", "zero3"])):
+        for strategy in strategies:
+            folder = write_run(tmp_path / sweep / strategy, strategy)
+            save(
+                composed(f"strategy={strategy}", "study.loss_agreement=1e-5"),
+                folder / "config.yaml",
+            )
+            if sweep == "pair":
+                edit(folder / "records.jsonl", '"loss": ', '"loss": 1')
+    both = [*read_runs(tmp_path / "oracle")[0], *read_runs(tmp_path / "pair")[0]]
+    told = json.loads(as_json(points_of(both), [], conclude(points_of(both))))["losses"]["curves"]
+    assert [curve["agrees"] for curve in told] == [True, False, False]
+
+
 def test_times_of_many_points_are_compared_as_many(
     sweeps: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

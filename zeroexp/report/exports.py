@@ -39,7 +39,7 @@ def as_json(
             {"point": name, **asdict(comparison)}
             for name, comparison in conclusions.comparisons.items()
         ],
-        "losses": losses and asdict(losses),  # how far each curve lies from the first of its sweep
+        "losses": losses and asdict(losses),  # how far each curve lies from the first
         "qualities": [asdict(quality) for quality in conclusions.qualities],
         "differences": differences(points),
         "doubts": conclusions.doubts,

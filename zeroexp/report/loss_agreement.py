@@ -118,7 +118,12 @@ def losses_of(points: Sequence[MeasuredPoint]) -> LossVerdict | None:
 
 
 def losses_of_sweeps(points: Sequence[MeasuredPoint]) -> LossVerdict | None:
-    """Judge the curves of each sweep by its own study and beside its own first; the rest is of the first sweep."""
+    """Judge the curves of several sweeps, all beside the first where they ask for one bound (examples/tune.py).
+
+    Else each sweep by its own study and beside its own first; the rest is of the first sweep then.
+    """
+    if len({point.run.config.get(AGREEMENT, "null") for point in points}) <= 1:
+        return losses_of(points)
     verdicts = [verdict for own in by_sweep(points) if (verdict := losses_of(own))]
     curves = [curve for verdict in verdicts for curve in verdict.curves]
     return replace(verdicts[0], curves=curves) if verdicts else None
