@@ -7,6 +7,8 @@ import os
 import time
 import traceback
 from collections.abc import Callable
+from contextlib import ExitStack
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -36,26 +38,26 @@ def on_ranks(
     describe: what is told of a rank's first error.
     """
     context = multiprocessing.get_context("fork")
-    with locks.temporary_folder() as folder:
+    with locks.temporary_folder() as folder, ExitStack() as at_end:
         words = os.getpid(), device, folder, task, describe
         places = [worlds.RankInfo(rank, num_ranks, rank) for rank in range(num_ranks)]
         ranks = [context.Process(target=_rank, args=(each, *words), daemon=True) for each in places]
         for each in ranks:
             each.start()
+            at_end.callback(_end, each)
         end = time.monotonic() + seconds
-        try:
-            while any(each.is_alive() for each in ranks) and time.monotonic() < end:
-                if any(each.exitcode for each in ranks):
-                    end = min(end, time.monotonic() + PEERS_SECONDS)
-                time.sleep(0.01)
-            codes = [each.exitcode for each in ranks]
-        finally:
-            for each in ranks:
-                each.kill()
-                each.join()
-        _refuse_failed(folder, codes, seconds)
+        while any(each.is_alive() for each in ranks) and time.monotonic() < end:
+            if any(each.exitcode for each in ranks):
+                end = min(end, time.monotonic() + PEERS_SECONDS)
+            time.sleep(0.01)
+        _refuse_failed(folder, [each.exitcode for each in ranks], seconds)
         files = [folder / f"found.{rank}" for rank in range(num_ranks)]
         return [torch.load(file, weights_only=False) for file in files]
+
+
+def _end(rank: BaseProcess) -> None:
+    rank.kill()
+    rank.join()
 
 
 def _refuse_failed(folder: Path, codes: list[int | None], seconds: float) -> None:
