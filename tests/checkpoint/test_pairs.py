@@ -162,9 +162,7 @@ def check(ranks, saved, target: Side, rows: Sequence[Row]) -> None:
 
 def require_state(loaded: State, saved: State, target: Side, where: str) -> None:
     precision = PRECISIONS[target.precision]
-    master = getattr(torch, precision.master)
-    # FSDP2's shards are of the master's dtype, trained or not.
-    frozen = master if target.engine.startswith("fsdp2") else getattr(torch, precision.compute)
+    master, frozen = getattr(torch, precision.master), getattr(torch, precision.compute)
     assert loaded.keys() == saved.keys(), where
     for name, tensors in saved.items():
         assert loaded[name].keys() == tensors.keys(), f"{where}: {name}"
