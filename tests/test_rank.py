@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import ctypes
 import io
+import itertools
 import json
 import os
 import re
 import resource
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -148,6 +150,18 @@ def test_ranks_draw_by_themselves(replicated):
     assert newest is not None
     states = read_manifest(newest).rng.values()
     assert len({kinds["torch"].pieces[0].hash for kinds in states}) == 2
+
+
+def test_ranks_of_another_seed_draw_otherwise(monkeypatch, tmp_path):
+    monkeypatch.setattr(rank, "load_newest", lambda *_, **__: None)
+    seeds: set[int] = set()
+    for seed, number in itertools.product(range(2), range(2)):
+        config, world = make_config(2), World(number, 2, torch.device("cpu"), "gloo")
+        config.train.seed = seed
+        with torch.random.fork_rng():
+            rank._resume(config, tmp_path, Mock(), world, "")  # pyright: ignore[reportPrivateUsage]
+            seeds.add(torch.initial_seed())
+    assert len(seeds) == 4
 
 
 class Zeros:

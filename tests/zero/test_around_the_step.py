@@ -169,6 +169,16 @@ def test_a_program_goes_on_behind_a_gather_without_memory(monkeypatch):
         step(strategy, world, 2)
 
 
+def test_a_validation_goes_on_behind_a_gather_without_memory(monkeypatch):
+    """Outside of a microbatch nothing drops what the first forward has left."""
+    with fake_world(0, 2) as world, torch.no_grad():
+        strategy, inputs = sharded(world, "zero3", transport="gloo"), torch.ones(4, WIDTH)
+        run_out_once(monkeypatch, FullStorage, "take_up")
+        with pytest.raises(torch.OutOfMemoryError):
+            strategy.model(inputs)
+        strategy.model(inputs)
+
+
 @pytest.mark.parametrize("write", [False, True])
 def test_a_program_goes_on_where_the_model_does_not_fit_whole(monkeypatch, write):
     with fake_world(0, 2) as world:
