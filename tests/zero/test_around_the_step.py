@@ -7,7 +7,7 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import pytest
@@ -188,6 +188,26 @@ def test_a_program_goes_on_where_the_model_does_not_fit_whole(monkeypatch, write
             pass
         assert all(held.pinned is None for unit in strategy.units for held in unit.held)
         step(strategy, world, 0)
+
+
+def show_all_where_one_runs_out(world: World) -> None:
+    options = {"transport": "messages", "replicas": 2, "optimizer_over": "all"}
+    strategy = sharded(world, "zero3", **options)
+    with pytest.MonkeyPatch.context() as monkeypatch, suppress(RuntimeError):
+        if world.rank != 0:
+            with strategy.gathered(write=True):  # until rank 0 has ended
+                return
+        run_out_once(monkeypatch, Unit, "gather_into", after=2)
+        with pytest.raises(torch.OutOfMemoryError), strategy.gathered(write=True):
+            pass
+        raise ArithmeticError("rank 0 was told of its memory")
+
+
+@pytest.mark.slow
+def test_a_rank_that_runs_out_alone_is_told_so(ranks):
+    """With shares of an optimizer to publish is a collective, which its peers, in the gather, do not join."""
+    with pytest.raises(RankError, match="rank 0 was told of its memory"):
+        ranks(show_all_where_one_runs_out, world_size=4)
 
 
 def test_a_reduction_without_memory_ends_the_engine(monkeypatch):

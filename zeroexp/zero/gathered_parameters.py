@@ -44,9 +44,11 @@ def gathered(
         return
     if write:
         schedule.wait_and_free_ahead()
+    is_shown = False
     try:
         for unit in units:
             _pin(unit)
+        is_shown = True
         if write:  # peers may still read pieces that are overwritten below
             wire.quiesce()
         yield
@@ -65,7 +67,9 @@ def gathered(
         for unit in units:
             _unpin(unit)
         schedule.announce_release()
-        if write:  # after an error too, since peers can gather no piece before it is exposed again
+        # After an error too, since peers can gather no piece before it is exposed again; not where memory ran out in a
+        # gather, of which all that was gathered is right, and where peers, which go on, do not publish.
+        if write and is_shown:
             for unit in units:
                 schedule.gathers.publish(unit)
             schedule.gathers.await_published()
