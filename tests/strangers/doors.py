@@ -109,6 +109,29 @@ def an_optimizer_where_a_factory_is_meant(lab: Lab) -> None:
     lab.wrap(model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1))  # pyright: ignore[reportArgumentType]
 
 
+OTHER_GROUPS: dict[str, Callable[[Any], Any]] = {
+    "joined": lambda groups: [p for group in groups for p in group["params"]],
+    "split": lambda groups: [{**g, "params": [p]} for g in groups for p in g["params"]],
+    "turned": lambda groups: groups[::-1],
+}
+
+
+@variants(
+    [*OTHER_GROUPS],
+    EVERY_WAY,
+    refused=r"optimizer_factory makes AdamW in other groups",
+    oracle=False,
+)
+def groups_that_the_factory_has(lab: Lab, how: str) -> None:
+    """States name what groups count, and a rank may hold nothing of the later ones."""
+    model = Net()
+    body = [p for name, p in model.named_parameters() if not name.startswith("head")]
+    groups = [{"params": body}, {"params": [*model.head.parameters()]}]
+    t = lab.wrap(model, groups=groups, optimizer=lambda g: torch.optim.AdamW(OTHER_GROUPS[how](g)))
+    lab.train(t)
+    t.state_dict()
+
+
 @variants(
     ["whole", "part", "around"], EVERY_WAY, refused=r"engine|again|already|wrapped", oracle=False
 )

@@ -110,22 +110,19 @@ def test_what_needs_whole_matrices_may_be_shared_and_not_cut(factory, lr):
         refuse_unless_elementwise(factory, groups, layout="tensor", cut=True)
 
 
-def decays_matrices_alone(groups):
-    parameters = [parameter for group in groups for parameter in group["params"]]
-    matrices = [parameter for parameter in parameters if parameter.ndim > 1]
-    others = [parameter for parameter in parameters if parameter.ndim < 2]
-    return optim.AdamW([{"params": matrices}, {"params": others, "weight_decay": 0.0}])
-
-
-def decays_each_matrix_a_little(groups):
-    """In a group of its own; what it does to a weight lies below what kernels may round."""
-    parameters = [parameter for group in groups for parameter in group["params"]]
+def decays_matrices(groups, decay=1e-2):
     return optim.AdamW(
-        {"params": [p], "weight_decay": 1e-4 if p.ndim > 1 else 0.0} for p in parameters
+        {**group, "weight_decay": decay if any(p.ndim > 1 for p in group["params"]) else 0.0}
+        for group in groups
     )
 
 
-@pytest.mark.parametrize("factory", [decays_matrices_alone, decays_each_matrix_a_little])
+def decays_matrices_a_little(groups):
+    """What it does to a weight lies below what kernels may round."""
+    return decays_matrices(groups, 1e-4)
+
+
+@pytest.mark.parametrize("factory", [decays_matrices, decays_matrices_a_little])
 def test_a_factory_that_gives_options_by_shape_gives_others_to_pieces(factory):
     """Torch's own optimizer, of which it is known that it treats each element by itself."""
     refuse_unless_elementwise(factory, mixed(), layout="parameter", cut=False)

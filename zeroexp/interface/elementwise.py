@@ -29,6 +29,7 @@ import inspect
 import random
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import chain
 from math import isclose
 from typing import Any, NamedTuple
 
@@ -119,7 +120,7 @@ def moments_kept(
     """Return what names, for each group, the moments that the optimizer keeps.
 
     They are read off one step of small tensors when it is called; of the parameters their shapes are kept until then.
-    No group is named of an optimizer that can not make a step so, or that has made others.
+    No group is named of an optimizer that can not make a step so.
     """
     trials = [
         [{**g, "params": [*map(_without_memory, _chosen(g, choose))]} for g in groups]
@@ -133,8 +134,6 @@ def moments_kept(
                 with _random_states_kept(trial):
                     optimizer, _ = _step(factory, trial, num_steps=1)
             except ValueError:
-                return []
-            if len(optimizer.param_groups) != len(groups):
                 return []
             for states, group in zip(found, optimizer.param_groups, strict=True):
                 states += [set(moments_of(optimizer.state.get(p, {}))) for p in group["params"]]
@@ -151,23 +150,31 @@ def _without_memory(parameter: Tensor) -> nn.Parameter:
 
 
 def make_optimizer(factory: OptimizerFactory, groups: Sequence[dict[str, Any]]) -> Optimizer:
-    """Make the user's optimizer. Raises ValueError unless it is one over tensors of `groups` alone.
+    """Make the user's optimizer. Raises ValueError unless it is one over tensors of `groups`, in these groups.
 
-    Of other tensors, as the model's parameters beside masters in float32, no strategy would publish the updates.
+    Of other tensors, as the model's parameters beside masters in float32, no strategy would publish the updates. In
+    other groups a checkpoint would not find what they count, and a rank that holds nothing would have no group.
     """
-    ids = {id(tensor) for group in groups for tensor in group["params"]}
+    handed = _ids_of(groups)
     optimizer = factory(groups)
     if not isinstance(optimizer, Optimizer):
         raise ValueError(
             f"optimizer_factory returned a {type(optimizer).__name__}: return an optimizer over the groups it is given"
         )
-    if any(id(tensor) not in ids for group in optimizer.param_groups for tensor in group["params"]):
-        problem = f"optimizer_factory makes {type(optimizer).__name__} over other parameters"
+    if (made := _ids_of(optimizer.param_groups)) != handed:
+        what = (
+            "in other groups" if {*chain(*made)} <= {*chain(*handed)} else "over other parameters"
+        )
+        problem = f"optimizer_factory makes {type(optimizer).__name__} {what}"
         raise ValueError(f"{problem} than it is handed: make it over the groups it gets")
     closure = inspect.signature(optimizer.step).parameters.get("closure")
     if closure and closure.default is inspect.Parameter.empty:
         raise ValueError(f"optimizer {type(optimizer).__name__} {WANTS_CLOSURE}: {ANOTHER}")
     return optimizer
+
+
+def _ids_of(groups: Sequence[Mapping[str, Any]]) -> list[list[int]]:
+    return [[id(tensor) for tensor in group["params"]] for group in groups]
 
 
 # -- what is stepped --------------------------------------------------------------------------------
