@@ -222,8 +222,8 @@ def test_what_a_killed_process_was_writing_is_removed_by_the_next_start(tmp_path
     for writing in ("attempt", "owner"):
         died = subprocess.run([sys.executable, "-c", DIE, str(tmp_path), writing])
         assert died.returncode == -signal.SIGKILL
-    assert len([*run.glob(".attempts.json.*")]) == len([*tmp_path.glob(".owner.json.[0-9]*")]) == 1
+    assert len([*run.glob(".attempts.json.*")]) == len([*tmp_path.glob(".owner.json.*[0-9]")]) == 1
     owner.take_ownership(tmp_path)
     Job(run).set_aside()
-    assert [*run.glob(".*.json.*"), *tmp_path.glob(".owner.json.[0-9]*")] == []
+    assert [*run.glob(".*.json.*"), *tmp_path.glob(".owner.json.*[0-9]")] == []
     owner.release_ownership(tmp_path)
