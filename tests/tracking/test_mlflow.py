@@ -175,6 +175,13 @@ def test_outputs_that_were_renamed_hold_the_same_runs(
     write_json(folder / "state.json", {"status": "running", "running_at": 1_800_000_000.0})
     old.rename(new)
     assert MlflowTracker(None, "renamed", new).log_run(new / "sweep/run") == run_id
+    write_json(new / "sweep/run/state.json", {"status": "failed", "running_at": 1_800_000_000.0})
+    from mlflow.tracking._tracking_service import utils
+
+    utils._artifact_repos_cache.clear()  # a process that sees both folders is the test alone
+    MlflowTracker(None, "renamed", new).log_run(new / "sweep/run")
+    assert not old.exists()
+    assert (new / "mlartifacts/renamed" / run_id / "artifacts/config.yaml").exists()
 
 
 @pytest.mark.slow

@@ -16,7 +16,7 @@ from dataclasses import replace
 from functools import cache, cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-from urllib.parse import quote, unquote
+from urllib.parse import quote, unquote, urlsplit
 
 from zeroexp.config.keys import Config, ConfigError
 from zeroexp.process import locks
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from mlflow import MlflowClient
 
 SQLITE = "sqlite:///"
+ARTIFACTS = "mlartifacts"  # beside the file
 SERVERS = ("http://", "https://")
 DATABASES = ("postgresql", "mysql", "mssql")
 STORE = "MLFLOW_TRACKING_URI"
@@ -128,7 +129,7 @@ class Store:
         # Relative artifact locations would depend on the folder in which the UI is started.
         location = None
         if self._is_file:
-            location = (_database(self.uri).parent / "mlartifacts" / self.experiment).as_uri()
+            location = (_database(self.uri).parent / ARTIFACTS / self.experiment).as_uri()
         # Without this kind, the UI opens its view for agents.
         kind = {"mlflow.experimentKind": "custom_model_development"}
         from mlflow.exceptions import MlflowException
@@ -251,7 +252,9 @@ def _database(uri: str) -> Path:
 
 def _open_file(database: Path) -> MlflowClient:
     with importing_cheaply("pygments"):  # a tenth of a second, to colour templates
-        if not _has_tables(database):
+        if _has_tables(database):
+            _follow_move(database)
+        else:
             _make_tables(database)
         return _client_class()(f"{SQLITE}{database}")
 
@@ -288,6 +291,25 @@ def _has_tables(database: Path) -> bool:
     return bool(names)
 
 
+def _follow_move(database: Path) -> None:
+    """Point at files that were moved with the database, as with a renamed `outputs`: MLflow keeps absolute places."""
+    here = (database.parent / ARTIFACTS).as_uri()
+    of_experiments = "update experiments set artifact_location = ? where artifact_location = ?"
+    of_runs = "update runs set artifact_uri = ?1 || substr(artifact_uri, ?2) where substr(artifact_uri, 1, ?2) = ?3"
+    with closing(sqlite3.connect(database, timeout=BUSY_SECONDS)) as tables, tables:
+        places = tables.execute("select distinct artifact_location from experiments").fetchall()
+        for (old,) in places:
+            _, is_ours, name = old.rpartition(f"/{ARTIFACTS}/")
+            new = f"{here}/{name}"
+            if is_ours and not _is_there(old) and _is_there(new):
+                tables.execute(of_experiments, (new, old))
+                tables.execute(of_runs, (new, len(old) + 1, f"{old}/"))
+
+
+def _is_there(uri: str) -> bool:
+    return uri.startswith("file:") and Path(unquote(urlsplit(uri).path)).exists()
+
+
 def _error_of_sqlite(error: BaseException | None) -> sqlite3.Error | None:
     """Return the error of sqlite that an error of MLflow was made from."""
     while error is not None and not isinstance(error, sqlite3.Error):
@@ -322,7 +344,7 @@ def _make_tables(database: Path) -> None:
     for left in database.parent.glob(f".{database.name}.*"):  # from a process that was killed
         left.unlink()
     beside = database.with_name(f".{database.name}.{os.getpid()}")
-    artifacts = (database.parent / "mlartifacts").as_uri()
+    artifacts = (database.parent / ARTIFACTS).as_uri()
     try:
         SqlAlchemyStore(f"{SQLITE}{beside}", artifacts).engine.dispose()
         beside.replace(database)
