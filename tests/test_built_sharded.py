@@ -254,6 +254,31 @@ def test_a_large_tensor_is_copied_from_only_where_it_stays_as_it_is(
     assert deferred_as_built_plainly(initialise) is is_deferred
 
 
+def copied_from(source: torch.Tensor, write: Callable[[torch.Tensor], object]) -> nn.Module:
+    module = nn.Module()
+    module.weight = nn.Parameter(torch.empty(source.shape))
+    with torch.no_grad():
+        module.weight.copy_(source)
+    write(source)
+    return module
+
+
+def test_a_large_tensor_is_not_read_whole():
+    """This one would take 4 TiB to copy, as a view that is not contiguous was."""
+    source = torch.ones(()).expand(1 << 20, 1 << 20)
+    _, values = defer(lambda: copied_from(source, lambda _: None), 3, lambda made: made)
+    assert values.fingerprint()
+
+
+@pytest.mark.parametrize(
+    "write", [lambda source: source[1].zero_(), lambda source: source.numpy().fill(2)]
+)
+def test_a_large_tensor_that_is_written_is_noticed(write):
+    source = torch.ones(5 << 20)
+    with pytest.raises(CannotDefer, match="a large tensor was changed"):
+        defer(lambda: copied_from(source, write), 3, lambda made: made)
+
+
 def deferred_as_built_plainly(initialise: Callable[[torch.Tensor], None]) -> bool:
     """Tell whether a constructor can be deferred; where it can, assert that all values are those of a plain build."""
 
