@@ -26,6 +26,7 @@ from zeroexp.check.sweep_points import (
 )
 from zeroexp.cluster.sweep import Sweep
 from zeroexp.commandline import help
+from zeroexp.commandline.check_arguments import refuse_arguments
 from zeroexp.commandline.commands import VERBS
 from zeroexp.config.keys import ENGINE_SETTINGS, KEYS, ConfigError
 
@@ -247,6 +248,13 @@ def test_a_long_value_makes_no_long_name():
     assert all(len(name.encode()) <= LONGEST_NAME_BYTES for name in long)
     assert all(name.startswith("zero3-buffer-n1-path") for name in long)
     assert Path(long[0]).name == long[0]
+
+
+def test_options_may_be_swept_by_a_function_of_hydras():
+    """What is in its brackets is no list of options of one point."""
+    line = "strategy=glob([zero2*])"
+    refuse_arguments([line])
+    assert [point["strategy"]["name"] for _, point, _ in points_of_line(*TINY, line)] == ["zero2"]
 
 
 def test_flags_may_stand_between_settings(monkeypatch, capsys):

@@ -119,7 +119,8 @@ def _refuse_several_studies(argument: str) -> None:
 def _refuse_merged_options(argument: str) -> None:
     """Refuse a list of options of a group: Hydra merges them into one point, in which the last wins."""
     key, _, value = argument.lstrip("+").partition("=")
-    if f"{key}.name" in KEYS and "[" in value and "," in value:
+    # Parentheses are of a sweep of Hydra's, as glob([zero*,ddp]).
+    if f"{key}.name" in KEYS and "[" in value and "," in value and "(" not in value:
         options = value.replace("[", "").replace("]", "")
         raise ConfigError(f"{argument}: one option a point; sweep them as {key}={options}")
 

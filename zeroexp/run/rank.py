@@ -214,8 +214,7 @@ def _train(config: Config, world: World, folder: Path, stop: Stop) -> bool:
         stop=stop,
         instruments=instruments,
     )
-    if config.events.nan == "end":
-        steps = _while_finite(steps)
+    steps = _while_finite(steps) if config.events.nan == "end" else steps
     records = _run_steps(steps, saver, world, folder, start_step, is_own)
     found = _found_in_steps(config, instruments, asked)
     if world.rank == 0:

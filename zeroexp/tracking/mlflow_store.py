@@ -297,17 +297,21 @@ def _follow_move(database: Path) -> None:
     of_experiments = "update experiments set artifact_location = ? where artifact_location = ?"
     of_runs = "update runs set artifact_uri = ?1 || substr(artifact_uri, ?2) where substr(artifact_uri, 1, ?2) = ?3"
     with closing(sqlite3.connect(database, timeout=BUSY_SECONDS)) as tables, tables:
-        places = tables.execute("select distinct artifact_location from experiments").fetchall()
+        ours = f"file:%/{ARTIFACTS}/%"  # no place of a bucket's
+        places = tables.execute(
+            "select distinct artifact_location from experiments where artifact_location like ?",
+            (ours,),
+        ).fetchall()
         for (old,) in places:
-            _, is_ours, name = old.rpartition(f"/{ARTIFACTS}/")
-            new = f"{here}/{name}"
-            if is_ours and not _is_there(old) and _is_there(new):
+            parent, _, name = old.rpartition(f"/{ARTIFACTS}/")
+            if not _is_there(f"{parent}/{ARTIFACTS}") and _is_there(here):
+                new = f"{here}/{name}"
                 tables.execute(of_experiments, (new, old))
                 tables.execute(of_runs, (new, len(old) + 1, f"{old}/"))
 
 
 def _is_there(uri: str) -> bool:
-    return uri.startswith("file:") and Path(unquote(urlsplit(uri).path)).exists()
+    return Path(unquote(urlsplit(uri).path)).exists()
 
 
 def _error_of_sqlite(error: BaseException | None) -> sqlite3.Error | None:
