@@ -271,10 +271,18 @@ def test_a_large_tensor_is_not_read_whole():
 
 
 @pytest.mark.parametrize(
-    "write", [lambda source: source[1].zero_(), lambda source: source.numpy().fill(2)]
+    "write",
+    [
+        lambda source: source[1].zero_(),
+        lambda source: source.numpy().__setitem__((7, 5), 2),
+        lambda source: source.numpy().__setitem__([1, 900], source.numpy()[[900, 1]]),
+    ],
+    ids=["by torch", "one element by NumPy", "two rows in each other's place"],
 )
-def test_a_large_tensor_that_is_written_is_noticed(write):
-    source = torch.ones(5 << 20)
+@pytest.mark.parametrize("is_turned", [False, True])
+def test_a_large_tensor_that_is_written_is_noticed(write, is_turned):
+    source = torch.arange(5 << 20, dtype=torch.float32).view(1 << 10, -1)
+    source = source.t() if is_turned else source
     with pytest.raises(CannotDefer, match="a large tensor was changed"):
         defer(lambda: copied_from(source, write), 3, lambda made: made)
 

@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+import numpy
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
@@ -39,7 +40,7 @@ OVERWRITING = {
     *(aten.zero_.default, aten.fill_.Scalar, aten.fill_.Tensor, aten.copy_.default),
 }
 LARGEST_SCRATCH = 1 << 24  # bytes
-NUM_LOOKED_AT = 1 << 16  # elements of a larger tensor
+PAGE, WORD = 4096, 8  # bytes that are summed up, and those of one term
 # On meta these do nothing, without a word.
 BY_ELEMENT = (Tensor.apply_, Tensor.map_, Tensor.map2_)  # pyright: ignore[reportAttributeAccessIssue]
 
@@ -198,14 +199,18 @@ def _is_meta(leaf: object) -> bool:
 
 
 def _state_of(tensor: Tensor) -> tuple[int, int]:
-    """Return how often torch has written a tensor, and a checksum of elements all over it: NumPy counts no writes.
+    """Return how often torch has written a tensor, and a checksum of the memory that it spans: NumPy counts no writes.
 
-    Who fills a tensor again changes nearly all of them; to read gigabytes twice would take seconds.
+    Sums of its pages are taken some twenty times as fast as a crc32 of all bytes.
     """
-    step = max(1, tensor.numel() // NUM_LOOKED_AT) | 1  # odd, so that it meets all columns
-    places = torch.unravel_index(torch.arange(0, tensor.numel(), step), tensor.shape)
-    looked_at = tensor.detach()[places]
-    return tensor._version, zlib.crc32(looked_at.view(torch.uint8).numpy().data)
+    reach = sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
+    start = tensor.storage_offset() * tensor.itemsize
+    stop = start + (1 + reach) * tensor.itemsize
+    memory = torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage())
+    spanned = memory[start // WORD * WORD : stop]
+    pages, rest = spanned.split([len(spanned) // PAGE * PAGE, len(spanned) % PAGE])
+    words = numpy.from_dlpack(pages.view(torch.int64).view(-1, PAGE // WORD))
+    return tensor._version, zlib.crc32(words.sum(axis=1).data, zlib.crc32(rest.numpy().data))
 
 
 def _memory_of(tensor: Tensor) -> int:
