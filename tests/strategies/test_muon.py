@@ -70,7 +70,10 @@ AXES: dict[str, Any] = {
 
 def legal(row: Row) -> bool:
     """Replicas are of an optimizer that rests sharded, over all of them if it is to."""
-    in_groups = row.get("stage") != "ddp" and row.get("world_size") in (4, None)
+    in_groups = row.get("stage") not in ("ddp", "zero1_allreduce") and row.get("world_size") in (
+        4,
+        None,
+    )
     over_all = row.get("optimizer_over") == "all"
     return (row.get("replicas") != 2 and not over_all) or (
         in_groups and not (over_all and row.get("replicas") == 1)
