@@ -73,9 +73,8 @@ def test_no_run_is_tried_more_often_or_unasked(folder: Path) -> None:
     done = zeroexp(folder, *HUNGRY)
     assert done.returncode == 1 and (folder / "tries").read_text() == "xx", done.stderr
     assert [*statuses(folder).values()] == ["out_of_memory"]
-    (folder / "tries").write_text(
-        "x"
-    )  # once more, and the retries of another command count for nothing
+    # Once more, and the retries of another command count for nothing.
+    (folder / "tries").write_text("x")
     (job,) = jobs(folder).values()
     again = zeroexp(folder, "--rerun", str(job.folder.parent))
     assert again.returncode == 0 and [*statuses(folder).values()] == ["done"], again.stderr

@@ -35,6 +35,7 @@ from zeroexp.config.keys import (
     TrackingConfig,
     save,
 )
+from zeroexp.process import signals
 from zeroexp.process.world import device_index
 from zeroexp.tracking import attempt, failure
 from zeroexp.tracking.files import write_json
@@ -374,8 +375,11 @@ echo '2|{ends}|None|n1|N/A|0|'
     ids=["at its end", "interrupted"],
 )
 def test_a_sweep_leaves_alone_what_another_command_has_submitted_again(
-    slurm, tmp_path, ends, then, cancelled
+    slurm, tmp_path, monkeypatch, ends, then, cancelled
 ):
+    monkeypatch.setattr(
+        signals, "_num_asked", 0
+    )  # of this process, which may have handlers of ours
     slurm(
         sbatch=f"echo >> {tmp_path}/ids; echo Submitted batch job $(wc -l < {tmp_path}/ids)",
         squeue=SQUEUE.format(here=tmp_path, ends=ends, then=then),
