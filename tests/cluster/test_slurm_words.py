@@ -377,9 +377,8 @@ echo '2|{ends}|None|n1|N/A|0|'
 def test_a_sweep_leaves_alone_what_another_command_has_submitted_again(
     slurm, tmp_path, monkeypatch, ends, then, cancelled
 ):
-    monkeypatch.setattr(
-        signals, "_num_asked", 0
-    )  # of this process, which may have handlers of ours
+    # This process may have handlers of ours.
+    monkeypatch.setattr(signals, "_num_asked", 0)
     slurm(
         sbatch=f"echo >> {tmp_path}/ids; echo Submitted batch job $(wc -l < {tmp_path}/ids)",
         squeue=SQUEUE.format(here=tmp_path, ends=ends, then=then),

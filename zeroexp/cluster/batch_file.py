@@ -75,9 +75,8 @@ class BatchFile(SlurmExecutor):
 
     def _make_submission_command(self, submission_file_path: Path) -> list[str]:
         """Return sbatch with the file's options as arguments, because SBATCH_ACCOUNT and its like win over the file."""
-        head, _, _ = self.text().partition(
-            "\n# setup\n"
-        )  # what a site's lines ask for is a comment
+        # What the lines of a site ask for is a comment.
+        head, _, _ = self.text().partition("\n# setup\n")
         lines = [line for line in head.splitlines() if line.startswith("#SBATCH ")]
         options = [option for line in lines for option in shlex.split(line)[1:]]
         return ["sbatch", *options, str(submission_file_path)]
@@ -247,9 +246,8 @@ def _export_lines(job: Job, config: ClusterConfig) -> list[str]:
     if most := max_requeues(config):  # the last attempt is not requeued even if a node is lost
         more = f"[ {restarts} -lt {most} ]"
         lines.append(f"{more} || scontrol update JobId=${JOB} Requeue=0")
-        lines.append(
-            f"rm -f {shlex.quote(f'{folder}/slurm/{WANTS_ANOTHER}')}"
-        )  # of one that was killed
+        # It may be of an attempt that was killed.
+        lines.append(f"rm -f {shlex.quote(f'{folder}/slurm/{WANTS_ANOTHER}')}")
     return lines
 
 

@@ -142,9 +142,8 @@ def _byte_error(summary: RunSummary, *, sent: bool) -> float | None:
 def _calls_error(summary: RunSummary) -> float | None:
     planned = summary.rehearsed.get("calls")
     calls = sum(number for kind, number in summary.calls_by_kind.items() if kind != "loss")
-    return (
-        None if planned is None else round(calls - planned, 6)
-    )  # sums of parts of one, in two orders
+    # Sums of parts of one, in two orders.
+    return None if planned is None else round(calls - planned, 6)
 
 
 def _peak_error(summary: RunSummary) -> float | None:

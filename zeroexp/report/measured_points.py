@@ -42,9 +42,8 @@ class MeasuredPoint:
 
     name: str
     runs: tuple[Run, ...]  # at least one, in the order in which they were started
-    apart: frozenset[str] = (
-        frozenset()
-    )  # the keys of APART that tell it from points of equal settings
+    # The keys of APART that tell it from points of equal settings.
+    apart: frozenset[str] = frozenset()
 
     @cached_property
     def run(self) -> Run:

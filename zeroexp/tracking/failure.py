@@ -139,9 +139,8 @@ def write(
     except attempt.Superseded as outdated:
         print(f"{outdated}: nobody asks why it ended", file=sys.stderr)
         return
-    remove_older_failure(
-        folder
-    )  # also where rank 0's task, which removes it first, has not started yet
+    # Rank 0's task removes it, if that has started.
+    remove_older_failure(folder)
     text = json.dumps(cause, indent=2) + "\n"
     beside = folder / f".{FAILURE}.{socket.gethostname()}.{os.getpid()}"
     write_with_reserve(folder, lambda: write_durably(beside, text.encode()))

@@ -104,8 +104,9 @@ class Places:
                 self._known[id(tensor)] = tensor, [place]
 
     def _are_in_order(self, tensors: list[Tensor]) -> bool:
-        """Whether those of these that are known, else all known ones, come as the model's do, matrices and vectors
-        each by themselves. Each optimizer has an order of its own, as where one has hidden matrices, one the rest.
+        """Tell whether tensors come in the model's order, matrices and vectors each by themselves.
+
+        Asked are those of these that are known, else all known ones: each optimizer has an order of its own.
         """
         number = {name: (each.ndim, i) for i, (name, each) in enumerate(self._initial.items())}
         places = [at for each in tensors if (at := self._known[id(each)][1])]

@@ -234,9 +234,8 @@ def _attributes(module: nn.Module) -> Iterator[tuple[str, str, Tensor]]:
     """Yield the tensors in attributes of modules, but for those that a pre-hook (spectral_norm) makes anew."""
     for prefix, each in module.named_modules():
         made = [getattr(hook, "name", None) for hook in each._forward_pre_hooks.values()]
-        made += ["_flat_weights"] * isinstance(
-            each, nn.RNNBase
-        )  # made anew in forward, or the weights themselves
+        # Of recurrent cells: made anew in forward, or the weights themselves.
+        made += ["_flat_weights"] * isinstance(each, nn.RNNBase)
         for name in (name for name in vars(each) if name not in made):
             leaves = (leaf for leaf in tree_leaves(vars(each)[name]) if isinstance(leaf, Tensor))
             what = "attribute", f"{prefix}.{name}".lstrip(".")

@@ -88,9 +88,8 @@ class GuardedParameter(nn.Parameter):
             if func in functions.OF_SHAPE and _guard_of(args[0]).state.freed:
                 return functions.OF_SHAPE[func](_guard_of(args[0]).shape, *args[1:], **kwargs)
             if func in functions.CONVERSIONS and not isinstance(args[0], GuardedParameter):
-                return func(
-                    *args, **kwargs
-                )  # another tensor, which becomes of the parameter's dtype and device
+                # Another tensor, which becomes of the parameter's dtype and device.
+                return func(*args, **kwargs)
             if func in functions.CONVERSIONS and _guard_of(args[0]).state.is_gone:
                 return _unchanged(args[0], func(args[0].new_empty(0), *args[1:], **kwargs))
             if func == functions.GET_DEVICE:
