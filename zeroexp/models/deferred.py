@@ -204,7 +204,7 @@ def _state_of(tensor: Tensor) -> tuple[int, int]:
     Sums of its pages are taken some twenty times as fast as a crc32 of all bytes.
     """
     reach = sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
-    start = tensor.storage_offset() * tensor.itemsize
+    start = int(tensor.storage_offset()) * tensor.itemsize
     stop = start + (1 + reach) * tensor.itemsize
     memory = torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage())
     spanned = memory[start // WORD * WORD : stop]
