@@ -40,6 +40,7 @@ FOR_A_PLACE = {
     "=K": "=1",
     "<folder>": "outputs/compare/run",
     "resume=outputs/theirs": "resume=outputs/compare/run",
+    "resume=RUN_A,RUN_B": "resume=outputs/compare/run",
     "model.path=DIR data=hf": "model.path=TALKS data=hf",
 }
 MY_LAYOUT = """
@@ -175,6 +176,8 @@ def test_a_command_of_a_page_is_taken(place: Path, command: str) -> None:
 
 
 def reads_a_sweep(place: Path, words: list[str]) -> None:
+    # Newer than dry runs that go on from it.
+    (place / "outputs/compare/run/config.yaml").touch()
     if words[0] == "export":  # it writes over nothing
         shutil.rmtree(place / "outputs/compare/run/exported", ignore_errors=True)
         shutil.rmtree(place / "DIR" if "DIR" in words else place / "nothing", ignore_errors=True)
