@@ -252,9 +252,10 @@ def test_a_long_value_makes_no_long_name():
 
 def test_options_may_be_swept_by_a_function_of_hydras():
     """What is in its brackets is no list of options of one point."""
-    line = "strategy=glob([zero2*])"
+    line = "strategy=glob([zero2*,zero3*])"
     refuse_arguments([line])
-    assert [point["strategy"]["name"] for _, point, _ in points_of_line(*TINY, line)] == ["zero2"]
+    swept = [point["strategy"]["name"] for _, point, _ in points_of_line(*TINY, line)]
+    assert swept == ["zero2", "zero3"]
 
 
 def test_flags_may_stand_between_settings(monkeypatch, capsys):
