@@ -33,6 +33,7 @@ from tests.run_folders import log_study
 from tests.warm import Warm, start_servers_with
 from zeroexp.cluster.local import LocalCluster
 from zeroexp.config.keys import Config
+from zeroexp.measure.memory import compile_allocator
 from zeroexp.tracking.mlflow_store import SQLITE, Store
 
 torch.set_num_threads(1)
@@ -59,9 +60,12 @@ def ranks() -> Iterator[Ranks]:
 @pytest.fixture(scope="session")
 def local(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalCluster]:
     """One for all tests, with a server that imports nothing any more. What its ranks do: tests/rank_code.py."""
+    cache, compiled = tmp_path_factory.mktemp("cache"), compile_allocator()
+    if isinstance(compiled, Path):  # else each worker compiles for five seconds of a core
+        shutil.copytree(compiled.parent, cache / compiled.parent.name)
     with ExitStack() as stack:
         with pytest.MonkeyPatch.context() as patch:
-            patch.setenv("ZEROEXP_CACHE", str(tmp_path_factory.mktemp("cache")))
+            patch.setenv("ZEROEXP_CACHE", str(cache))
             start_servers_with(patch, Warm)
             own = LocalCluster(Config().cluster, rank_main=rank_code.MAIN)
             cluster = stack.enter_context(own)

@@ -145,23 +145,37 @@ def test_an_allocation_beyond_the_limit_raises_and_what_was_held_stays():
 
 
 def test_without_a_compiler_a_line_says_why(monkeypatch, tmp_path):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setenv("ZEROEXP_CACHE", str(tmp_path))
     monkeypatch.setenv("CXX", "no-such-compiler")
     reason = count_cpu_allocations()
     assert reason is not None and "no C++ compiler" in reason and "\n" not in reason
 
 
 def test_a_compiler_that_fails_is_quoted(monkeypatch, tmp_path):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setenv("ZEROEXP_CACHE", str(tmp_path))
     monkeypatch.setenv("CXX", "false")
     reason = compile_allocator()
     assert isinstance(reason, str) and "false failed" in reason
 
 
 def test_a_cache_that_takes_no_file_costs_the_count_alone(monkeypatch):
-    monkeypatch.setenv("XDG_CACHE_HOME", "/proc/1/mine")
+    monkeypatch.setenv("ZEROEXP_CACHE", "/proc/1/mine")
     reason = count_cpu_allocations()
-    assert reason is not None and "/proc/1/mine" in reason and "set XDG_CACHE_HOME" in reason
+    assert reason is not None and "/proc/1/mine" in reason and "set ZEROEXP_CACHE" in reason
+
+
+def test_a_user_without_a_home_is_not_counted(monkeypatch):
+    for variable in ("ZEROEXP_CACHE", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(variable, raising=False)
+    monkeypatch.setenv("HOME", "~")
+    reason = count_cpu_allocations()
+    assert reason is not None and reason.count("ZEROEXP_CACHE") == 1 and "has no home" in reason
+
+
+def test_the_cache_of_data_holds_the_library_too(monkeypatch, tmp_path):
+    """A home that is full or read-only needs one variable, not two."""
+    monkeypatch.setenv("XDG_CACHE_HOME", "/proc/1/mine")
+    assert compiled_by(monkeypatch, tmp_path, "ours").parent.parent == tmp_path
 
 
 # Writes the file behind -o once two of them are at work, or after a minute in which no second one came.
@@ -178,12 +192,12 @@ def test_several_may_compile_at_once(monkeypatch, tmp_path):
     at_work.mkdir()
     compiler.write_text(COMPILER)
     compiler.chmod(0o755)
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setenv("ZEROEXP_CACHE", str(tmp_path))
     monkeypatch.setenv("CXX", f"env {compiler}")
     monkeypatch.setenv("AT_WORK", str(at_work))
     with ThreadPoolExecutor(2) as both:
         made = {compiled.result() for compiled in [both.submit(compile_allocator) for _ in "ab"]}
-    assert list((tmp_path / "zeroexp/allocator").iterdir()) == list(made)
+    assert list((tmp_path / f"allocator-{os.geteuid()}").iterdir()) == list(made)
 
 
 def compiled_by(monkeypatch, tmp_path, content: str) -> Path:
@@ -191,7 +205,7 @@ def compiled_by(monkeypatch, tmp_path, content: str) -> Path:
     compiler = tmp_path / "compiler"
     compiler.write_text(f'#!/bin/sh\nwhile [ "$1" != -o ]; do shift; done\necho {content} > "$2"\n')
     compiler.chmod(0o755)
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setenv("ZEROEXP_CACHE", str(tmp_path))
     monkeypatch.setenv("CXX", str(compiler))
     library = compile_allocator()
     assert isinstance(library, Path), library
@@ -213,7 +227,7 @@ def test_a_library_of_another_user_is_never_loaded(monkeypatch, tmp_path):
         os.umask(umask)
     assert reason == (
         f"peak memory on the CPU is not counted: {folder} is another user's, or others may write "
-        "there; set XDG_CACHE_HOME to a folder that is yours"
+        "there; set ZEROEXP_CACHE to a folder that is yours"
     )
     if os.geteuid() == 0:  # only root can give a file away
         folder.chmod(0o700)

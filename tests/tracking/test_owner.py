@@ -204,11 +204,11 @@ def test_what_a_killed_process_was_making_beside_its_place_is_removed_by_the_nex
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The copy of the code, and what a compiler writes; of an export in tests/test_export_command.py."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setenv("ZEROEXP_CACHE", str(tmp_path / "cache"))
     monkeypatch.setenv("CXX", "false")
     for parent, make in (
         (tmp_path / "sweep" / ".code", lambda: snapshot_code(tmp_path / "sweep")),
-        (tmp_path / "zeroexp" / "allocator", compile_allocator),
+        (tmp_path / "cache" / f"allocator-{os.geteuid()}", compile_allocator),
     ):
         parent.mkdir(parents=True, mode=0o700)
         died = subprocess.run([sys.executable, "-c", DIE_BESIDE, str(parent)])

@@ -23,14 +23,15 @@ from typing import Any
 import torch
 from torch import Tensor, UntypedStorage
 
+from zeroexp.config.keys import ConfigError
+from zeroexp.config.paths import cache_root
 from zeroexp.interface.strategy import ModelStates
 from zeroexp.measure.record import FILES, HOST, KINDS, OUTER, RESIDENT
 from zeroexp.process.locks import temporary_folder
 
 SOURCE = Path(__file__).with_name("allocator.cpp")
-NOT_COUNTED = (
-    "peak memory on the CPU is not counted: {}; set XDG_CACHE_HOME to a folder that is yours"
-)
+NOT_COUNTED = "peak memory on the CPU is not counted: {}"
+REMEDY = "set ZEROEXP_CACHE to a folder that is yours"
 
 
 def bytes_by_kind(states: ModelStates) -> dict[str, int]:
@@ -158,7 +159,7 @@ def count_cpu_allocations() -> str | None:
     try:
         _library = ctypes.CDLL(str(library))
     except OSError as error:  # a cache on a disk from which no code may run
-        return NOT_COUNTED.format(error)
+        return NOT_COUNTED.format(f"{error}; {REMEDY}")
     call_allocator("install")
     return None
 
@@ -171,7 +172,9 @@ def compile_allocator() -> Path | str:
     """
     try:
         return _compiled_allocator()
-    except (OSError, RuntimeError) as error:  # a cache that takes no file, or a user without a home
+    except OSError as error:  # a cache that takes no file
+        return NOT_COUNTED.format(f"{error}; {REMEDY}")
+    except ConfigError as error:  # a user without a home
         return NOT_COUNTED.format(error)
 
 
@@ -184,7 +187,7 @@ def _compiled_allocator() -> Path | str:
             return library
     compiler = shlex.split(os.environ.get("CXX", "g++"))  # as "ccache g++"
     if not compiler or shutil.which(compiler[0]) is None:
-        return "peak memory on the CPU is not counted: no C++ compiler (install g++ or set CXX)"
+        return NOT_COUNTED.format("no C++ compiler (install g++ or set CXX)")
     with temporary_folder(folder) as beside:
         made = beside / "allocator.so"
         compiled = subprocess.run(
@@ -192,7 +195,7 @@ def _compiled_allocator() -> Path | str:
         )
         if compiled.returncode != 0:
             error = compiled.stderr.strip().partition("\n")[0]
-            return f"peak memory on the CPU is not counted: {shlex.join(compiler)} failed: {error}"
+            return NOT_COUNTED.format(f"{shlex.join(compiler)} failed: {error}")
         made.chmod(0o700)  # the umask may let a group write
         return made.replace(folder / f"{begin}{_digest(made.read_bytes())}.so")
 
@@ -207,10 +210,12 @@ def _compile(compiler: list[str], target: Path) -> list[str]:
 
 
 def _cache_folder() -> Path:
-    """Return the folder of compiled libraries. Raises OSError for one whose content another user may have chosen."""
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "zeroexp"
-    cache.mkdir(parents=True, exist_ok=True)
-    folder = cache / "allocator"
+    """Return this user's folder of compiled libraries, in a cache that several may share.
+
+    Raises OSError for one whose content another user may have chosen.
+    """
+    folder = cache_root() / f"allocator-{os.geteuid()}"
+    folder.parent.mkdir(parents=True, exist_ok=True)
     folder.mkdir(mode=0o700, exist_ok=True)
     if not _is_ours(folder):
         raise OSError(f"{folder} is another user's, or others may write there")
