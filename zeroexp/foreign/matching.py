@@ -13,13 +13,13 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
-from torch.optim import Optimizer
 
 from zeroexp.checkpoint.manifest import CheckpointError
 from zeroexp.config.keys import Config
 from zeroexp.config.optimizer import optimizer_factory, parameter_groups
 from zeroexp.foreign.found import Found, Place
-from zeroexp.interface.canonical import BUFFER, WEIGHT, moments_of
+from zeroexp.interface.canonical import BUFFER, WEIGHT
+from zeroexp.interface.elementwise import moments_kept
 from zeroexp.interface.module_buffers import persistent_buffers
 from zeroexp.interface.saved_state import names_in
 from zeroexp.models.module import BuiltModel
@@ -131,13 +131,16 @@ def _match_moments(
     for place in found.tensors:
         by_name[place.name].append(place)
     matched: dict[Place, Place] = {}
-    for name, keeps in moments_kept(config, built).items():
+    groups = parameter_groups(built.module, config.optimizer, built.blocks)
+    kept = moments_kept(optimizer_factory(config.optimizer), groups)()
+    of_group = zip(names_in(built.module, groups), kept, strict=False)  # none of what can not step
+    for name, keeps in ((name, keeps) for own, keeps in of_group for name in own):
         places = [place for each in names[name] for place in by_name.get(each, ())]
         there = {place.key: place for place in reversed(places) if place.key != WEIGHT}
         if not there:
             continue
-        if there.keys() | {STEP} != keeps | {STEP}:
-            ours, theirs = ", ".join(sorted(keeps)) or "nothing", ", ".join(sorted(there))
+        if not keeps.of_each <= there.keys() | {STEP} <= keeps.of_any | {STEP}:
+            ours, theirs = ", ".join(sorted(keeps.of_any)) or "nothing", ", ".join(sorted(there))
             problem = f"it keeps {ours}, and {found.folder} holds {theirs} of {name}"
             word = f"optimizer.name={config.optimizer.name}"
             raise CheckpointError(f"{word}: {problem}; name the optimizer that wrote it")
@@ -161,32 +164,14 @@ def _first(names: Sequence[str]) -> str:
     return names[0] + (f" and {len(names) - 1} more" * (len(names) > 1))
 
 
-# -- what the optimizer keeps -----------------------------------------------------------------------
-
-
-def _small_optimizer(config: Config, built: BuiltModel) -> tuple[Optimizer, list[list[str]]]:
-    """Return the configured optimizer over two elements a dimension of each parameter, and the names in its groups."""
-    groups = parameter_groups(built.module, config.optimizer, built.blocks)
-    small = [{**group, "params": [_small(p) for p in group["params"]]} for group in groups]
-    return optimizer_factory(config.optimizer)(small), names_in(built.module, groups)
-
-
-def moments_kept(config: Config, built: BuiltModel) -> dict[str, set[str]]:
-    """Return the keys of what the optimizer keeps for each trained parameter, read off one step of it."""
-    optimizer, names = _small_optimizer(config, built)
-    optimizer.step()
-    return {
-        name: set(moments_of(optimizer.state[parameter]))
-        for group, own in zip(optimizer.param_groups, names, strict=True)
-        for name, parameter in zip(own, group["params"], strict=True)
-    }
-
-
 def param_groups(config: Config, step: int, built: BuiltModel) -> list[dict[str, Any]]:
     """Return the optimizer's groups as others save them: names for parameters, and the next step's learning rate."""
     highest = config.optimizer.lr
     lr = learning_rate(config.optimizer, step, config.train.warmup_steps + config.train.steps)
-    optimizer, names = _small_optimizer(config, built)
+    groups = parameter_groups(built.module, config.optimizer, built.blocks)
+    optimizer = optimizer_factory(config.optimizer)(
+        [{**group, "params": [_small(p) for p in group["params"]]} for group in groups]
+    )
     return [
         {
             **{key: value for key, value in group.items() if key not in OURS},
@@ -194,11 +179,9 @@ def param_groups(config: Config, step: int, built: BuiltModel) -> list[dict[str,
             "initial_lr": highest * group.get("lr_scale", 1.0),  # which torch's schedulers ask for
             "params": own,
         }
-        for group, own in zip(optimizer.param_groups, names, strict=True)
+        for group, own in zip(optimizer.param_groups, names_in(built.module, groups), strict=True)
     ]
 
 
 def _small(parameter: nn.Parameter) -> nn.Parameter:
-    small = nn.Parameter(torch.zeros([2] * parameter.ndim))
-    small.grad = torch.zeros_like(small)
-    return small
+    return nn.Parameter(torch.zeros([2] * parameter.ndim))
