@@ -205,6 +205,15 @@ def test_a_module_inside_returns_the_dtype_of_the_module_around_it():
     assert seen == [torch.float32, torch.float64, torch.bfloat16]
 
 
+def test_integers_and_other_things_cross_a_border_as_they_are():
+    model = nn.Sequential(nn.Embedding(4, 4), nn.Linear(4, 4))
+    dtypes = Dtypes(torch.bfloat16, torch.float32, torch.float32, of_modules={"0": torch.float32})
+    cast_at_borders(model, dtypes)
+    model[0].register_forward_pre_hook(lambda _, args: args[:1])
+    model[1].to(dtypes.compute)
+    assert model[1](model[0](torch.tensor([1, 2]), None, "word")).dtype is torch.bfloat16
+
+
 @pytest.mark.parametrize(
     ("of_modules", "named"),
     [

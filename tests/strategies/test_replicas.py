@@ -121,26 +121,27 @@ def test_four_ranks_on_a_mesh_equal_one_process(ranks, stage, rows):
     check(ranks, [row for row in rows if row["stage"] == stage])
 
 
-def train_without_sums_between(world: World, stage: str) -> str:
-    """What the engine says where gradients of a block are not summed between replicas."""
-    recipe = Recipe(world_size=4, steps=1)
+def train_without_sums_between(world: World, stage: str, step: int) -> str:
+    """What the engine says where gradients of a block are not summed between replicas from this step on."""
+    recipe = Recipe(world_size=4, steps=step + 1)
     strategy: Any = build_on_rank(world, recipe, Ours(stage, Options(replicas=2)))
     summed = strategy.wire._sum_between
 
     def skip_a_block(sums: Any, what: str, shares: Any = ()) -> Pending:
         return Pending([]) if "blocks.1" in what else summed(sums, what, shares)
 
+    run_steps(strategy, world, recipe, range(step))
     strategy.wire._sum_between = skip_a_block
     try:
-        run_steps(strategy, world, recipe, range(1))
+        run_steps(strategy, world, recipe, range(step, step + 1))
     except RuntimeError as error:
         return str(error)
     return "trained on"
 
 
-def test_a_missing_sum_between_replicas_is_named_in_the_first_step(ranks):
-    for stage in ("zero1", "zero3"):
-        errors = ranks(train_without_sums_between, stage, world_size=4)
+def test_a_missing_sum_between_replicas_is_named_in_the_first_steps(ranks):
+    for step, stage in enumerate(("zero1", "zero3")):
+        errors = ranks(train_without_sums_between, stage, step, world_size=4)
         assert len(set(errors)) == 1
         assert "replicas differ: ranks 0 and 2" in errors[0] and "blocks.1" in errors[0], errors[0]
         assert "a sum between replicas is missing" in errors[0]

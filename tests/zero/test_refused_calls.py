@@ -154,6 +154,22 @@ def test_a_call_that_trains_another_model_is_refused(call):
         call(engine(world, stage, "buffer"))
 
 
+def test_replicas_sum_once_in_a_step():
+    """A second last microbatch would sum between two replicas what they have summed already."""
+    line = CALLS[two_last_microbatches][1]
+    with fake_world(0, 4) as world, pytest.raises(RuntimeError, match=line):
+        two_last_microbatches(engine(world, "zero2", "buffer", replicas=2))
+
+
+def test_a_hook_that_takes_a_gradient_away_is_refused():
+    """An optimizer inside backward may keep what it updates anywhere; here it is seen by the gradient alone."""
+    model = make_model()
+    model[2].bias.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", None))
+    told = pytest.raises(RuntimeError, match=r"a hook of .* has taken a gradient before")
+    with fake_world(0, 2) as world, told:
+        take_step(engine(world, "zero2", "buffer", model=model), 0)
+
+
 @pytest.mark.parametrize("inner_writes", [False, True])
 @pytest.mark.parametrize("stage", ["ddp", "zero2", "zero3"])
 def test_a_context_inside_of_one_that_writes_changes_nothing(stage, inner_writes):

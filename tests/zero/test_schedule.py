@@ -274,13 +274,14 @@ def test_zero2_reduces_during_backward_and_publishes_in_order_of_forward():
 
 
 @pytest.mark.parametrize(("overlap", "most"), [(True, 3), (False, 1)])
-def test_between_hosts_two_reductions_are_under_way_beside_the_one_just_launched(overlap, most):
-    """More would hold the gradients of more units."""
+@pytest.mark.parametrize("move", ["reduce_scatter", "all_gather"])
+def test_between_hosts_two_moves_are_under_way_beside_the_one_just_launched(move, overlap, most):
+    """More would hold the gradients, or the messages of updated parameters, of more units."""
     under_way: set[Any] = set()
     counts: list[int] = []
     with fake_world(0, 2) as world:
         strategy = toy_engine(world, "zero2", overlap=overlap)
-        launch = strategy.wire.reduce_scatter
+        launch = getattr(strategy.wire, move)
 
         def counted(parts: Any, kind: str, *more: Any, **words: Any) -> Any:
             pending = launch(parts, kind, *more, **words)
@@ -290,7 +291,7 @@ def test_between_hosts_two_reductions_are_under_way_beside_the_one_just_launched
             counts.append(len(under_way))
             return pending
 
-        strategy.wire.reduce_scatter = counted
+        setattr(strategy.wire, move, counted)
         step(strategy)
     assert len(counts) == len(["root", *BLOCKS])
     assert max(counts) == most

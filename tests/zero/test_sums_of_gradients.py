@@ -21,12 +21,12 @@ from zeroexp.zero.options import Dtypes, Options
 
 WIDTH, USES, STEPS, MICROBATCHES = 16, 12, 2, 2
 BF16_MASTER = Dtypes(torch.bfloat16, torch.float32, torch.float32)
-ALONE = {"first.weight", "first.bias", "last.weight", "last.bias", "gain", "rows.weight"}
+ALONE = {"first.weight", "first.bias", "last.weight", "gain", "rows.weight"}
 
 
 class Reusing(nn.Module):
     """Layers that are used once, several times, and as often as a microbatch says; a gain that computes in float32, a
-    weight whose gradient a hook changes, and rows of which some are used twice.
+    weight and a bias whose gradients hooks change, and rows of which some are used twice.
     """
 
     def __init__(self) -> None:
@@ -38,6 +38,7 @@ class Reusing(nn.Module):
         self.gain = nn.Parameter(torch.rand(WIDTH))
         self.rows = nn.Embedding(3, WIDTH, sparse=True)
         self.hooked.weight.register_hook(lambda gradient: 1.7 * gradient)
+        self.last.bias.register_post_accumulate_grad_hook(_scale)
 
     def forward(self, x: Tensor, uses_later: int) -> Tensor:
         x = self.first(x) + self.rows(torch.arange(len(x)) % 3)
@@ -46,6 +47,11 @@ class Reusing(nn.Module):
         for _ in range(uses_later):
             x = x + 0.3 * torch.tanh(self.later(x))
         return self.last(self.hooked((x.float() * self.gain).bfloat16()))
+
+
+def _scale(parameter: Tensor) -> None:
+    assert parameter.grad is not None
+    parameter.grad.mul_(1.7)
 
 
 def loss_of(model: nn.Module, step: int, index: int, rank: int) -> Tensor:
