@@ -122,6 +122,7 @@ def test_schedules_step_by_step():
     assert rates("linear", warmup=2, total=5) == pytest.approx([0.5, 1.0, 0.7, 0.4, 0.1])
     half = 0.1 + 0.9 * (1 + math.cos(math.pi / 2)) / 2
     assert rates("cosine", warmup=0, total=3) == pytest.approx([1.0, half, 0.1])
+    assert rates("linear", warmup=0, total=2) == pytest.approx([1.0, 0.1])
 
 
 @pytest.mark.parametrize("schedule", ["constant", "cosine", "linear"])

@@ -355,6 +355,27 @@ def test_parameters_are_freed_after_an_evaluation_without_gradients(keep):
         assert gathered(strategy) == set()
 
 
+def test_what_an_evaluation_gathered_ahead_does_not_outlive_the_step():
+    """It would show the weights of before: block 1 is gathered when the evaluation ends early, in block 0."""
+
+    def stop(*_: Any) -> None:
+        raise ArithmeticError
+
+    with fake_world(0, 2) as world, torch.no_grad():
+        strategy = toy_engine(world, "zero3", prefetch=1)
+        batch, _ = microbatch_of(0, 0, 0)
+        strategy.model(batch)
+        with torch.enable_grad(), strategy.microbatch(last=True):
+            strategy.backward(strategy.model(batch).float().sum())
+        handle = strategy.model.get_submodule("blocks.0").register_forward_hook(stop)
+        with pytest.raises(ArithmeticError):
+            strategy.model(batch)
+        handle.remove()
+        assert "blocks.1" in gathered(strategy)
+        strategy.step(drain=True)
+        assert not gathered(strategy)
+
+
 class AgainBehind(nn.Sequential):
     """Block 1 runs before block 2, and once more behind it."""
 
