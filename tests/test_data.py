@@ -33,8 +33,10 @@ from tokenizers.processors import TemplateProcessing
 
 from tests.cache_writers import die, race
 from tests.composing import composed
+from zeroexp.check.rules_data import check_validation
 from zeroexp.check.try_data import check_data
 from zeroexp.config.keys import ConfigError, DataConfig, ModelConfig
+from zeroexp.config.paths import data_files
 from zeroexp.config.vocabulary import TokenizerChoice
 from zeroexp.cut.rank_grid import RankGrid
 from zeroexp.data import StepBatch, packed_cache, table_rows
@@ -42,6 +44,7 @@ from zeroexp.data.batches import Data, build_data, sample_indices
 from zeroexp.data.classes import classes_of
 from zeroexp.data.conversations import ConversationEncoder
 from zeroexp.data.sources import CORPUS, choose_tokenizer, identity_of
+from zeroexp.data.table_rows import read_table
 from zeroexp.models import find_weights
 from zeroexp.process import locks, progress
 
@@ -516,6 +519,49 @@ def test_a_part_of_a_file_is_a_split(tmp_path, limit, num_samples):
     changes |= {"split": "train[:4]", "validation_split": "train[4:]"}
     data = opened("yelp", "smollm2_360m_yelp", labels=[0, 1, 2, 3, 4], **changes)
     assert (data.num_samples, data.num_valid_labels) == (num_samples, 2)
+
+
+@pytest.mark.parametrize(
+    ("training", "validation"),
+    [
+        ("train[:90%]", "train[90%:]"),
+        ("train[:-10%]", "train[-10%:]"),
+        ("train[:100]", "train[-10:]"),
+        ("train[5:100]+train[200:]", "train[100:200]+test"),
+        ("train[:90%]", "train[1000:]"),  # nobody knows before it is read
+        (None, "test[:5]"),
+    ],
+)
+def test_parts_without_rows_in_common_may_be_trained_and_validated_on(training, validation):
+    changes = [f"data.validation_split={validation!r}"]
+    changes += [f"data.split={training!r}"] if training else []
+    assert not [*check_validation(composed("data=yelp", *changes))]
+
+
+def test_files_are_those_of_their_names(tmp_path):
+    """`datasets` takes names for patterns, and finds splits in words of any case, anywhere in a name."""
+    names = [
+        "a[1].csv",
+        "a1.csv",
+        "d[1]/b.csv",
+        "d1/b.csv",
+        "reviews_Test.csv",
+        "test/c.csv",
+        "latest.csv",
+    ]
+    for name in names:
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(f"text\n{name}\n")
+    for path, split, read in (
+        ("a[1].csv", "train", ["a[1].csv"]),
+        ("d[1]", "train", ["d[1]/b.csv"]),
+        (".", "train", ["a1.csv", "a[1].csv", "d1/b.csv", "d[1]/b.csv", "latest.csv"]),
+        (".", "test", ["reviews_Test.csv", "test/c.csv"]),
+    ):
+        config = composed("data=yelp_causal", f"data.split={split}", "data.text_column=text").data
+        config.path = str(tmp_path / path)
+        table, _ = read_table(config, data_files(config), tmp_path / ".scratch")
+        assert sorted(table["text"]) == read
 
 
 def test_each_column_of_a_table_has_tokens_of_its_own(tmp_path):

@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 
 from zeroexp.check.refusal import Refusal
 from zeroexp.config.data_sources import DATA
 from zeroexp.config.families import MODELS, shape_of, vocabulary
 from zeroexp.config.keys import Config
+from zeroexp.config.paths import TRAIN
 from zeroexp.config.vocabulary import SHIPPED_VOCABULARY
+
+# A part of a split, as `datasets` writes it: test, test[:1000], train[10%:-5%].
+PART = re.compile(
+    r"(?P<name>\w+)(\[(?P<start>-?\d+)?(?P<start_unit>%?):(?P<stop>-?\d+)?(?P<stop_unit>%?)\])?(\(\w+\))?"
+)
 
 
 def check_task(config: Config) -> Iterator[Refusal]:
@@ -83,9 +90,9 @@ def check_source(config: Config) -> Iterator[Refusal]:
 def check_validation(config: Config) -> Iterator[Refusal]:
     """Require something to validate on where validations are asked for, and another split than the training's."""
     data = config.data
-    if data.validation_split is not None and data.validation_split == (data.split or "train"):
+    if data.validation_split is not None and _overlap(data.split or TRAIN, data.validation_split):
         remedy = "use another split, or data.validation_samples"
-        yield "data.validation_split", "is what is trained on", remedy
+        yield "data.validation_split", "has rows that are trained on", remedy
     nothing = data.validation_split is None and data.validation_samples is None
     if config.train.validate_every is not None and nothing:
         remedy = "set data.validation_samples=64, or data.validation_split for data=hf"
@@ -107,3 +114,34 @@ def check_warmup(config: Config) -> Iterator[Refusal]:
     if config.optimizer.warmup_steps > steps:
         problem = f"the run is over after {steps} steps, before the learning rate is at its top"
         yield "optimizer.warmup_steps", problem, f"use at most {steps}"
+
+
+def _overlap(one: str, other: str) -> bool:
+    """Tell whether two splits, each a sum of parts, have rows in common for certain: what is given in per cent and what
+    in rows may or may not.
+    """
+    pairs = [(a, b) for a in one.split("+") for b in other.split("+")]
+    return any(
+        _parts_overlap(PART.fullmatch(a.strip()), PART.fullmatch(b.strip())) for a, b in pairs
+    )
+
+
+def _parts_overlap(one: re.Match[str] | None, other: re.Match[str] | None) -> bool:
+    if one is None or other is None or one["name"] != other["name"]:
+        return False
+    bounds = [(match, bound) for match in (one, other) for bound in ("start", "stop")]
+    if len({match[f"{bound}_unit"] for match, bound in bounds if match[bound]}) > 1:
+        return False
+    starts = [_place(match["start"], match["start_unit"]) or (0, 0) for match in (one, other)]
+    stops = [_place(match["stop"], match["stop_unit"]) or (2, 0) for match in (one, other)]
+    return max(starts) < min(stops)
+
+
+def _place(bound: str | None, unit: str) -> tuple[int, int] | None:
+    """Return what orders the bounds of parts: rows that are counted from the end come behind the others."""
+    if bound is None:
+        return None
+    number = int(bound)
+    if unit == "%" and number < 0:
+        number += 100
+    return (int(number < 0), number)

@@ -74,8 +74,9 @@ def _of_split(root: Path, files: list[Path], split: str, config: DataConfig) -> 
 
 
 def _names(splits: str, file: Path, root: Path) -> bool:
-    named = re.compile(rf"({splits})(?![a-zA-Z])")
-    return any(named.match(part) for part in file.relative_to(root).parts)
+    """Tell whether a word of the path is one of these, as `datasets` does: also Test.csv and reviews_test.csv."""
+    named = re.compile(rf"(?<![a-z])({splits})(?![a-z])", re.IGNORECASE)
+    return any(named.search(part) for part in file.relative_to(root).parts)
 
 
 def cache_root() -> Path:

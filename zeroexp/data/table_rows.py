@@ -7,6 +7,7 @@ is kept, and the library takes a changed file of the same size and time for the 
 from __future__ import annotations
 
 import csv
+import glob
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -157,7 +158,9 @@ def _text_of(file: Path) -> str:
 
 def _load(config: DataConfig, files: list[Path], split: str, **how: Any) -> Any:
     loader, options = _loader(config, files)
-    of_split = {split_name(split): [str(file) for file in files]}
+    of_split = {
+        split_name(split): [glob.escape(str(file)) for file in files]
+    }  # its names are patterns
     return datasets.load_dataset(loader, data_files=of_split, split=split, **how, **options)
 
 
