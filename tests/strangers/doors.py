@@ -18,7 +18,7 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-from tests.strangers.lab import BY_STAGE, EVERY_WAY, Lab, Setting, scenario, sgd, variants
+from tests.strangers.lab import BY_STAGE, EVERY_WAY, Lab, Setting, adamw, scenario, sgd, variants
 from tests.strangers.models import Block, Net
 from zeroexp.cut.chunk import Chunk
 from zeroexp.cut.layout import LAYOUTS, Layout, by_parameter
@@ -130,6 +130,18 @@ def groups_that_the_factory_has(lab: Lab, how: str) -> None:
     t = lab.wrap(model, groups=groups, optimizer=lambda g: torch.optim.AdamW(OTHER_GROUPS[how](g)))
     lab.train(t)
     t.state_dict()
+
+
+@scenario([Setting(stage, layout="parameter", world_size=3) for stage in ("zero1", "zero3")])
+def groups_without_those_of_which_this_rank_holds_nothing(lab: Lab) -> None:
+    """torch warns of an empty group, and some factories leave it out."""
+    model = Net()
+    head = [*model.head.parameters()]
+    body = [p for name, p in model.named_parameters() if not name.startswith("head")]
+    groups = [{"params": head, "lr": 0.03}, {"params": body}]
+    lab.train(
+        lab.wrap(model, groups=groups, optimizer=lambda g: adamw([x for x in g if x["params"]]))
+    )
 
 
 @variants(

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -226,16 +228,29 @@ class KeepingAView(Block):
     def __init__(self, how: str) -> None:
         super().__init__()
         weight = self.down.weight
-        kept = {"transposed": weight.t(), "flat": weight.view(-1), "data": weight.data}[how]
-        self.kept: Any = {"of": [kept]} if how == "flat" else kept
+        views = {"transposed": weight.t(), "flat": weight.view(-1)}
+        kept = views.get(how, weight.data)
+        ways: dict[str, Any] = {
+            "flat": {"of": [kept]},
+            "object": SimpleNamespace(of=kept),
+            "closure": lambda: kept,
+            "partial": partial(torch.clone, kept),
+        }
+        self.kept = ways.get(how, kept)
 
     def forward(self, x: Tensor) -> Tensor:
-        kept = self.kept["of"][0] if isinstance(self.kept, dict) else self.kept
+        kept = self.kept
+        if isinstance(kept, dict):
+            kept = kept["of"][0]
+        elif isinstance(kept, SimpleNamespace):
+            kept = kept.of
+        elif callable(kept):
+            kept = kept()
         return super().forward(x) * kept.square().sum()
 
 
 @variants(
-    ["transposed", "flat", "data"],
+    ["transposed", "flat", "data", "object", "closure", "partial"],
     (*BY_STAGE, Setting("zero2", world_size=1)),
     refused=r"parameter layers.\d.down.weight and attribute layers.\d.kept lie in the same memory",
 )
@@ -252,6 +267,7 @@ def weights_and_copies_that_the_constructor_keeps(lab: Lab) -> None:
         def __init__(self) -> None:
             super().__init__()
             self.own, self.first = [self.down.weight], self.down.weight.detach().clone()
+            self.of_itself = SimpleNamespace(module=self, weight=self.up.weight)
 
         def forward(self, x: Tensor) -> Tensor:
             return super().forward(x) * (self.own[0] - self.first).square().sum().exp()

@@ -161,6 +161,7 @@ def make_optimizer(factory: OptimizerFactory, groups: Sequence[dict[str, Any]]) 
         raise ValueError(
             f"optimizer_factory returned a {type(optimizer).__name__}: return an optimizer over the groups it is given"
         )
+    _add_left_out(optimizer, groups)
     if (made := _ids_of(optimizer.param_groups)) != handed:
         what = (
             "in other groups" if {*chain(*made)} <= {*chain(*handed)} else "over other parameters"
@@ -171,6 +172,16 @@ def make_optimizer(factory: OptimizerFactory, groups: Sequence[dict[str, Any]]) 
     if closure and closure.default is inspect.Parameter.empty:
         raise ValueError(f"optimizer {type(optimizer).__name__} {WANTS_CLOSURE}: {ANOTHER}")
     return optimizer
+
+
+def _add_left_out(optimizer: Optimizer, groups: Sequence[Mapping[str, Any]]) -> None:
+    """Give back groups of which this rank holds nothing, where the factory left them out: other ranks have them."""
+    made = [group for group in optimizer.param_groups if group["params"]]
+    if len(made) == sum(bool(group["params"]) for group in groups):
+        rest = iter(made)
+        optimizer.param_groups[:] = [
+            next(rest) if group["params"] else {**optimizer.defaults, **group} for group in groups
+        ]
 
 
 def _ids_of(groups: Sequence[Mapping[str, Any]]) -> list[list[int]]:

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from itertools import chain
+from types import CellType, FunctionType, MethodType, ModuleType
 from typing import Any
+from weakref import ProxyTypes
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
-from torch.utils._pytree import tree_leaves
 
 from zeroexp.comm.collectives import TRANSPORTS
 from zeroexp.comm.traits import ALL
@@ -37,6 +40,10 @@ WORDS = {
         if each.get("choices")
     },
 }
+MOST_OBJECTS = 100_000  # that are looked at in one attribute, which may lead to anything
+# What a value leads to, and does not keep: modules have attributes of their own. A dead proxy can not even be asked.
+NOT_INSIDE = (nn.Module, ModuleType, type, str, bytes, int, float, *ProxyTypes)
+EMPTY_CELL = CellType()
 TRAINED_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _Replicated = DataParallel | DistributedDataParallel
 
@@ -237,9 +244,34 @@ def _attributes(module: nn.Module) -> Iterator[tuple[str, str, Tensor]]:
         # Of recurrent cells: made anew in forward, or the weights themselves.
         made += ["_flat_weights"] * isinstance(each, nn.RNNBase)
         for name in (name for name in vars(each) if name not in made):
-            leaves = (leaf for leaf in tree_leaves(vars(each)[name]) if isinstance(leaf, Tensor))
+            leaves = _tensors_in(vars(each)[name])
             what = "attribute", f"{prefix}.{name}".lstrip(".")
             yield from ((*what, leaf) for leaf in leaves if not is_traceable_wrapper_subclass(leaf))
+
+
+def _tensors_in(value: Any) -> Iterator[Tensor]:
+    """Yield the tensors in a value: in containers, in attributes of plain objects, in what functions enclose."""
+    seen: dict[int, Any] = {}
+    found = [value]
+    while found and len(seen) < MOST_OBJECTS:
+        each = found.pop()
+        if id(each) in seen or issubclass(type(each), NOT_INSIDE):
+            continue
+        seen[id(each)] = each
+        if isinstance(each, Tensor):
+            yield each
+        elif isinstance(each, Mapping):
+            found += each.values()
+        elif isinstance(each, list | tuple | set | frozenset | deque):
+            found += each
+        elif isinstance(each, FunctionType):
+            found += (cell.cell_contents for cell in each.__closure__ or () if cell != EMPTY_CELL)
+        elif isinstance(each, MethodType):
+            found.append(each.__self__)
+        elif isinstance(each, partial):
+            found += (each.func, *each.args, *each.keywords.values())
+        else:
+            found += vars(each).values() if hasattr(each, "__dict__") else ()
 
 
 def _extent(tensor: Tensor) -> tuple[int, int, int]:
