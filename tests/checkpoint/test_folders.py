@@ -21,8 +21,14 @@ from zeroexp.tracking.json_files import write_json
 def run(tmp_path) -> Path:
     """A run's folder whose first attempt has begun."""
     (tmp_path / "run").mkdir()
-    folders.register_attempt(tmp_path / "run", 0)
+    folders.clear_unfinished(tmp_path / "run", 0)
     return tmp_path / "run"
+
+
+def begin(run: Path, attempt: int) -> None:
+    """As `attempt.begin`, which is for one process, and what its ranks do first."""
+    write_json(run / "attempts.json", {"attempts": [{"number": attempt, "began_at": 0.0}]})
+    folders.clear_unfinished(run, attempt)
 
 
 def write(run: Path, step: int, attempt: int = 0) -> None:
@@ -61,7 +67,7 @@ def test_a_checkpoint_is_a_renamed_folder_with_a_manifest_and_the_newest_has_mos
 def test_older_ones_go(run):
     commit(run, 2, 4, 6)
     folders.keep_newest(run, 2)
-    assert names(run) == [".attempt", "step-000004", "step-000006"]
+    assert names(run) == ["step-000004", "step-000006"]
 
 
 def test_a_pin_that_vanishes_or_can_not_be_read_ends_no_save(run, tmp_path):
@@ -80,7 +86,7 @@ def test_one_that_a_run_waits_for_stays_until_that_run_has_ended(run, tmp_path):
         write_json(tmp_path / "waiting" / "state.json", {"status": status, "reason": None})
         folders.keep_newest(run, 1)
         assert steps_of(run) == kept
-    assert names(run) == [".attempt", "step-000006"]
+    assert names(run) == ["step-000006"]
 
 
 def test_a_pin_of_a_run_whose_sweep_can_not_be_read_holds(run, tmp_path):
@@ -132,8 +138,8 @@ def test_the_next_start_removes_what_is_unfinished_or_half_removed(run):
     commit(run, 2)
     write(run, 4)
     (run / "checkpoint" / ".step-000001.leaving").mkdir()
-    folders.register_attempt(run, 0)
-    assert names(run) == [".attempt", "step-000002"]
+    folders.clear_unfinished(run, 0)
+    assert names(run) == ["step-000002"]
 
 
 def test_an_older_attempt_that_still_writes_does_not_end_the_new_one(run, monkeypatch):
@@ -145,10 +151,10 @@ def test_an_older_attempt_that_still_writes_does_not_end_the_new_one(run, monkey
         rmdir(path, dir_fd=dir_fd)
 
     monkeypatch.setattr(os, "rmdir", write_on)
-    folders.register_attempt(run, 1)
+    begin(run, 1)
     monkeypatch.undo()
-    folders.register_attempt(run, 2)
-    assert names(run) == [".attempt"]
+    begin(run, 2)
+    assert names(run) == []
 
 
 def test_one_that_is_there_already_is_left_as_it_is(run):
@@ -156,22 +162,29 @@ def test_one_that_is_there_already_is_left_as_it_is(run):
     (run / "checkpoint" / "step-000002" / "first").touch()
     commit(run, 2)
     assert (run / "checkpoint" / "step-000002" / "first").exists()
-    assert names(run) == [".attempt", "step-000002"]
+    assert names(run) == ["step-000002"]
 
 
 def test_an_outdated_attempt_can_not_commit(run):
-    folders.register_attempt(run, 1)
+    begin(run, 1)
     write(run, 4, attempt=1)
-    folders.register_attempt(run, 2)
+    begin(run, 2)
     with pytest.raises(FileNotFoundError):  # its folder is gone, however late it looks
         folders.commit(run, 4, 1)
     write(run, 6, attempt=1)
-    for late in (lambda: folders.commit(run, 6, 1), lambda: folders.register_attempt(run, 1)):
+    for late in (lambda: folders.commit(run, 6, 1), lambda: folders.clear_unfinished(run, 1)):
         with pytest.raises(CheckpointError, match="attempt 2 of this run has begun"):
             late()
     assert steps_of(run) == []
     commit(run, 6, attempt=2)
     assert steps_of(run) == [6]
+
+
+def test_a_damaged_record_of_attempts_costs_no_checkpoint(run, capsys):
+    (run / "attempts.json").touch()  # as a power cut leaves it
+    commit(run, 2)
+    assert steps_of(run) == [2]
+    assert capsys.readouterr().err.startswith(f"{run / 'attempts.json'}: ")
 
 
 class FullDisk(io.RawIOBase):

@@ -290,7 +290,7 @@ def test_a_full_disk_costs_no_training_and_no_older_checkpoint(local, undisturbe
         assert re.match(r"checkpoint of step 5 failed: rank \d: OSError: .*No space left", line)
         (only,) = folders.complete_checkpoints(job.folder)
         assert line.endswith(f"the newest whole one is {only}") and steps_of(job) == [1]
-        assert sorted(os.listdir(job.folder / "checkpoint")) == [".attempt", "step-000001"]
+        assert sorted(os.listdir(job.folder / "checkpoint")) == ["step-000001"]
     assert [r.step for r in read_records(job.folder)] == [0, 1, 2, 3, 4]
     assert log_of(job, 0).count("\ncheckpoint of step") == 4, "one line for each"
 

@@ -38,6 +38,7 @@ from zeroexp.config.keys import Config
 from zeroexp.interface.strategy import CanonicalTensor, Piece
 from zeroexp.process import world as worlds
 from zeroexp.process.world import World
+from zeroexp.tracking.json_files import write_json
 
 
 @pytest.fixture
@@ -133,14 +134,17 @@ def test_after_a_failed_save_training_goes_on_and_any_later_one_tries_again(
 
 
 def test_an_outdated_attempt_saves_no_more(world, strategy, config, tmp_path):
-    old, new = (Saver(tmp_path, strategy, config, world, attempt=n) for n in (1, 2))
+    old = Saver(tmp_path, strategy, config, world, attempt=1)
+    old.save_now(1)
+    write_json(tmp_path / "attempts.json", {"attempts": [{"number": 2, "began_at": 0.0}]})
+    new = Saver(tmp_path, strategy, config, world, attempt=2)
     begun = "attempt 2 of this run has begun"
     with pytest.raises(CheckpointError, match=f"failed: .*{begun}"):
-        old.save_now(1)
+        old.save_now(2)
     with pytest.raises(CheckpointError, match=begun):
         Saver(tmp_path, strategy, config, world, attempt=1)
-    new.save_now(2)
-    assert steps_of(tmp_path) == [2]
+    new.save_now(3)
+    assert steps_of(tmp_path) == [1, 3]
 
 
 def test_pieces_of_all_ranks_make_each_tensor_whole():

@@ -1,9 +1,9 @@
 """The folders of checkpoints on disk: their names, the rename that completes one, and what may be removed. No torch.
 
 [Note: attempts] A run may be tried again while ranks of an earlier attempt still live, on a node that was given up as
-lost. The newer attempt registers itself, then removes all unfinished folders, then looks for the newest complete
-checkpoint. At its rename, an older attempt finds either that it is outdated or that its folder is gone, so it cannot
-commit any more.
+lost. The newer attempt is in attempts.json before its ranks start; then it removes all unfinished folders, then looks
+for the newest complete checkpoint. At its rename, an older attempt finds either that it is outdated or that its folder
+is gone, so it cannot commit any more.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import json
 import os
 import re
 import shutil
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -21,14 +22,14 @@ from typing import Any
 from zeroexp.checkpoint.manifest import MANIFEST, CheckpointError, Manifest
 from zeroexp.config.keys import ConfigError, DamagedFile
 from zeroexp.process.content_hash import hash_of
-from zeroexp.process.durable import appearing, replace_durably, sync, write_durably
+from zeroexp.process.durable import appearing, replace_durably, sync
+from zeroexp.tracking import attempt as attempts
 from zeroexp.tracking.run import UNFINISHED as GOES_ON
 from zeroexp.tracking.run import state_of
 
 FOLDER = "checkpoint"  # inside the run's folder
 # This file in the run's folder has one line for each save and for each checkpoint that was passed over.
 LOG = "checkpoints.jsonl"
-ATTEMPT = ".attempt"
 PIN = ".pin"
 WHOLE = re.compile(r"step-(\d{6,})")
 UNFINISHED = ".step-"  # prefix of folders that are being written or removed
@@ -103,18 +104,16 @@ def _failure_of_the_disk(error: BaseException | None) -> OSError | None:
     return error if isinstance(error, OSError) else None
 
 
-def register_attempt(run: Path, attempt: int) -> None:
-    """Make this attempt the only one that may commit, and remove the unfinished folders of earlier attempts.
+def clear_unfinished(run: Path, attempt: int) -> None:
+    """Make the folder of checkpoints, and remove from it what earlier attempts have not finished.
 
-    Raises CheckpointError if a newer attempt is registered or the folder cannot be written.
+    Raises CheckpointError if a newer attempt has begun or the folder cannot be written.
     """
     folder = run / FOLDER
     try:
         folder.mkdir(exist_ok=True)
         _refuse_outdated(run, attempt)
-        write_durably(folder / f"{ATTEMPT}.{attempt}", str(attempt).encode())
-        (folder / f"{ATTEMPT}.{attempt}").replace(folder / ATTEMPT)
-        sync(folder)
+        tempfile.TemporaryFile(dir=folder).close()
         for path in folder.glob(f"{UNFINISHED}*"):
             # A rank of the older attempt may still write there; the next start removes what it leaves.
             shutil.rmtree(path, ignore_errors=True)
@@ -195,8 +194,6 @@ def append_to_log(run: Path, line: dict[str, Any]) -> None:
 
 
 def _refuse_outdated(run: Path, attempt: int) -> None:
-    with contextlib.suppress(FileNotFoundError):
-        registered = int((run / FOLDER / ATTEMPT).read_text(encoding="utf-8"))
-        if registered > attempt:
-            newer = f"attempt {registered} of this run has begun"
-            raise CheckpointError(f"{run}: {newer}, attempt {attempt} may save no more")
+    if (newest := attempts.newest(run)) > attempt:
+        newer = f"attempt {newest} of this run has begun"
+        raise CheckpointError(f"{run}: {newer}, attempt {attempt} may save no more")

@@ -133,7 +133,7 @@ class Saver:
         problem, self._prepared = None, True
         if self._world.rank == 0:
             try:
-                folders.register_attempt(self._run, self._attempt)
+                folders.clear_unfinished(self._run, self._attempt)
             except CheckpointError as error:
                 problem = str(error)
         for failure in worlds.gather_objects(problem):
