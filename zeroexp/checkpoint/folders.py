@@ -160,8 +160,7 @@ def pin(checkpoint: Path, run: Path) -> None:
 def _holds(path: Path) -> bool:
     """Tell whether the run of this pin has not ended, and remove the pin if it has.
 
-    One without a name is of an older version, whose writer was killed. One that can not be read, or whose run can not,
-    holds.
+    One that can not be read, or whose run can not, holds.
     """
     try:
         name = os.fsdecode(path.read_bytes())

@@ -10,7 +10,7 @@ from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from zeroexp.config.keys import ConfigError, without_removed
+from zeroexp.config.keys import ConfigError
 from zeroexp.process.content_hash import hash_of
 
 FORMAT = 2
@@ -75,8 +75,7 @@ class Manifest:
     world_size: int
     state: Stored
     rng: Stored  # by rank: "torch", "cuda", "python", "numpy"
-    # Hashes of the tokens it trains on and, behind a blank, of their labels; empty where it reads no text, and in older
-    # checkpoints.
+    # Hashes of the tokens it trains on and, behind a blank, of their labels; empty where it reads no text.
     tokens_hash: str = ""
 
     def tensors(self) -> Iterator[tuple[str, StoredTensor]]:
@@ -96,9 +95,7 @@ class Manifest:
 
 def require_same_tokens(checkpoint: Path, manifest: Manifest, tokens_hash: str) -> None:
     """Raise CheckpointError where the checkpoint's run trained on other tokens than those of this hash."""
-    # Older checkpoints know their tokens alone.
-    pairs = zip(manifest.tokens_hash.split(), tokens_hash.split(), strict=False)
-    if any(theirs != ours for theirs, ours in pairs):
+    if manifest.tokens_hash and tokens_hash and manifest.tokens_hash != tokens_hash:
         raise CheckpointError(
             f"{checkpoint}: data.path={manifest.config['data']['path']} held another text when its run began, or one "
             "that was tokenized or labelled otherwise; bring that text back, or begin a new run"
@@ -131,7 +128,6 @@ def read_manifest(checkpoint: Path) -> Manifest:
         raise CheckpointError(f"{path}: {newer}; update zeroexp")
     try:
         del content["format"]
-        content["config"] = without_removed(content["config"])
         stored = {key: _stored(content[key]) for key in ("state", "rng")}
         return Manifest(**{**content, **stored})
     except (KeyError, TypeError, ValueError) as error:

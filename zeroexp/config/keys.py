@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping
-from contextlib import suppress
 from copy import deepcopy
 from dataclasses import MISSING, Field, asdict, dataclass, field, fields, is_dataclass
 from pathlib import Path
@@ -30,8 +29,6 @@ Schema = TypeVar("Schema")
 
 # No experiment needs more, and beyond these the system, torch or a person's patience gives up.
 MANY, MOST_STEPS, MOST_NUMEL, YEAR_S = 10**6, 10**9, 1 << 31, 366 * 24 * 60 * 60
-# Keys of earlier versions, which files of their runs and checkpoints hold: none of them changed a number.
-REMOVED = (("model", "tied_rows"), ("train", "hash_steps"), ("cluster", "world_sizes"))
 DTYPES = ("float32", "bfloat16")
 MASTER = "master"  # a dtype of parameters at rest: that of the masters
 TASKS = ("causal", "classification", "regression")
@@ -532,8 +529,8 @@ def load(path: Path) -> Config:
         values = parse(text)
     except ValueError as error:
         raise DamagedFile(path, str(error)) from error
-    if not isinstance(values, dict) or "outputs" not in values:  # it stands at the end
-        raise DamagedFile(path, "cut short" if values else "empty")
+    if not isinstance(values, dict):
+        raise DamagedFile(path, "no config")
     return from_mapping(Config, cast(dict[str, Any], values))
 
 
@@ -542,30 +539,19 @@ def parse(text: str) -> Any:
     import yaml
 
     try:
-        return without_removed(yaml.load(text, getattr(yaml, "CSafeLoader", yaml.SafeLoader)))
+        return yaml.load(text, getattr(yaml, "CSafeLoader", yaml.SafeLoader))
     except yaml.YAMLError as error:
         raise ValueError("no YAML") from error
 
 
-def without_removed(config: Any) -> Any:
-    """Return the config of a run or checkpoint after its REMOVED keys are taken out of it."""
-    for group, key in REMOVED:
-        with suppress(AttributeError, KeyError, TypeError):  # damaged; whoever reads on says so
-            config[group].pop(key, None)
-    return config
-
-
 def read_whole(path: Path) -> str:
-    """Return the text of a config; YAML's mark for a beginning promises one for the end, which older files lack.
-
-    Raises DamagedFile where the end is missing: half a value would be a value too.
-    """
+    """Return the text of a config. Raises DamagedFile without YAML's mark for the end: half a value is a value too."""
     try:
         text = path.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
         raise DamagedFile(path, "no text") from error
-    if text.startswith("---\n") and not text.endswith("\n...\n"):
-        raise DamagedFile(path, "cut short")
+    if not text.endswith("\n...\n"):
+        raise DamagedFile(path, "cut short" if text else "empty")
     return text
 
 

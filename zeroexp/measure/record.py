@@ -11,8 +11,7 @@ from statistics import fmean
 from typing import Any
 
 MOMENTS = ("at_rest", "after_forward", "after_backward", "after_step")
-# secondary: copies of parameters for gathers inside of a node (strategy.secondary_partition); runs of earlier versions
-# have no such entry.
+# secondary: copies of parameters for gathers inside of a node (strategy.secondary_partition).
 KINDS = ("parameters", "gradients", "optimizer", "master", "secondary", "buffers")
 # Further kinds, in no total: states that rest on the host instead (strategy.offload), there in files that are mapped
 # into its memory (strategy.offload_folder), and what of these files lies in memory just now.
@@ -250,7 +249,7 @@ class RunSummary:
     diverged_at: int | None = None  # the first step whose loss or gradient norm is not a number
     validation_loss: float | None = None  # after the last step; None without validation
     validation_accuracy: float | None = None  # beside it; None but for a classification
-    num_parameters: int | None = None  # numbers in the whole model; None in older summaries
+    num_parameters: int | None = None  # numbers in the whole model
     # By rank, what its node sent over cluster.link.
     link_bytes_per_step: Spread | None = figure("by link")
     # Both ways between device and host, where states rest there.
@@ -263,7 +262,7 @@ class RunSummary:
     # and STEP_SECONDS where the machine is calibrated; empty where there was none, and why.
     rehearsed: dict[str, float] = field(default_factory=dict[str, float])
     not_rehearsed: str | None = None
-    # By rank; empty in older summaries.
+    # By rank.
     times: list[RankTimes] = field(default_factory=list[RankTimes])
     # What rises with the steps (measure/drift.py) -> by how much, on the first rank where it does.
     drift: dict[str, str] = field(default_factory=dict[str, str])

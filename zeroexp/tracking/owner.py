@@ -20,10 +20,7 @@ from zeroexp.tracking.json_files import read_json, remove_unfinished, write_json
 
 OWNER = "owner.json"
 LOCK = f".{OWNER}.lock"
-WITHOUT_LOCKS = (
-    "no lock tells whether it still does, since the file system has none (flock) or an older version"
-    " began the sweep; if it has ended, remove"
-)
+WITHOUT_LOCKS = "no lock tells whether it still does, since the file system has none (flock); if it has ended, remove"
 
 # The sweeps that this process owns, each with the open file that holds its lock, if there are locks.
 _owned: dict[Path, io.FileIO | None] = {}
@@ -33,7 +30,7 @@ _owned: dict[Path, io.FileIO | None] = {}
 class Owner:
     host: str
     pid: int
-    locked: bool = False  # it held the lock when it wrote this
+    locked: bool  # it held the lock when it wrote this
 
     def __str__(self) -> str:
         return f"process {self.pid} on {self.host}"

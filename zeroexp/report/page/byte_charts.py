@@ -68,7 +68,7 @@ def causes_chart(points: Sequence[MeasuredPoint]) -> Chart:
         scale=1 / MIB,
         colours={cause: CAUSE_COLOURS[cause] for cause in CAUSES},
         marks=[_peaks_of_any_step([point for point in points if point.name in peaks])],
-        nothing="No run tells its peak by cause: its memory was not watched, or an older version ran it.",
+        nothing="No run tells its peak by cause: its memory was not watched.",
     )
 
 
