@@ -19,6 +19,7 @@ from zeroexp.comm.base import GatherPart, ReducePart
 from zeroexp.comm.codec import LARGEST, decode, encode
 from zeroexp.comm.collectives import Collectives
 from zeroexp.comm.direct import sum_into
+from zeroexp.comm.traits import MoveOptions
 from zeroexp.cut.chunk import Chunk
 from zeroexp.cut.codec_bytes import CODE_BITS, CODES_IN_BLOCK, encoded_bytes
 from zeroexp.cut.stage import STAGES
@@ -80,7 +81,9 @@ def check_moves(world: World, codec: str, transport: str) -> list[tuple[str, int
     if transport == "nccl":
         with asking():
             return check_moves(as_nccl(world), codec, "native")
-    wire = Collectives(world, transport=transport, gather_codec=codec, reduce_codec=codec)
+    wire = Collectives(
+        world, MoveOptions(transport=transport, gather_codec=codec, reduce_codec=codec)
+    )
     wire.connect()
     found: list[tuple[str, int, int, int, int]] = []
     for case in CASES:
@@ -178,7 +181,7 @@ def test_moves_carry_codes_and_are_counted_as_in_closed_form(ranks, codec, trans
 
 
 def sent_on_the_wire(world: World, codec: str) -> tuple[int, int | None]:
-    wire = Collectives(world, transport="gloo", gather_codec=codec, reduce_codec=codec)
+    wire = Collectives(world, MoveOptions(transport="gloo", gather_codec=codec, reduce_codec=codec))
     wire.connect()
     _gather(wire, world, codec, chunks_of("one-padded-buffer", world.size))  # opens connections
     wire.take_traffic()

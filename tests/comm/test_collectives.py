@@ -26,9 +26,9 @@ from zeroexp.comm.collectives import TRANSPORTS, Collectives
 from zeroexp.comm.direct import Direct
 from zeroexp.comm.native import Native
 from zeroexp.comm.shared_memory_sizes import slot_bytes
+from zeroexp.comm.traits import MoveOptions
 from zeroexp.cut.chunk import Chunk, ParameterSpec
 from zeroexp.cut.layout import lay_out
-from zeroexp.cut.rank_grid import RankGrid
 from zeroexp.cut.stage import STAGES
 from zeroexp.measure.tcp_bytes import wire_meter
 from zeroexp.plan.closed_forms import EngineForm
@@ -97,7 +97,7 @@ def same(got: Tensor, expected: Tensor, exact: bool) -> None:
 
 
 def make(world: World, transport: str, case: str) -> tuple[Collectives, tuple[Chunk, ...]]:
-    wire, chunks = Collectives(world, transport=transport), chunks_of(case, world.size)
+    wire, chunks = Collectives(world, MoveOptions(transport=transport)), chunks_of(case, world.size)
     rest = [4 * chunk.padded_numel for chunk in chunks] * 2  # a gather is checked twice
     wire.connect()
     wire.reserve(rest, slot_bytes([chunks], STAGES["ddp"], world.rank, 4))
@@ -210,7 +210,7 @@ def check_all_reduce(world: World, transport: str, case: str, dtype: torch.dtype
 
 def sum_of_an_owner(world: World, transport: str) -> list[Tensor]:
     """The sum over two replicas of two ranks of a chunk that one rank of each owns: the other has nothing to sum."""
-    wire = Collectives(world, transport=transport, grid=RankGrid(world.size, 2))
+    wire = Collectives(world, MoveOptions(transport=transport, replicas=2))
     wire.connect()
     (chunk,) = chunks_of("one-owner-for-all", 2)
     wire.reserve([], slot_bytes([[chunk]], STAGES["zero2"], wire.group.rank, 4), 64)
@@ -292,7 +292,7 @@ def test_values_and_counted_bytes(ranks, name, transport, world_size):
 
 
 def ask_for_each_move(world: World) -> list[list[Call]]:
-    wire = Collectives(world, transport="native")
+    wire = Collectives(world, MoveOptions(transport="native"))
     with asking() as asked:
         for case in CASES:
             chunks = chunks_of(case, world.size)
@@ -319,7 +319,7 @@ def test_a_fake_world_is_asked_for_what_real_ranks_with_nccl_are(ranks, world_si
 
 
 def groups_of_calls(world: World) -> dict[str, set[str]]:
-    wire = Collectives(as_nccl(world), transport="native", reductions_apart=True)
+    wire = Collectives(as_nccl(world), MoveOptions(transport="native", reductions_apart=True))
     wire.connect()
     (chunk,) = chunks_of("one-large-owner", world.size)
     with asking() as asked:
@@ -338,7 +338,7 @@ def test_reductions_may_have_a_communicator_of_their_own(ranks):
     assert one == other
     assert one["broadcast"].isdisjoint(one["reduce"])
     with fake_world(0, 2) as world, pytest.raises(ValueError, match="over gloo no move waits"):
-        Collectives(world, transport="gloo", reductions_apart=True)
+        Collectives(world, MoveOptions(transport="gloo", reductions_apart=True))
 
 
 def ask_as_nccl(world: World) -> list[list[Call]]:
@@ -377,7 +377,7 @@ def test_neighbours_read_memory_and_send_nothing(ranks, name):
 
 def moves_in_flight_together(world: World, transport: str) -> None:
     """Two gathers and a sum on their way at once, waited for in another order than they began."""
-    wire = Collectives(world, transport=transport)
+    wire = Collectives(world, MoveOptions(transport=transport))
     (chunk,) = chunks_of("one-padded-buffer", world.size)
     wire.connect()
     wire.reserve(2 * [4 * chunk.padded_numel], 1000)

@@ -23,6 +23,7 @@ from zeroexp.comm.collectives import Collectives
 from zeroexp.comm.control_block import MOST_EXPOSURES, OwnControlBlock
 from zeroexp.comm.direct import GATHERS_APART, MOST_ENGINES, NUM_TAGS, Direct
 from zeroexp.comm.point_to_point import ReceivedTensors
+from zeroexp.comm.traits import MoveOptions
 from zeroexp.cut.chunk import Chunk, Member, ParameterSpec
 from zeroexp.cut.layout import lay_out
 from zeroexp.process.watchdog import differs
@@ -137,7 +138,7 @@ def steps_with_few_numbers(world: World, transport: str) -> list[float]:
     """Each rank's piece counts the steps; what each of three gathers of a step found of the neighbour's."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(direct, "PASSING", MOST_EXPOSURES - 4)
-        wire = Collectives(world, transport=transport)
+        wire = Collectives(world, MoveOptions(transport=transport))
         wire.connect()
         wire.reserve([64], 64)
         (chunk,) = lay_out("buffer", [[ParameterSpec("a", 8, 4)]], world.size)[0]
@@ -187,7 +188,7 @@ def wait_by_turns(world: World) -> list[float]:
         for name in ("LOOK_SECONDS", "PATIENCE_SECONDS"):
             patch.setattr(differs, name, LOOKS)
         patch.setattr(differs, "NUM_REMEMBERED", REMEMBERED)
-        wire = Collectives(world, transport="gloo")
+        wire = Collectives(world, MoveOptions(transport="gloo"))
         wire.connect()
         (chunk,) = lay_out("buffer", [[ParameterSpec("a", 8, 4)]], world.size)[0]
         read: list[float] = []

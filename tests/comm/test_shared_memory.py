@@ -18,6 +18,7 @@ from zeroexp.comm import shared_memory
 from zeroexp.comm.base import GatherPart, ReducePart
 from zeroexp.comm.collectives import Collectives
 from zeroexp.comm.shared_memory import Arena
+from zeroexp.comm.traits import MoveOptions
 from zeroexp.cut.chunk import Chunk, ParameterSpec
 from zeroexp.cut.layout import lay_out
 from zeroexp.cut.stage import STAGES
@@ -58,7 +59,7 @@ def one_chunk(world: World) -> Chunk:
 
 
 def connected(world: World, transport: str = "direct") -> Collectives:
-    wire = Collectives(world, transport=transport)
+    wire = Collectives(world, MoveOptions(transport=transport))
     wire.connect()
     wire.reserve([1 << 16], 1 << 16)
     return wire

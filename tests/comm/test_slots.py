@@ -17,6 +17,7 @@ from zeroexp.comm.collectives import Collectives
 from zeroexp.comm.direct import Direct
 from zeroexp.comm.point_to_point import ReceivedTensors
 from zeroexp.comm.shared_memory import Arena, SharedChannel
+from zeroexp.comm.traits import MoveOptions
 from zeroexp.cut.chunk import Chunk, Member, ParameterSpec
 from zeroexp.cut.layout import lay_out
 from zeroexp.process import world as worlds
@@ -119,7 +120,7 @@ def test_a_slot_is_free_when_all_neighbours_have_read_it(ranks):
 
 def quiesce_alone(world: World) -> list[str]:
     """Rank 0 is done, and rank 1 not yet: it holds an exposure that it has not read."""
-    wire = Collectives(world, transport="direct")
+    wire = Collectives(world, MoveOptions(transport="direct"))
     wire.connect()
     wire.reserve([64], 64)
     (chunk,) = lay_out("buffer", [[ParameterSpec("a", 8, 4)]], world.size)[0]

@@ -28,6 +28,7 @@ from zeroexp.comm.base import GatherPart, Pending, ReducePart, spans_of
 from zeroexp.comm.codec import decode, encode
 from zeroexp.comm.collectives import TRANSPORTS, Collectives
 from zeroexp.comm.direct import Direct
+from zeroexp.comm.traits import MoveOptions
 from zeroexp.cut.stage import STAGES
 from zeroexp.engines.sharded import Sharded
 from zeroexp.interface.canonical import merge
@@ -175,7 +176,9 @@ def test_weights_are_shown_and_saved_exactly(ranks):
 def sums_of_the_same_gradients(world: World) -> tuple[float, float, int]:
     """How far the sum of many reductions of one gradient is off, with error feedback and without."""
     wires = {
-        feedback: Collectives(world, transport="gloo", reduce_codec="int4", error_feedback=feedback)
+        feedback: Collectives(
+            world, MoveOptions(transport="gloo", reduce_codec="int4", error_feedback=feedback)
+        )
         for feedback in (True, False)
     }
     chunk = chunks_of("one-padded-buffer", world.size)[0]

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from zeroexp.comm.collectives import Collectives
+from zeroexp.comm.traits import MoveOptions
 from zeroexp.cut.stage import STAGES
 from zeroexp.process.world import World, fake_world
 from zeroexp.zero.assemble import make_units
@@ -34,7 +35,7 @@ def make(world: World) -> Unit:
     """The first of two linear blocks of 3 x 5 + 5 = 20 elements each, ten for each rank, under ZeRO-3."""
     torch.manual_seed(0)
     module = nn.Sequential(nn.Linear(3, 5), nn.Linear(3, 5))
-    wire = Collectives(world, transport="gloo")
+    wire = Collectives(world, MoveOptions(transport="gloo"))
     options, stage = Options(), STAGES["zero3"]
     options = options.resolved(stage, wire.traits, 1)  # a unit is one bucket
     groups = group_parameters(module, ["0", "1"], "block")

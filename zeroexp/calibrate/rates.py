@@ -16,7 +16,7 @@ from torch.nn import functional
 from zeroexp.comm.base import ReducePart
 from zeroexp.comm.collectives import Collectives
 from zeroexp.comm.shared_memory_sizes import slot_bytes
-from zeroexp.comm.traits import MIB
+from zeroexp.comm.traits import MIB, MoveOptions
 from zeroexp.cut.chunk import Chunk, ParameterSpec
 from zeroexp.cut.layout import lay_out
 from zeroexp.cut.stage import STAGES
@@ -104,7 +104,7 @@ def measure_reductions(world: World, transport: str) -> list[float]:
     """Return the seconds of reductions of PROBED_BYTES, each the median of the slowest rank's."""
     specs = [ParameterSpec("probe", num_bytes // 4, itemsize=4) for num_bytes in PROBED_BYTES]
     chunks = [lay_out("buffer", [[spec]], world.size)[0][0] for spec in specs]
-    wire = Collectives(world, transport=transport)
+    wire = Collectives(world, MoveOptions(transport=transport))
     wire.connect()
     wire.reserve([], slot_bytes([[c] for c in chunks], STAGES["zero2"], world.rank, 4))
     return [_seconds_of_reduction(chunk, wire) for chunk in chunks]

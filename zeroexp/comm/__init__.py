@@ -1,6 +1,6 @@
 """Moves of bytes between ranks. Nothing here knows more of ZeRO than how parameters are cut and which moves there are.
 
-traits.py          what the engine needs to know of a transport: one row for each
+traits.py          what moves are asked to be, and what the engine needs to know of a transport: one row for each
 base.py            what a move takes and returns, and what every transport can do
 collectives.py     the only entry: it chooses a transport and counts what every move sends
 native.py          the backend's own collectives (NCCL, fake), one launch for each move: collective_layout.py (what

@@ -30,7 +30,7 @@ from torch import Tensor
 
 from zeroexp.comm.base import GatherPart
 from zeroexp.comm.offload_file import MappedFile
-from zeroexp.comm.traits import ALL, ON_DEVICE, ON_HOST
+from zeroexp.comm.traits import ALL, ON_DEVICE, ON_HOST, MoveOptions
 from zeroexp.interface.strategy import ModelStates
 from zeroexp.measure.memory import on_host
 from zeroexp.measure.verb_seconds import meter
@@ -47,21 +47,18 @@ class Bus:
         self,
         world: World,
         count: Callable[[str, int], None],
-        offload: str | None = None,
-        offload_fraction: float = 1.0,
-        offload_folder: str | None = None,
-        *,
-        masters_rest: bool = False,
+        options: MoveOptions,
     ):
-        """count: is told each move, `to_host` or `to_device`, and its bytes. The others: see Options."""
-        self.is_used = offload is not None
-        self.keeps_pieces = offload == ALL or (self.is_used and masters_rest)
-        self._is_whole, self._in_file = offload_fraction == 1, offload_folder is not None
+        """count: is told each move, `to_host` or `to_device`, and its bytes."""
+        folder = options.offload_folder
+        self.is_used = options.offload is not None
+        self.keeps_pieces = options.offload == ALL or (self.is_used and options.masters_rest)
+        self._is_whole, self._in_file = options.offload_fraction == 1, folder is not None
         self._device = world.device
         self._is_on_gpu = world.device.type == "cuda" and not world.is_fake
         self._count = count
         # In a fake world there is no file, and what it would hold counts as if it were there.
-        self._file = MappedFile(offload_folder) if offload_folder and not world.is_fake else None
+        self._file = MappedFile(folder) if folder and not world.is_fake else None
         self._place_of: dict[Tensor, int] = {}  # of masters on the host
         self._memory: list[Tensor] = []  # all that masters, pieces and transit lie in
         self._filed: list[Tensor] = []  # the part of it in the file, moments too

@@ -12,7 +12,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import zip_longest
-from typing import Any
 from weakref import WeakSet
 
 import torch
@@ -32,7 +31,7 @@ from zeroexp.comm.direct import Direct
 from zeroexp.comm.native import Native
 from zeroexp.comm.replicas import BetweenReplicas, common_traits
 from zeroexp.comm.secondary import Node, SecondaryCopy
-from zeroexp.comm.traits import TransportTraits
+from zeroexp.comm.traits import MoveOptions, TransportTraits
 from zeroexp.cut.chunk import Chunk
 from zeroexp.cut.rank_grid import RankGrid
 from zeroexp.measure.record import Traffic, sum_of_traffic
@@ -101,56 +100,34 @@ class Updating:
 class Collectives:
     """The three moves inside of a group and the sum of a tiny tensor over ranks, counted by kind of message.
 
-    world: all ranks. grid: their groups; None: one of all. group: those that shard among themselves. holders: those
-    that hold the same pieces, one of each group. In one group of all ranks this one is the only holder.
-    shares_updates: holders update a share each of some of these pieces (replicas.py), see `Chunk.over_all`.
-    sums_each_step: reductions are of all ranks; False: of the group, and `sum_between` alone leaves it.
-    reductions_apart: see `Transport.reduce_apart`. gather_codec, reduce_codec: of gathers and of reduce-scatters in the
-    group; None: they are exact. masters_rest: pieces are masters; what gathers send is cast, or is codes that rest.
-    error_feedback: what the second leaves out is added to the next gradient.
-    secondary_partition: ranks of a node, which keep a secondary copy of what is gathered; None: nobody does. of_bus:
-    what rests on the host, see Bus. Codecs, secondary copies and pieces on the host travel by messages, since memory
-    that is shared is not sent.
+    world: all ranks. grid: their groups. group: those that shard among themselves. holders: those that hold the same
+    pieces, one of each group. In one group of all ranks this one is the only holder.
     """
 
-    def __init__(
-        self,
-        world: World,
-        *,
-        transport: str = "auto",
-        grid: RankGrid | None = None,
-        shares_updates: bool = False,
-        sums_each_step: bool = True,
-        reductions_apart: bool = False,
-        gather_codec: str | None = None,
-        masters_rest: bool = False,
-        reduce_codec: str | None = None,
-        error_feedback: bool = False,
-        secondary_partition: int | None = None,
-        **of_bus: Any,
-    ):
-        self.world, self.grid = world, grid or RankGrid(world.size)
-        self.bus = Bus(world, self._count_over_bus, **of_bus, masters_rest=masters_rest)
-        self.masters_rest = masters_rest
+    def __init__(self, world: World, options: MoveOptions | None = None):
+        options = options or MoveOptions()
+        self.world, self.grid = world, options.grid(world.size)
+        self.bus = Bus(world, self._count_over_bus, options)
+        self.masters_rest, self.shares_updates = options.masters_rest, options.shares_updates
         self.group, self.holders = world.split(self.grid)
         # The ranks that take a step together.
-        self.stepping = world if sums_each_step else self.group
-        self.shares_updates = shares_updates
+        self.stepping = world if options.sums_each_step else self.group
         alone = replace(world, rank=0, size=1)
         in_order = tuple(range(self.group.size))
         self._in_group = Updating(self.group, in_order, self.group.rank, self.holders)
         number = self.grid.number_by_place(world.rank)
         self._over_all = Updating(world, self.grid.by_place, number, alone)
         sends = self.group.size > 1  # else nothing travels, and nothing is rounded
-        self._gather_codec = gather_codec if sends else None
-        self._reduce_codec = reduce_codec if sends else None
-        self._feeds_back = error_feedback
-        sent = (self._gather_codec, self._reduce_codec, secondary_partition, self.bus.keeps_pieces)
-        if transport == "auto" and any((*sent, masters_rest and sends)):
+        self._gather_codec = options.gather_codec if sends else None
+        self._reduce_codec = options.reduce_codec if sends else None
+        self._feeds_back = options.error_feedback
+        transport, ranks_of_node = options.transport, options.secondary_partition
+        sent = (self._gather_codec, self._reduce_codec, ranks_of_node, self.bus.keeps_pieces)
+        if transport == "auto" and any((*sent, self.masters_rest and sends)):
             transport = "messages"
         self._moves = Moves(world)
         self._transport = TRANSPORTS[transport](self.group, self._moves)
-        if reductions_apart:
+        if options.reductions_apart:
             self._transport.reduce_apart()
         self._between: BetweenReplicas | None = None
         if self.holders.size > 1:
@@ -160,8 +137,8 @@ class Collectives:
             other = TRANSPORTS[way](self.holders, self._moves)
             self._between = BetweenReplicas(other, self.holders.rank, self.holders.size)
         self._node: Node | None = None
-        if secondary_partition:
-            node, _ = world.split(RankGrid(world.size, world.size // secondary_partition))
+        if ranks_of_node:
+            node, _ = world.split(RankGrid(world.size, world.size // ranks_of_node))
             self._node = Node(node, TRANSPORTS[transport](node, self._moves))
         self._common_traits: TransportTraits | None = None
         self._exchanges: dict[Updating, Transport] = {}  # those that this transport does not carry

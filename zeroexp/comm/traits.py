@@ -1,12 +1,61 @@
-"""Traits of a transport: what the engine and its closed forms need to know of it. No other code asks which it is."""
+"""What moves are asked to be, and traits of a transport: what the engine and its closed forms need to know of it.
+
+No other code asks which transport it is.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
+from zeroexp.cut.rank_grid import RankGrid
+
 MIB = 1 << 20
 ALL = "all"  # Options.offload: parameters rest on the host, too
 ON_DEVICE, ON_HOST = 0, 1  # places of masters; so are those above, of a file
+
+
+@dataclass(frozen=True, kw_only=True)
+class MoveOptions:
+    """How an engine moves bytes between ranks, and to the host.
+
+    Codecs, secondary copies and pieces on the host travel by messages, since memory that is shared is not sent.
+    """
+
+    transport: str = "auto"  # a word of comm.collectives.TRANSPORTS
+    replicas: int = 1  # groups of ranks that each hold all states, sharded inside of the group
+    # Reductions have a communicator of their own over the backend's collectives, so that no gather waits for one.
+    reductions_apart: bool = False
+    # What travels in fewer bytes, and is rounded: int8, float8 or int4 (codec.py); None: it is exact.
+    gather_codec: str | None = None  # parameters that rest sharded
+    # Parameters rest as their masters, which are cast when they are gathered, or encoded once a step (gather_codec).
+    masters_rest: bool = False
+    reduce_codec: str | None = None  # gradients that are reduce-scattered
+    # What `reduce_codec` leaves out of a gradient is kept in float32, and added to the next one.
+    error_feedback: bool = False
+    # Ranks of a node, who keep what they gather until weights change, so that later gathers of a step stay among them
+    # (ZeRO++: hpZ, secondary.py); None: every gather goes over all ranks.
+    secondary_partition: int | None = None
+    # `optimizer`: masters and optimizer state rest on the host, where the update is. `all`: parameters that rest
+    # sharded too. None: on the device.
+    offload: str | None = None
+    # The share of the elements of which that holds: whole chunks, see place_on_host (cut/layout.py).
+    offload_fraction: float = 1.0
+    # The folder of a file for each rank, mapped into its memory, in which lies what rests on the host; None: no file.
+    offload_folder: str | None = None
+
+    @property
+    def shares_updates(self) -> bool:
+        """Whether replicas update shares of anything (replicas.py), see `Chunk.over_all`."""
+        return False
+
+    @property
+    def sums_each_step(self) -> bool:
+        """Whether reductions are of all ranks; else of the group, and `sum_between` alone leaves it."""
+        return True
+
+    def grid(self, world_size: int) -> RankGrid:
+        """Return which of these ranks shard among themselves."""
+        return RankGrid(world_size, self.replicas)
 
 
 @dataclass(frozen=True)

@@ -85,7 +85,7 @@ class Engine:
         # torch can not convert modules of fake tensors, and a fake world is given a model that lies on its device.
         self.model = module if world.is_fake else module.to(world.device)
         self._stage, self._max_grad_norm = stage, max_grad_norm
-        self.wire = Collectives(world, **options.for_collectives(world.size))
+        self.wire = Collectives(world, options)
         settings = [str(stage), options, dtypes, max_grad_norm, list(blocks), scales_loss]
         start_alike(self.model, settings, param_groups, values, self.wire)
         self.wire.connect()

@@ -12,10 +12,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from zeroexp.comm.traits import ALL, MIB, TransportTraits
+from zeroexp.comm.traits import ALL, MIB, MoveOptions, TransportTraits
 from zeroexp.cut.chunk import FROZEN, Chunk
 from zeroexp.cut.layout import Units, lay_out, place_on_host
-from zeroexp.cut.rank_grid import RankGrid
 from zeroexp.cut.stage import Placement, Stage, default_reduce_each
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -78,7 +77,7 @@ class OuterOptimizer:
 
 
 @dataclass(frozen=True)
-class Options:
+class Options(MoveOptions):
     """How the engine carries out a stage; no option but codecs, error_feedback and outer changes what is computed."""
 
     layout: str = "buffer"  # a word of LAYOUTS
@@ -91,8 +90,6 @@ class Options:
     # Updated parameters that rest replicated arrive until the end of the `step`, or until `forward` uses them.
     publish: str = "step"  # step | forward
     bucket_mb: float | None = None  # most MiB of one reduction; None: the transport's default
-    transport: str = "auto"  # a word of comm.collectives.TRANSPORTS
-    replicas: int = 1  # groups of ranks that each hold all states, sharded inside of the group
     # Ranks over which replicas shard masters and what the optimizer keeps: `group`, each its own; `all` of them.
     optimizer_over: str = "group"
     over_of_kinds: tuple[tuple[str, str], ...] = ()  # that of parameters of a kind with its own
@@ -100,25 +97,6 @@ class Options:
     outer: OuterOptimizer | None = None
     # How an optimizer of whole matrices steps cut ones: a word of MATRIX_STEPS (cut/matrix_step.py).
     matrix_step: str = "alltoall"
-    # Reductions have a communicator of their own over the backend's collectives, so that no gather waits for one.
-    reductions_apart: bool = False
-    # What travels in fewer bytes, and is rounded: int8, float8 or int4 (comm/codec.py); None: it is exact.
-    gather_codec: str | None = None  # parameters that rest sharded
-    # Parameters rest as their masters, which are cast when they are gathered, or encoded once a step (gather_codec).
-    masters_rest: bool = False
-    reduce_codec: str | None = None  # gradients that are reduce-scattered
-    # What `reduce_codec` leaves out of a gradient is kept in float32, and added to the next one.
-    error_feedback: bool = False
-    # Ranks of a node, who keep what they gather until weights change, so that later gathers of a step stay among them
-    # (ZeRO++: hpZ, comm/secondary.py); None: every gather goes over all ranks.
-    secondary_partition: int | None = None
-    # `optimizer`: masters and optimizer state rest on the host, where the update is. `all`: parameters that rest
-    # sharded too. None: on the device.
-    offload: str | None = None
-    # The share of the elements of which that holds: whole chunks, see place_on_host (cut/layout.py).
-    offload_fraction: float = 1.0
-    # The folder of a file for each rank, mapped into its memory, in which lies what rests on the host; None: no file.
-    offload_folder: str | None = None
 
     def with_optimizer_over_of(self, param_groups: Sequence[dict[str, Any]]) -> Options:
         """Return these with the ranks that groups name."""
@@ -131,9 +109,9 @@ class Options:
         overs = (self.optimizer_over, *dict(self.over_of_kinds).values())
         return self.replicas > 1 and "all" in overs
 
-    def grid(self, world_size: int) -> RankGrid:
-        """Return which of these ranks shard among themselves."""
-        return RankGrid(world_size, self.replicas)
+    @property
+    def sums_each_step(self) -> bool:
+        return self.outer is None
 
     def lay_out(self, units: Units, world_size: int) -> list[tuple[Chunk, ...]]:
         """Return the chunks of every unit, each cut for the ranks that update it, and marked by where it rests."""
@@ -155,14 +133,6 @@ class Options:
         if self.shares_updates and over == "all" and chunk.kind != FROZEN:
             return replace(chunk, over_all=True)
         return chunk.for_ranks(group_size)
-
-    def for_collectives(self, world_size: int) -> dict[str, Any]:
-        """Return those that the moves between ranks, and to the host, are made with."""
-        names = ("transport", "reductions_apart", "gather_codec", "reduce_codec", "masters_rest")
-        names = (*names, "error_feedback", "secondary_partition", "shares_updates")
-        names = (*names, "offload", "offload_fraction", "offload_folder")
-        own = {name: getattr(self, name) for name in names}
-        return {"grid": self.grid(world_size), "sums_each_step": self.outer is None, **own}
 
     def resolved(self, stage: Stage, traits: TransportTraits, world_size: int) -> Options:
         """Return these with the value for each open option that is best for this stage over this transport."""
