@@ -30,9 +30,8 @@ from zeroexp.report.sweep_progress import SweepProgress
 from zeroexp.sync import jobs_of, sync
 from zeroexp.tracking import owner
 from zeroexp.tracking.mlflow_uploads import UploadsOfSweep
-from zeroexp.tracking.run import UNFINISHED
+from zeroexp.tracking.run import FINE, UNFINISHED
 
-FINE = ("done", "skipped", *UNFINISHED)
 EVERYTHING_FINE, SOMETHING_FAILED = 0, 1
 
 
@@ -85,7 +84,7 @@ def watch(arguments: argparse.Namespace) -> int:
 
         page.write_into(arguments.sweep, points)
     sync(jobs, uploads)
-    failed = [job for job in jobs if job.status not in FINE]
+    failed = [job for job in jobs if job.status not in (*FINE, *UNFINISHED)]
     return SOMETHING_FAILED if failed or len(runs) < len(jobs) else EVERYTHING_FINE
 
 

@@ -60,9 +60,8 @@ from zeroexp.tracking.json_files import reserve
 from zeroexp.tracking.mlflow_labels import LINK
 from zeroexp.tracking.mlflow_store import with_store
 from zeroexp.tracking.mlflow_uploads import UploadsOfSweep
-from zeroexp.tracking.run import UNFINISHED, Run, run_folders
+from zeroexp.tracking.run import FINE, UNFINISHED, Run, run_folders
 
-FINE = ("done", "skipped")
 MAKING = ".making"  # in a sweep's folder while those of its points are made
 RERUN_LOCK = ".rerun.lock"  # there, held while points are submitted again
 HYDRA = ".hydra"  # its folder in every run, as its users expect

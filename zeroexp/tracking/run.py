@@ -19,6 +19,7 @@ SLURM_FILE = "slurm.json"  # exists in the folder of a run that was submitted to
 HELD_FILE = "held.json"  # exists while Slurm would not take the run yet; whoever follows the sweep submits it
 PAGE = "report.html"  # in a sweep's folder, see report/page
 UNFINISHED = ("pending", "running", "requeued", "preempted")
+FINE = ("done", "skipped")  # ends of a point that is not run again
 
 
 @dataclass(frozen=True)
