@@ -392,7 +392,12 @@ def test_a_batch_gets_all_of_its_folders_or_none(tmp_path, monkeypatch, ends):
         assert sweep.conclude() == 0, "there is nothing to tell of"
 
 
-@pytest.mark.parametrize("read", [lambda run: Sweep([]).rerun(run), jobs_of, reading.read_runs])
+def rerun(folder: Path) -> None:
+    with Sweep([]) as sweep:
+        sweep.rerun(folder)
+
+
+@pytest.mark.parametrize("read", [rerun, jobs_of, reading.read_runs])
 def test_the_folder_of_a_run_is_no_sweep_whose_run_is_hydras_own_folder(tmp_path, read):
     write_run(tmp_path / ".hydra", status="failed")
     with pytest.raises(ConfigError, match=r"no run in there; give .*outputs/<sweep>"):
