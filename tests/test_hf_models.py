@@ -216,6 +216,22 @@ def test_padding_does_not_change_what_a_classifier_says(kind):
     torch.testing.assert_close(module(input_ids=words).logits, module(input_ids=padded).logits)
 
 
+@pytest.mark.parametrize("published", [{}, {"is_causal": False}])
+def test_a_decoder_that_looks_ahead_is_no_language_model(published):
+    """As an embedder made of a llama is published; the oracle is whether first logits change with the last word."""
+    config = model_config("causal", "llama", published=published)
+    module = transformers.AutoModelForCausalLM.from_config(
+        transformers.LlamaConfig(**shape_of(config)), dtype=torch.float64
+    )
+    first, second = (module(input_ids=torch.tensor([[1, 2, last]])).logits for last in (3, 4))
+    if torch.equal(first[:, :2], second[:, :2]):
+        assert build_model(config, seed=0)
+    else:
+        with pytest.raises(ConfigError, match=r"model.task=causal: llama looks ahead"):
+            build_model(config, seed=0)
+    assert torch.equal(first[:, :2], second[:, :2]) != bool(published)
+
+
 def test_forward_is_without_chance_whatever_was_published():
     published = {
         "gpt2": {"embd_pdrop": 0.5, "summary_first_dropout": 0.5, "_attn_implementation": "eager"},

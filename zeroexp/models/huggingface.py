@@ -49,15 +49,28 @@ TASKS = {
 
 def build(config: ModelConfig, vocab_size: int | None) -> nn.Module:
     """Build the model, with random weights and a vocabulary of `vocab_size`, in float32 and training mode."""
-    module = _from_config(config, _shape(config, vocab_size))
-    # The layers of an encoder say so: BERT and its relatives, of which transformers only warns.
-    is_encoder = any(getattr(each, "is_decoder", None) is False for each in module.modules())
-    if config.task == "causal" and (is_encoder or architecture(config) in LOOK_AHEAD):
+    shape = _shape(config, vocab_size)
+    module = _from_config(config, shape)
+    if config.task == "causal" and (
+        architecture(config) in LOOK_AHEAD or _looks_ahead(shape, module)
+    ):
         problem = f"{architecture(config)} looks ahead, at the words that it is to predict"
         raise ConfigError(
             f"model.task=causal: {problem}; use a decoder, or model.task=classification"
         )
     return _make_deterministic(config, module)
+
+
+def _looks_ahead(shape: PreTrainedConfig, module: nn.Module) -> bool:
+    """Tell whether attention reaches later words: by the layers of an encoder, as BERT's, or by the config's word."""
+    if any(getattr(each, "is_decoder", None) is False for each in module.modules()):
+        return True
+    shapes = (shape, shape.get_text_config())  # as embedders have it that were made of decoders
+    return any(
+        getattr(each, "is_causal", None) is False
+        or getattr(each, "use_bidirectional_attention", None) in (True, "all")
+        for each in shapes
+    )
 
 
 def _from_config(config: ModelConfig, shape: PreTrainedConfig) -> nn.Module:
