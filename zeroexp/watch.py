@@ -72,7 +72,8 @@ def watch(arguments: argparse.Namespace) -> int:
         refresh_if_slurm_answers(jobs)
     else:
         for job in cancel(jobs, "cancelled by watch --cancel"):
-            print(f"cancelled {job.name} (Slurm job {slurm_id(job)})")
+            job_id = slurm_id(job)
+            print(f"cancelled {job.name} ({f'Slurm job {job_id}' if job_id else 'not submitted'})")
     uploads = UploadsOfSweep()
     if not (arguments.cancel or arguments.once):
         follow_all(jobs, uploads)

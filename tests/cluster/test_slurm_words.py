@@ -20,10 +20,10 @@ from tests.warm import Warm
 from zeroexp.cluster import slurm_state
 from zeroexp.cluster.batch_file import BatchFile, batch_file
 from zeroexp.cluster.code_snapshot import PACKAGE, snapshot_code
-from zeroexp.cluster.follow import cancel_unfinished, refresh
+from zeroexp.cluster.follow import cancel_unfinished, follow, refresh
 from zeroexp.cluster.job import Job
 from zeroexp.cluster.slurm_state import Sighting, conclude_state
-from zeroexp.cluster.submit import SUBMITTING, _complaint, submit_all
+from zeroexp.cluster.submit import SUBMITTING, _complaint, hold, slurm_id, submit_all
 from zeroexp.cluster.sweep import Sweep
 from zeroexp.cluster.task import DUTY, ENDED, PREEMPTED, WANTS_ANOTHER, Duty
 from zeroexp.config.job_shape import JobShape
@@ -37,8 +37,9 @@ from zeroexp.config.keys import (
 )
 from zeroexp.process import signals
 from zeroexp.process.world import device_index
+from zeroexp.report.sweep_progress import SweepProgress
 from zeroexp.tracking import attempt, failure
-from zeroexp.tracking.files import write_json
+from zeroexp.tracking.files import read_json, write_json
 
 ROOT = Path(__file__).parents[2]
 
@@ -395,6 +396,111 @@ def test_a_sweep_leaves_alone_what_another_command_has_submitted_again(
         sweep._execute(jobs)
     assert (tmp_path / "cancelled").read_text() == cancelled
     assert jobs[0].status == "pending"
+
+
+# Job 1 trains. Before the second look it has failed, and another command runs its run again, as job 9.
+SUBMITTED_AGAIN = """
+echo >> {here}/looks
+case $(wc -l < {here}/looks) in
+1) echo '1|RUNNING|None|n1|N/A|0|' ;;
+2)
+    echo '{{"job_id": "9"}}' > {here}/run/slurm.json
+    echo '{{"status": "running", "reason": null}}' > {here}/run/state.json
+    echo '1|FAILED|None|n1|N/A|0|' ;;
+*) cp {here}/run/state.json {here}/state3; echo '9|COMPLETED|None|n9|N/A|0|' ;;
+esac
+"""
+
+
+def test_the_end_of_a_job_is_not_that_of_another_which_runs_its_point_again(slurm, tmp_path):
+    slurm(
+        sbatch="echo Submitted batch job 1",
+        squeue=SUBMITTED_AGAIN.format(here=tmp_path),
+        sacct="true",
+    )
+    job = make_job(tmp_path / "run", ClusterConfig(kind="slurm"))
+    events, tracking = EventsConfig(tell=f"cat >> {tmp_path}/told"), TrackingConfig(mlflow=False)
+    save(replace(job.config, events=events, tracking=tracking), job.folder / "config.yaml")
+    job.enter("pending")
+    write_json(job.folder / "summary.json", {"num_steps": 1})
+    with Sweep([]) as sweep:
+        sweep._execute([job])
+    assert '"running"' in (tmp_path / "state3").read_text()
+    assert job.status == "done" and not (tmp_path / "told").exists()
+    assert read_json(job.folder / "slurm.json") == {"job_id": "9", "node_list": "n9"}
+
+
+NAME_OF = """sed 's/.*"name": "\\([^"]*\\)".*/7|\\1|/' {here}/run0/submitting.json"""
+
+
+def test_points_of_an_array_keep_their_ids_where_others_look_while_it_is_submitted(slurm, tmp_path):
+    """A look finds the job by its name, notes the ids, and removes the files that say which element is whose."""
+    look = f"{sys.executable} -m zeroexp.watch {tmp_path} --once > /dev/null"
+    runs = "".join(f"7_{index}|RUNNING|None|n1|N/A|0|\\n" for index in (0, 1))
+    by_name = NAME_OF.format(here=tmp_path)
+    slurm(
+        sbatch=f"{look}; echo Submitted batch job 7",
+        squeue=f"case $* in *Comment*) {by_name} ;; *) printf '{runs}' ;; esac",
+    )
+    jobs = slurm_jobs(tmp_path, array=True)
+    submit_all(jobs)
+    assert [slurm_id(job) for job in jobs] == ["7_0", "7_1"]
+    assert not any((job.folder / SUBMITTING).exists() for job in jobs)
+    refresh(jobs)
+    assert [job.status for job in jobs] == ["running", "running"]
+
+
+def test_what_watch_cancels_is_not_submitted_afterwards(slurm, tmp_path):
+    """One point trains, another is held: once the first has ended, Slurm would take it."""
+    slurm(
+        squeue="echo '7|RUNNING|None|n1|N/A|0|'",
+        scancel=f'echo "$@" >> {tmp_path}/cancelled',
+        sbatch=f"touch {tmp_path}/submitted; echo Submitted batch job 8",
+    )
+    first, second = jobs = slurm_jobs(tmp_path)
+    write_json(first.folder / "slurm.json", {"job_id": "7"})
+    hold(second, "MaxSubmitJobs")
+    told = cancelled_by_watch(tmp_path)
+    assert told.startswith(f"cancelled {first.name} (Slurm job 7)\n")
+    assert f"cancelled {second.name} (not submitted)\n" in told
+    assert (tmp_path / "cancelled").read_text() == "7\n"
+    with SweepProgress(2) as progress:
+        follow(dict(enumerate(jobs, start=1)), progress, on_step=lambda _: None, on_end=print)
+    submit_all(jobs)
+    assert not (tmp_path / "submitted").exists()
+    assert [job.status for job in jobs] == ["cancelled", "cancelled"]
+
+
+def test_what_watch_cancels_while_it_is_submitted_is_cancelled_in_slurm(slurm, tmp_path):
+    """sbatch has the first point, and has not answered; the second is not submitted so far."""
+    cancel = f"{sys.executable} -m zeroexp.watch {tmp_path} --cancel > /dev/null"
+    slurm(
+        squeue="true",
+        sbatch=f"echo >> {tmp_path}/ids; {cancel}; echo Submitted batch job 7",
+        scancel=f'echo "$@" >> {tmp_path}/cancelled',
+    )
+    jobs = slurm_jobs(tmp_path)
+    submit_all(jobs)
+    assert (tmp_path / "ids").read_text() == "\n"
+    assert (tmp_path / "cancelled").read_text() == "7\n"
+    assert [job.status for job in jobs] == ["cancelled", "cancelled"]
+
+
+def cancelled_by_watch(sweep: Path) -> str:
+    command = [sys.executable, "-m", "zeroexp.watch", str(sweep), "--cancel"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    return subprocess.run(command, env=environment, capture_output=True, text=True).stdout
+
+
+def slurm_jobs(sweep: Path, *, array: bool = False) -> list[Job]:
+    """Two points that are to be submitted."""
+    cluster = ClusterConfig(kind="slurm", device="cpu", slurm=SlurmConfig(array=array))
+    jobs = [make_job(sweep / f"run{number}", cluster) for number in (0, 1)]
+    for job in jobs:
+        save(replace(job.config, tracking=TrackingConfig(mlflow=False)), job.folder / "config.yaml")
+        write_json(job.folder / "environment.json", {"folder": str(sweep)})
+        job.enter("pending")
+    return jobs
 
 
 # A plugin that the first of two commands imports once it has chosen what it submits: in there the second one runs.

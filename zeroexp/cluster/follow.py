@@ -21,7 +21,7 @@ from zeroexp.cluster.submit import SUBMITTING, adopt, is_held_back, slurm_id, su
 from zeroexp.cluster.tell import tell
 from zeroexp.report.sweep_progress import SweepProgress
 from zeroexp.tracking.files import RECORDS, Tail, read_json, read_rows, step_record, write_json
-from zeroexp.tracking.run import SLURM_FILE, UNFINISHED, read_state, why_abandoned
+from zeroexp.tracking.run import HELD_FILE, SLURM_FILE, UNFINISHED, read_state, why_abandoned
 
 FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 0.5, 15.0  # between two queries to Slurm
 PAUSE_GROWTH = 1.1
@@ -53,7 +53,7 @@ def refresh(jobs: Iterable[Job]) -> None:
     if open_jobs:
         seen = slurm_state.look_up_jobs(open_jobs)
         for job_id, job in open_jobs.items():
-            _settle(job, seen.get(job_id))
+            _settle(job, job_id, seen.get(job_id))
 
 
 def refresh_if_slurm_answers(jobs: Iterable[Job]) -> None:
@@ -72,15 +72,26 @@ def _adopt_all(jobs: Iterable[Job]) -> None:
 
 
 def cancel(jobs: Sequence[Job], reason: str) -> list[Job]:
-    """Cancel the unfinished jobs and return them. Raises SlurmSilent; then none of them is taken for cancelled."""
+    """Cancel the unfinished jobs and return them. Raises SlurmSilent; then none that Slurm has is taken for cancelled.
+
+    Points that wait to be submitted are cancelled first: a submitter notes the id, and then looks for that.
+    """
     _adopt_all(jobs)
     with suppress(SlurmSilent):  # a job that has ended by now keeps its end
         refresh(jobs)
+    waiting = [job for job in jobs if job.status == "pending" and _awaits_sbatch(job)]
+    for job in waiting:
+        job.enter("cancelled", reason)
+        (job.folder / HELD_FILE).unlink(missing_ok=True)
     open_jobs = unfinished(jobs)
-    slurm_state.cancel(open_jobs)
+    slurm_state.cancel([*open_jobs, *filter(None, map(slurm_id, waiting))])
     for job in open_jobs.values():
         job.enter("cancelled", reason)
-    return list(open_jobs.values())
+    return [*open_jobs.values(), *waiting]
+
+
+def _awaits_sbatch(job: Job) -> bool:
+    return slurm_id(job) is None and job.config.cluster.kind == "slurm"
 
 
 def cancel_unfinished(jobs: Iterable[Job]) -> list[Job]:
@@ -216,7 +227,10 @@ class _Followed(ShownRun):
 
     def advance(self, seen: Sighting | None) -> bool:
         """Take in Slurm's answer; return True if the job has ended."""
-        status, reason = _settle(self.job, seen)
+        if (settled := _settle(self.job, self.job_id, seen)) is None:
+            self.job_id = slurm_id(self.job) or self.job_id
+            settled = self.job.status, self.job.state["reason"]
+        status, reason = settled
         if status == "pending" and reason not in (None, "None", self._waits_for):
             self._progress.note(f"{self.job.name}: waits in Slurm ({reason})")
             self._waits_for = reason
@@ -234,10 +248,13 @@ class _Followed(ShownRun):
         return True
 
 
-def _settle(job: Job, seen: Sighting | None) -> tuple[str, str | None]:
+def _settle(job: Job, job_id: str, seen: Sighting | None) -> tuple[str, str | None] | None:
+    """Write and return what became of the run's job; None if that is another by now: a --rerun submitted it."""
     status, reason = slurm_state.conclude_state(job, seen)
-    submitted = read_json(job.folder / SLURM_FILE) if seen and seen.nodes else None
-    if seen and submitted and submitted.get("node_list") != seen.nodes:
+    submitted = read_json(job.folder / SLURM_FILE)
+    if submitted is None or submitted["job_id"] != job_id:
+        return None
+    if seen and seen.nodes and submitted.get("node_list") != seen.nodes:
         # Comparing runs by node reveals a slow one.
         write_json(job.folder / SLURM_FILE, {**submitted, "node_list": seen.nodes})
     before = job.state

@@ -13,8 +13,10 @@ import re
 import secrets
 import time
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import asdict
 
+from zeroexp.cluster import slurm_state
 from zeroexp.cluster.job import Job
 from zeroexp.cluster.local import RANK_MAIN
 from zeroexp.cluster.slurm_state import SlurmSilent, find_by_comment
@@ -43,14 +45,17 @@ class QueueFull(ConfigError):
 
 
 def submit_all(jobs: Iterable[Job], *, rank_main: str = RANK_MAIN) -> None:
-    """Submit points, those of one shape as a job array where cluster.slurm.array asks for it.
+    """Submit pending points, those of one shape as a job array where cluster.slurm.array asks for it.
 
     A refused point counts as failed, and a dry run is printed and skipped. One that Slurm takes later, and those behind
     it, are held: pending, with a file that says so.
     """
     groups, full = _in_arrays(jobs), None
     while groups:
-        group = groups.pop(0)
+        # `zeroexp watch --cancel` of another terminal cancels what is not submitted yet.
+        group = [job for job in groups.pop(0) if job.status == "pending"]
+        if not group:
+            continue
         if group[0].config.cluster.dry_run:
             _print_files(group)
             continue
@@ -95,14 +100,16 @@ def submit_job_or_array(jobs: Sequence[Job], *, rank_main: str = RANK_MAIN) -> N
         except SlurmSilent as error:  # SUBMITTING stays: whoever looks later finds the job
             problem = f"whether it is queued is unknown ({error}); look later with zeroexp watch"
             raise ConfigError(f"cluster.slurm: {_complaint(message)}; {problem}") from error
-    for job in jobs:
-        if job_id is None:
-            (job.folder / SUBMITTING).unlink()
-        else:
-            _note(job, job_id)
     if job_id is None:
+        for job in jobs:
+            (job.folder / SUBMITTING).unlink(missing_ok=True)
         kind = QueueFull if QUEUE_IS_FULL.search(message) else ConfigError
         raise kind(f"cluster.slurm: {_complaint(message)}")
+    for index, job in enumerate(jobs):
+        _note(job, f"{job_id}_{index}" if len(jobs) > 1 else job_id)
+    meanwhile = [slurm_id(job) for job in jobs if job.status == "cancelled"]
+    with suppress(SlurmSilent):
+        slurm_state.cancel(filter(None, meanwhile))
 
 
 def adopt(job: Job) -> bool:
@@ -112,13 +119,13 @@ def adopt(job: Job) -> bool:
     """
     submitting = read_json(job.folder / SUBMITTING)
     job_id = find_by_comment(submitting["name"]) if submitting else None
-    if job_id:
-        _note(job, job_id)
+    if submitting and job_id:
+        _note(job, f"{job_id}_{submitting['element']}" if "element" in submitting else job_id)
     return job_id is not None
 
 
 def hold(job: Job, reason: str) -> None:
-    if not is_held_back(job):
+    if job.status == "pending" and not is_held_back(job):
         write_json(job.folder / HELD_FILE, {"reason": reason})
         job.enter("pending", reason)
 
@@ -155,9 +162,6 @@ def _print_files(jobs: Sequence[Job]) -> None:
 
 def _note(job: Job, job_id: str) -> None:
     """Write the run's slurm.json; it is no longer being submitted, nor held."""
-    submitting = read_json(job.folder / SUBMITTING) or {}
-    if "element" in submitting:
-        job_id = f"{job_id}_{submitting['element']}"
     shape = JobShape.of(job.config.world_size, job.config.cluster.slurm.ranks_per_node)
     write_json(job.folder / SLURM_FILE, {"job_id": job_id, **asdict(shape)})
     for name in (SUBMITTING, HELD_FILE):
