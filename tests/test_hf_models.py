@@ -302,6 +302,19 @@ def test_another_method_of_rotary_positions_leaves_the_published_ones_settings(h
     assert found["rope_theta"] == 1e4 and "low_freq_factor" not in found
 
 
+def test_two_methods_of_rotary_positions_are_refused_by_type_of_layer():
+    """As beside a YAML, in which Hydra lays one over the other: tests/wrong_lines.txt."""
+    both = "{full_attention: {rope_type: linear, factor: 2.0, type: dynamic}}"
+    line = f"+model.hf_config.rope_parameters={both}"
+    shape = {**NARROW, "model_type": "gemma3_text"}
+    keys = [f"+model.hf_config.{key}={value}" for key, value in shape.items()]
+    config = of_line("model=hf", "model.path=null", *keys, line)
+    with pytest.raises(
+        ConfigError, match=r"full_attention\.type=dynamic: no effect beside rope_type"
+    ):
+        build_model(config, seed=0, device="meta")
+
+
 NOMIC = {**NARROW, "num_labels": 3, "pad_token_id": 0}
 LAYOUTS = {
     "parameters joined in one tensor": ("hrm_text", "causal", NARROW),

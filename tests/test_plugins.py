@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -12,6 +13,7 @@ import torch
 from hydra.core.config_store import ConfigStore
 
 from tests.composing import compose_once, composed
+from tests.optimizers_for_tests import KeepsElsewhere
 from zeroexp import __main__ as zeroexp
 from zeroexp.check import check
 from zeroexp.check.sweep_points import point_of
@@ -477,6 +479,17 @@ def test_a_number_of_moments_is_a_number(monkeypatch):
         ConfigError, match=r"num_moments returns \"OptimizerConfig.*; return how many"
     ):
         check_custom_layout_and_optimizer(mine)
+
+
+def test_an_optimizer_whose_state_no_checkpoint_carries_is_refused_where_one_is_to_be_written():
+    """Else the run would fail at its first save, after all steps till there."""
+    kind = OptimizerKind(lambda groups, _: KeepsElsewhere(groups), num_moments=lambda _: 0)
+    OPTIMIZERS.add("elsewhere_of_test", kind)
+    for every, says in (("null", nullcontext()), ("2", pytest.raises(ConfigError, match="carry"))):
+        mine = composed("model=tiny", "world_size=1", f"checkpoint.every={every}")
+        mine = replace(mine, optimizer=replace(mine.optimizer, name="elsewhere_of_test"))
+        with says:
+            check_custom_layout_and_optimizer(mine)
 
 
 def test_fsdp2_is_skipped_for_an_optimizer_with_states_of_whole_matrices():

@@ -135,27 +135,48 @@ class KeepsNorm(torch.optim.SGD):
         super().step()
 
 
-def save_parts_of_a_number(world: World) -> None:
+class KeepsRows(torch.optim.SGD):
+    """Numbers for each row, which FSDP2 cuts: on one rank alone it may keep them."""
+
+    def step(self, closure: Any = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+        for parameter in (p for group in self.param_groups for p in group["params"]):
+            if parameter.ndim == 2:
+                self.state[parameter]["rows"] = parameter.grad.square().mean(1)
+        super().step()
+
+
+def state_of_parts(world: World, factory: Any) -> CanonicalState:
+    torch.manual_seed(0)
     module = nn.Sequential(nn.Linear(4, 4))
     strategy = TorchFSDP2(
         module,
         blocks=[],
         param_groups=[{"params": [*module.parameters()]}],
-        optimizer_factory=partial(KeepsNorm, lr=0.1),
+        optimizer_factory=partial(factory, lr=0.1),
         world=world,
         reshard_after_forward=True,
     )
     with strategy.microbatch(last=True):
-        strategy.backward(strategy.model(torch.eye(4)).square().sum())
+        strategy.backward(strategy.model(torch.eye(4)).square().sum() / world.size)
     strategy.step()
-    with pytest.raises(
-        ValueError, match=r"0.weight: the optimizer keeps parts of \[\] for \[4, 4\]"
-    ):
-        strategy.state_dict()
+    pieces = pieces_of(strategy)
+    strategy.load_state_dict(merge(gather_objects(pieces)))
+    return pieces
 
 
-def test_fsdp2_saves_no_part_of_a_number_as_the_whole(ranks):
-    ranks(save_parts_of_a_number)
+@pytest.mark.parametrize(
+    "factory, world_size", [(KeepsNorm, 1), (KeepsNorm, 2), (KeepsNorm, 3), (KeepsRows, 1)]
+)
+def test_fsdp2_saves_the_whole_of_what_ranks_keep_in_parts(ranks, factory, world_size):
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Linear(4, 4))
+    optimizer = factory(plain.parameters(), lr=0.1)
+    plain(torch.eye(4)).square().sum().backward()
+    optimizer.step()
+    saved = assembled(ranks(state_of_parts, factory, world_size=world_size))
+    for name, parameter in plain.named_parameters():
+        for key, expected in optimizer.state[parameter].items():
+            torch.testing.assert_close(saved[name][key], expected)
 
 
 @crossed(

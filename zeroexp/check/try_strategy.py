@@ -87,7 +87,7 @@ def _try_optimizer(config: Config, model: BuiltModel) -> None:
             problem, remedy = f"num_moments returns {num_moments!r:.40}", "return how many it keeps"
             raise ConfigError(f"optimizer.name={own.name}: {problem}; {remedy}")
     try:
-        try_out(factory, groups)
+        try_out(factory, groups, is_saved=config.checkpoint.every is not None)
     except ConfigError:
         raise
     except ValueError as error:

@@ -41,6 +41,7 @@ from torch.utils._pytree import tree_leaves
 from zeroexp.cut.moment_blocks import kind_in_full
 from zeroexp.interface.canonical import moments_of
 from zeroexp.interface.check_state import Kept
+from zeroexp.interface.python_values import PythonValues
 from zeroexp.interface.strategy import OptimizerFactory
 from zeroexp.interface.whole_matrices import Function, WholeMatrices
 
@@ -107,11 +108,19 @@ def refuse_states_of_matrices(
         raise ValueError(f"optimizer {type(optimizer).__name__} {problem}: {remedy}")
 
 
-def try_out(factory: OptimizerFactory, groups: Sequence[Mapping[str, Any]]) -> None:
-    """Make the optimizer and step it a few times on small tensors. Raises ValueError if it can not do that."""
+def try_out(
+    factory: OptimizerFactory, groups: Sequence[Mapping[str, Any]], *, is_saved: bool
+) -> None:
+    """Make the optimizer and step it a few times on small tensors.
+
+    Raises ValueError if it can not do that, or `is_saved` and no checkpoint can carry what it keeps.
+    """
     trial = _trial(groups)
     with _random_states_kept(trial):
-        _step(factory, trial, with_matrices=True)
+        optimizer, _ = _step(factory, trial, with_matrices=True)
+    values = PythonValues(optimizer, [])
+    for parameter in optimizer.state if is_saved else ():
+        values.of("a parameter", parameter)
 
 
 def moments_kept(

@@ -49,19 +49,15 @@ def contributed_piece(
 ) -> tuple[tuple[int, ...], Piece]:
     """Return the shape of the whole, and what this rank gives of its part of it.
 
-    Raises ValueError on all ranks where what is one for a whole parameter lies on them in parts (FSDP2).
+    What is one for a whole parameter may lie on ranks in parts, as a norm under FSDP2: all sum it up here.
     """
     flat, (number, count) = held.local(tensor).reshape(-1), share
     shape, start = held.shape, held.start
     if lies_in_blocks(tensor.dtype, tensor.shape, held.tensor.shape):
         shape, (start, _) = shape_in_blocks(shape), bytes_of_elements(start, start)
     elif tensor.shape != held.tensor.shape:
-        if not all(each.is_replicate() for each in getattr(tensor, "placements", ())):
-            problem = (
-                f"the optimizer keeps parts of {list(tensor.shape)} for {list(shape)} on ranks"
-            )
-            raise ValueError(f"{held.name}: {problem}; use strategy.implementation=parameter")
+        whole = getattr(tensor, "full_tensor", tensor.detach)().reshape(-1)
         is_given = start == 0 and number == 0
-        return tuple(tensor.shape), Piece(0, flat[: None if is_given else 0])
+        return tuple(tensor.shape), Piece(0, whole[: None if is_given else 0])
     first, last = (flat.numel() * n // count for n in (number, number + 1))
     return shape, Piece(start + first, flat[first:last])

@@ -79,12 +79,26 @@ def check_keys(config: ModelConfig, kind: str) -> None:
 
 def _require_one_spelling(config: ModelConfig, key: str, value: Any) -> None:
     """Raise ConfigError for a key of rotary positions beside one that transformers takes in its place."""
+    if key in (ROPE, "rope_scaling"):
+        _require_one_method(f"model.hf_config.{key}", value)
     other = "rope_scaling" if key == ROPE else ROPE
     if key in (ROPE, *SPELT_APART) and shape_of(config).get(other):
         remedy = f"set it in model.hf_config.{ROPE}"
         if key == ROPE:
             remedy = f"set model.hf_config.rope_theta or {other}"
         raise ConfigError(f"model.hf_config.{key}={value}: no effect beside {other}; {remedy}")
+
+
+def _require_one_method(named: str, turns: Any) -> None:
+    """Raise ConfigError for two methods in one dict, also of one type of layer: transformers takes `rope_type`."""
+    if not isinstance(turns, dict):
+        return
+    method, other = turns.get("rope_type"), turns.get("type")
+    if None not in (method, other) and method != other:
+        problem = f"no effect beside rope_type={method}"
+        raise ConfigError(f"{named}.type={other}: {problem}; set {named}.rope_type")
+    for key, each in turns.items():
+        _require_one_method(f"{named}.{key}", each)
 
 
 def check_shape(shape: PreTrainedConfig) -> None:
