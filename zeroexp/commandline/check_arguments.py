@@ -29,6 +29,8 @@ WITHOUT_VALUE = ("--info", "-i")  # they may have one
 # One value or several, without quotes, brackets and functions; and what Hydra takes for another thing than text.
 SIMPLE = re.compile(r"[\w.+,-]+")
 NO_TEXT = re.compile(r"[-+]?[\d_.]+(e[-+]?[\d_]+)?|[-+]?(inf|nan)|true|false", re.IGNORECASE)
+# The one function of Hydra's whose brackets hold patterns, and no list: strategy=glob([zero*,ddp]).
+GLOB = re.compile(r"glob\([^()]*\)")
 # Hydra's own settings that have an effect here. Folders are ours: outputs/<sweep>/<run>.
 HYDRAS = ("hydra/sweeper", "hydra.sweeper", "hydra.searchpath")
 
@@ -119,8 +121,8 @@ def _refuse_several_studies(argument: str) -> None:
 def _refuse_merged_options(argument: str) -> None:
     """Refuse a list of options of a group: Hydra merges them into one point, in which the last wins."""
     key, _, value = argument.lstrip("+").partition("=")
-    # Parentheses are of a sweep of Hydra's, as glob([zero*,ddp]).
-    if f"{key}.name" in KEYS and "[" in value and "," in value and "(" not in value:
+    listed = GLOB.sub("", value)
+    if f"{key}.name" in KEYS and "[" in listed and "," in listed:
         options = value.replace("[", "").replace("]", "")
         raise ConfigError(f"{argument}: one option a point; sweep them as {key}={options}")
 
