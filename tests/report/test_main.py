@@ -100,6 +100,15 @@ def test_it_writes_figures_pages_and_texts(outputs, report):
     assert [point["point"] for point in json.loads(text)["points"]] == ["a", "b"], "nothing else"
 
 
+@pytest.mark.parametrize("option", ["--json", "--csv", "--latex"])
+def test_a_folder_behind_a_text_is_no_file_for_it(outputs, report, option):
+    asked = report("outputs/older", option, "-")
+    assert report(option, "outputs/older") == asked
+    both = report("outputs/newer", "outputs/older", option, "-")
+    assert report(option, "outputs/newer", "outputs/older") == both
+    assert report("outputs/newer", option, "outputs/older") == both
+
+
 def test_steps_have_the_names_of_torchtitan_on_request(outputs, report):
     _, text, _ = report("outputs/newer", "--torchtitan", "-")
     steps = [json.loads(line) for line in text.splitlines()]

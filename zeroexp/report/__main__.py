@@ -172,7 +172,17 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument(
         "--write", type=Path, metavar="PAGE.md", help="put the table between that page's markers"
     )
-    return parser.parse_args()
+    return parser.parse_intermixed_args(_printing_before_folders(sys.argv[1:]))
+
+
+def _printing_before_folders(words: Sequence[str]) -> list[str]:
+    """Put - between a text's option and a folder, which is a sweep to show and no file: as in --json outputs/a."""
+    options, apart = {f"--{option}" for option in TEXTS}, list[str]()
+    for word in words:
+        if apart and apart[-1] in options and Path(word).is_dir():
+            apart.append(STANDARD_OUTPUT)
+        apart.append(word)
+    return apart
 
 
 if __name__ == "__main__":
