@@ -139,7 +139,7 @@ def test_losses_that_must_fall_are_a_claim_of_any_study(
     assert found.broken == ["0 of 2 losses fall: DOES NOT HOLD"]
     assert bool(found.claim_lines) == is_proof
     told = json.loads(as_json(points(sweep), [], found))
-    assert {"text": "0 of 2 losses fall", "holds": False} in told["claims"]
+    assert {"text": "0 of 2 losses fall", "holds": False, "sweep": None} in told["claims"]
 
 
 def test_what_nobody_knows_is_not_proved(sweep: Path) -> None:

@@ -202,8 +202,10 @@ def test_each_of_two_sweeps_claims_by_itself(tmp_path: Path) -> None:
     assert line.startswith("before: 2 loss curves DISAGREE")
     head, line = found.claim_lines
     assert head == "after:" and line.startswith("  2 loss curves agree")
-    told = json.loads(as_json(points_of(both), [], found))["losses"]["curves"]
-    assert {curve["point"]: curve["agrees"] for curve in told} == {
+    told = json.loads(as_json(points_of(both), [], found))
+    claims = [(claim["sweep"], claim["holds"]) for claim in told["claims"]]
+    assert claims == [("before", False), ("after", True)]
+    assert {curve["point"]: curve["agrees"] for curve in told["losses"]["curves"]} == {
         "before/ddp": True,
         "before/zero3": False,
         "after/ddp": True,

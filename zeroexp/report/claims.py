@@ -34,6 +34,7 @@ MUST_HOLD = "study.plan_must_hold"
 class Claim:
     text: str
     holds: bool
+    sweep: str | None = None  # whose claim it is, where several are shown
 
     @property
     def line(self) -> str:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from zeroexp.config.keys import ConfigError
@@ -377,10 +377,10 @@ def conclude(points: Sequence[MeasuredPoint], reference: str | None = None) -> C
         studies = [json.loads(point.run.config.get("study.must_equal", "[]")) for point in own]
         must_equal = dict.fromkeys(word for words in studies for word in words)
         broken += [f"study.must_equal: {x}" for x in lines_of_broken_must_equal(own, must_equal)]
-        found = claims_of(own)
+        sweep, _, _ = own[0].name.rpartition("/")  # of several each has its name
+        found = [replace(claim, sweep=sweep or None) for claim in claims_of(own)]
         claims += found
         told = lines_of(found) if is_proof(own) else []
-        sweep, _, _ = own[0].name.rpartition("/")  # of several each has its name
         if sweep and (told := told or [f"  {claim.line}" for claim in found if claim.holds]):
             told = [f"{sweep}:", *told]
         lines += told
