@@ -267,7 +267,8 @@ def weights_and_copies_that_the_constructor_keeps(lab: Lab) -> None:
         def __init__(self) -> None:
             super().__init__()
             self.own, self.first = [self.down.weight], self.down.weight.detach().clone()
-            self.of_itself = SimpleNamespace(module=self, weight=self.up.weight)
+            self.of_itself: list[Any] = [SimpleNamespace(module=self, weight=self.up.weight)]
+            self.of_itself.append(self.of_itself)
 
         def forward(self, x: Tensor) -> Tensor:
             return super().forward(x) * (self.own[0] - self.first).square().sum().exp()

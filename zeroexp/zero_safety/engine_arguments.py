@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import chain
 from types import CellType, FunctionType, MethodType, ModuleType
@@ -250,7 +250,7 @@ def _attributes(module: nn.Module) -> Iterator[tuple[str, str, Tensor]]:
 
 
 def _tensors_in(value: Any) -> Iterator[Tensor]:
-    """Yield the tensors in a value: in containers, in attributes of plain objects, in what functions enclose."""
+    """Yield the tensors that a value is, or leads to."""
     seen: dict[int, Any] = {}
     found = [value]
     while found and len(seen) < MOST_OBJECTS:
@@ -260,18 +260,23 @@ def _tensors_in(value: Any) -> Iterator[Tensor]:
         seen[id(each)] = each
         if isinstance(each, Tensor):
             yield each
-        elif isinstance(each, Mapping):
-            found += each.values()
-        elif isinstance(each, list | tuple | set | frozenset | deque):
-            found += each
-        elif isinstance(each, FunctionType):
-            found += (cell.cell_contents for cell in each.__closure__ or () if cell != EMPTY_CELL)
-        elif isinstance(each, MethodType):
-            found.append(each.__self__)
-        elif isinstance(each, partial):
-            found += (each.func, *each.args, *each.keywords.values())
         else:
-            found += vars(each).values() if hasattr(each, "__dict__") else ()
+            found += _inside(each)
+
+
+def _inside(value: Any) -> Iterable[Any]:
+    """Return what a container holds, a function encloses, or a plain object has in its attributes."""
+    if isinstance(value, Mapping):
+        return value.values()
+    if isinstance(value, list | tuple | set | frozenset | deque):
+        return value
+    if isinstance(value, FunctionType):
+        return (each.cell_contents for each in value.__closure__ or () if each != EMPTY_CELL)
+    if isinstance(value, MethodType):
+        return (value.__self__,)
+    if isinstance(value, partial):
+        return (value.func, *value.args, *value.keywords.values())
+    return vars(value).values() if hasattr(value, "__dict__") else ()
 
 
 def _extent(tensor: Tensor) -> tuple[int, int, int]:
