@@ -1,4 +1,4 @@
-"""Ranks that start for real until rank 1 hangs: test_hang.py."""
+"""Ranks that start for real until one hangs, or is slow: test_hang.py."""
 
 from __future__ import annotations
 
@@ -21,4 +21,16 @@ def sleep_while_building(folder: Path, *, device: str) -> None:
         return build(*words, **more)
 
     ranks.build_deferred = lock
+    ranks.main(folder, device=device)
+
+
+def sync_slowly(folder: Path, *, device: str) -> None:
+    """Rank 0 waits for its disk for longer than ranks wait for a peer that nobody watches."""
+    ranks.PEER_SECONDS, sync = 1.0, ranks.RecordWriter.sync
+
+    def wait(writer: ranks.RecordWriter) -> None:
+        time.sleep(3)
+        sync(writer)
+
+    ranks.RecordWriter.sync = wait
     ranks.main(folder, device=device)

@@ -59,6 +59,23 @@ def test_a_rank_that_never_comes_to_the_first_step_is_named(
         assert at in log_of(job, rank).partition(f" rank {rank}: no progress for ")[2]
 
 
+@pytest.mark.parametrize("implementation", ["buffer", "torch"])
+def test_ranks_wait_for_one_that_saves_for_any_time(
+    local: LocalCluster, tmp_path: Path, implementation: str
+) -> None:
+    job = make_job(
+        tmp_path / "run",
+        strategy__implementation=implementation,
+        train__steps=2,
+        train__warmup_steps=0,
+        checkpoint__every=1,
+        cluster__hang_s=None,
+    )
+    rank_code.choose(job.folder, "tests.cluster.hanging_ranks:sync_slowly")
+    outcome = local.run(job)
+    assert outcome.status == "done", outcome
+
+
 def test_a_process_is_idle_only_while_it_does_nothing() -> None:
     """It computes or reads when it is told to, and idles between."""
     code = "for line in iter(input, ''): exec(line)"

@@ -73,7 +73,8 @@ from zeroexp.training.loop import first_measured_step, train
 from zeroexp.zero.options import DTYPES
 
 M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4  # <malloc.h>
-PEER_SECONDS = 600.0
+PEER_SECONDS = 600.0  # for which a rank waits for a peer
+WATCHED_SECONDS = 20 * 86400.0  # in milliseconds less than 2^31
 TEXT: Any = {"encoding": "utf-8", "errors": "backslashreplace"}
 
 
@@ -128,8 +129,8 @@ def _run(folder: Path, device: str) -> int:
     progress.note_phase(0, progress.MEETING)
     first_of_node = worlds.rank_info_from_environment(os.environ).local_rank == 0
     samples = sampling_system(folder, config.tracking.system_s if first_of_node else None)
-    # A rank waits for a peer for longer than it takes to notice that one hangs, and which one.
-    patience = max(PEER_SECONDS, 2.0 * (config.cluster.hang_s or 0))
+    # Who watches the ranks ends waits that are in vain, and knows saves, debuggers and suspended jobs.
+    patience = WATCHED_SECONDS if progress.is_watched() else PEER_SECONDS
     joined = worlds.joined_process_group(device=device, timeout_seconds=patience)
     with samples, joined as world:
         over = _train(config, world, folder, stop)
