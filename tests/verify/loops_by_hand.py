@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import os
+import random
 from collections.abc import Iterable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,8 +15,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, pad
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader
 
-from benchmarks.silent_loops import Batch, Model, adamw, batch_of, loss_of
+from benchmarks.silent_loops import VOCAB, Batch, Model, adamw, batch_of, loss_of
 from zeroexp.verify import Loop
 
 
@@ -347,3 +351,96 @@ def not_a_number() -> Loop:
 
     loop.train = spoilt
     return loop
+
+
+def of_the_world() -> Loop:
+    """As where a line of commands says what all ranks take together: they share it, and the rate is by their number."""
+    assert os.environ["LOCAL_WORLD_SIZE"] == os.environ["WORLD_SIZE"]
+    loop, ranks = scheduled(), dist.get_world_size()
+
+    def rated(model: Any) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(model.parameters(), lr=1e-3 * ranks)
+
+    loop.scheduler, loop.optimizer, loop.microbatches = None, rated, 4 // ranks
+    loop.train = lambda model: plain_ddp(model, rated)
+    return loop
+
+
+# Python's own generator begins elsewhere in each process.
+TEXTS = torch.tensor([[random.randrange(VOCAB) for _ in range(6)] for _ in range(50)])
+
+
+def of_python() -> Loop:
+    """Texts of Python's own generator, a loader with workers, and an optimizer that keeps names."""
+
+    def draw(generator: torch.Generator) -> Batch:
+        texts = TEXTS[torch.randint(len(TEXTS), (3,), generator=generator)]
+        return texts[:, :-1].contiguous(), texts[:, 1:].contiguous()
+
+    def named(model: Any, betas: Any = (0.9, 0.99)) -> torch.optim.Optimizer:
+        group: Any = {"params": [*model.named_parameters()], "hook": lambda: None}
+        return torch.optim.AdamW([group], lr=1e-2, betas=betas)
+
+    def train(model: nn.Module) -> Any:
+        wrapped, step = plain_ddp(model, partial(named, betas=[0.9, 0.99]))
+        load = {"batch_size": None, "num_workers": 1, "multiprocessing_context": "fork"}
+        return wrapped, lambda batches: step([*DataLoader(batches, **load)])
+
+    words: Any = {"loss": loss_of, "batch": draw, "train": train}
+    return Loop(model=Model(), optimizer=named, **words)
+
+
+def of_python_stale() -> Loop:
+    """Rank 1 forgets its update: what two optimizers call their weights is not the reason."""
+    loop = of_python()
+    train: Any = loop.train
+
+    def forgetful(model: nn.Module) -> Any:
+        wrapped, step = train(model)
+
+        def forget(batches: Sequence[Batch]) -> None:
+            kept = [each.detach().clone() for each in model.parameters()]
+            step(batches)
+            for each, before in zip(model.parameters(), kept, strict=True):
+                each.data.copy_(before if dist.get_rank() else each)
+
+        return wrapped, forget
+
+    loop.train = forgetful
+    return loop
+
+
+def plain_ddp(model: Any, optimizer: Any, loss: Any = loss_of) -> Any:
+    wrapped = DistributedDataParallel(model)
+    own = optimizer(wrapped)
+
+    def step(batches: Sequence[Batch]) -> None:
+        for index, batch in enumerate(batches):
+            wrapped.require_backward_grad_sync = index == len(batches) - 1
+            (loss(wrapped, batch) / len(batches)).backward()
+        own.step()
+        own.zero_grad()
+
+    return wrapped, step
+
+
+class Turned(nn.Module):
+    """Rotary positions as torchtitan keeps them: a complex buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = Model()
+        self.register_buffer("turns", torch.polar(torch.ones(6, 6), torch.rand(6, 6)))
+
+    def forward(self, words: Tensor) -> Tensor:
+        hidden = self.inner.embed(words)
+        pairs = (
+            torch.view_as_complex(hidden.unflatten(-1, (6, 2)))
+            * self.get_buffer("turns")[: words.shape[1]]
+        )
+        return self.inner.head(self.inner.blocks(torch.view_as_real(pairs).flatten(-2)))
+
+
+def turned() -> Loop:
+    words: Any = {"loss": loss_of, "batch": batch_of, "optimizer": adamw}
+    return Loop(model=Turned(), train=lambda model: plain_ddp(model, adamw), **words)

@@ -122,6 +122,10 @@ BY_HAND = {
     "leaves_out_a_step": "optimizer",
     "clipped_in_bfloat16": None,
     "clipped_by_hand": None,
+    "of_the_world": None,
+    "of_python": None,
+    "of_python_stale": "stale",
+    "turned": None,
 }
 
 

@@ -23,6 +23,8 @@ ENGINES = [
     ("strategy=zero1 strategy.implementation=torch", 2),
     ("strategy=zero3 strategy.implementation=torch", 3),
     ("strategy=ddp strategy.implementation=torch precision=autocast", 2),
+    ("strategy=zero3 model.lora.r=4 precision=bf16_master", 2),
+    ("strategy=zero3 model.lora.r=4 precision=bf16_master strategy.implementation=torch", 2),
     ("strategy=ddp precision=bf16_master train.activation_checkpointing=true", 2),
 ]
 HALVED = """

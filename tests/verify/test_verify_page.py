@@ -104,6 +104,9 @@ CANNOT = {
     "with_dropout": "Loop(loss=...): the same weights and microbatch give {number} and {number}: dropout, or",
     "of_an_iterator": "Loop(batch=...): equal generators give different microbatches; draw from the",
     "one_microbatch": "Loop(batch=...): all generators give one microbatch, by which no missing sum",
+    "sharded_by_rank": "Loop(batch=...): rank 1 draws others than the plain process from equal generators",
+    "of_a_float32": "the plain process computes in float64; have loss and model make their tensors in the dtype",
+    "wrong_shape": "rank 0 of 1: loop.py:{line}: RuntimeError: mat1 and mat2 shapes cannot be multiplied",
     "no_optimizer": "Loop(optimizer=...): returns list; return one torch.optim.Optimizer, or a list",
     "half_a_list": "Loop(optimizer=...): returns int; return one torch.optim.Optimizer, or a",
     "of_another_model": "Loop(optimizer=...): holds others than the weights of the model it is given",
@@ -138,6 +141,16 @@ def one_microbatch():
     drawn = random_batch(torch.Generator())
     return replace(my_loop(), batch=lambda _: drawn)
 
+def sharded_by_rank():
+    own = torch.randint(50, (8, 9))[torch.distributed.get_rank() :: torch.distributed.get_world_size()]
+    draw = lambda generator: own[torch.randperm(len(own), generator=generator)[:2]]
+    return replace(my_loop(), batch=lambda generator: (draw(generator)[:, :-1], draw(generator)[:, 1:]))
+
+def of_a_float32():
+    return replace(my_loop(), loss=lambda model, batch: (model(batch[0]).flatten(0, 1) @ torch.ones(50)).sum())
+
+wrong_shape = lambda: replace(my_loop(), loss=lambda model, batch: (model(batch[0])[0] @ torch.ones(7, 1)).sum())
+
 def in_a_closure():
     def train(model):
         optimizer = build_optimizer(model)
@@ -170,7 +183,10 @@ def test_what_can_not_be_run_is_one_line(tmp_path: Path) -> None:
     file = tmp_path / "loop.py"
     file.write_text(CODE + BEHIND)
     of = {text.partition(" = ")[0]: n for n, text in enumerate(file.read_text().splitlines(), 1)}
-    asked = [(name, 1, 3.0 if name == "sleeps" else 300.0) for name in CANNOT]
+    asked = [
+        (name, 1 + ("rank 1" in said), 3.0 if name == "sleeps" else 300.0)
+        for name, said in CANNOT.items()
+    ]
     for (name, said), (word, told) in zip(CANNOT.items(), answers(file, asked), strict=True):
         shown = re.sub(r"\d+\.\d+", "NUMBER", told) if "{number}" in said else told
         said = said.format(line=of.get(name), number="NUMBER")

@@ -15,7 +15,13 @@ from zeroexp.verify.__main__ import source_of
 from zeroexp.verify.compare_steps import Verdict, judge
 from zeroexp.verify.loop_to_verify import NoLoop, Source, make_loop
 from zeroexp.verify.observe import Record
-from zeroexp.verify.ranks import prepare_for_forks, record_of, silenced, verify_world
+from zeroexp.verify.ranks import (
+    prepare_for_forks,
+    record_of,
+    silenced,
+    stand_for_ranks,
+    verify_world,
+)
 
 NUM_STEPS = 3
 
@@ -37,6 +43,7 @@ def answers_in_turn(sources: list[Source], world_size: int) -> list[Any]:
             return [record_of(world, each, NUM_STEPS) for each in sources]
 
     def judge_all(_: Any) -> list[Any]:
+        stand_for_ranks(world_size)
         with silenced():
             pairs = zip(sources, zip(*by_rank, strict=True), strict=True)
             return [answer(judge(make_loop(each), list(records))) for each, records in pairs]

@@ -41,7 +41,7 @@ def on_ranks(
     with locks.temporary_folder() as folder, ExitStack() as at_end:
         words = os.getpid(), device, folder, task, describe
         places = [worlds.RankInfo(rank, num_ranks, rank) for rank in range(num_ranks)]
-        ranks = [context.Process(target=_rank, args=(each, *words), daemon=True) for each in places]
+        ranks = [context.Process(target=_rank, args=(each, *words)) for each in places]
         for each in ranks:
             each.start()
             at_end.callback(_end, each)

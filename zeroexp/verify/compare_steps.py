@@ -10,7 +10,7 @@ import torch
 from zeroexp.verify import explain_difference
 from zeroexp.verify.explain_difference import GradientLook, Story, UpdateLook, Wrong
 from zeroexp.verify.local_elements import LocalElements, whole
-from zeroexp.verify.loop_to_verify import Loop, NoLoop
+from zeroexp.verify.loop_to_verify import Loop, NoLoop, drawn_by
 from zeroexp.verify.observe import Record, Seen
 from zeroexp.verify.oracle import MARGIN, Expected, Oracle, Updates, Whole, distance
 
@@ -55,7 +55,13 @@ class Verdict:
 
 
 def judge(loop: Loop, records: list[Record]) -> Verdict:
-    """Return the first difference of what ranks saw, or none."""
+    """Return the first difference of what ranks saw, or none. Raises NoLoop where they drew other microbatches."""
+    for rank, record in enumerate(records):
+        if record.drawn != drawn_by(loop, rank, len(record.steps)):
+            raise NoLoop(
+                f"Loop(batch=...): rank {rank} draws others than the plain process from equal generators, or another "
+                "number of them: let no rank, and no random numbers but the generator's, decide"
+            )
     return _Judge(loop, records).judge()
 
 

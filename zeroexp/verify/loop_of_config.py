@@ -33,10 +33,15 @@ def loop_of_config(config: Config) -> Loop:
     seed, task, micro = config.train.seed, config.model.task, config.data.micro_batch_size
     data = build_data(replace(config.data, global_batch_size=micro), config.model, seed)
     built = build_model(config.model, seed=seed, vocab_size=data.vocab_size)
-    for group in parameter_groups(built.module, config.optimizer, built.blocks):
-        for parameter in group["params"]:  # plain PyTorch updates what is to be the master
-            master = group.get("master", config.precision.master)
-            parameter.data = parameter.data.to(DTYPES[master])
+    masters = {
+        parameter: group.get("master", config.precision.master)
+        for group in parameter_groups(built.module, config.optimizer, built.blocks)
+        for parameter in group["params"]
+    }
+    for parameter in built.module.parameters():
+        # Plain PyTorch updates what is to be the master; engines keep frozen ones as they compute with them.
+        kept = masters.get(parameter, config.precision.compute)
+        parameter.data = parameter.data.to(DTYPES[kept])
 
     def draw(generator: torch.Generator) -> Batch:
         turn = int(torch.randint(data.num_samples, (), generator=generator))

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import copy
+import hashlib
 import importlib.util
 import math
+import random
 import sys
+from collections import UserDict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -65,12 +69,20 @@ def _call(file: Path, function: str) -> Any:
     spec = importlib.util.spec_from_file_location(file.stem, file)
     assert spec and spec.loader
     sys.modules[file.stem] = module = importlib.util.module_from_spec(spec)
+    _seed()
     spec.loader.exec_module(module)
     make = getattr(module, function, None)
     if not callable(make):
         raise NoLoop(f"{file.name}:{function}: no such function; name one that returns a Loop")
-    torch.manual_seed(0)
+    _seed()
     return make()
+
+
+def _seed() -> None:
+    """Have every process draw the same: a fork seeds Python's own generator anew."""
+    random.seed(0)
+    numpy.random.seed(0)
+    torch.manual_seed(0)
 
 
 def make_loop(source: Source) -> Loop:
@@ -111,7 +123,16 @@ def _refuse_what_differs_by_itself(loop: Loop) -> None:
     """Run the plain model on one microbatch: twice as drawn, and drawn once more."""
     model = plain_model(loop, torch.float64)  # as the oracle; weights may have several dtypes
     batch, redraw = (as_dtype(batch_of(loop, 0, 0, 0), torch.float64) for _ in range(2))
-    loss, again, redrawn = (_value(loop.loss(model, each)) for each in (batch, batch, redraw))
+    try:
+        loss = _value(loop.loss(model, batch))
+    except RuntimeError as error:
+        # If this raises too, it is the loop's own error.
+        loop.loss(copy.deepcopy(loop.model), batch_of(loop, 0, 0, 0))
+        raise NoLoop(
+            f"Loop(loss=...): {str(error).partition(chr(10))[0]}: the plain process computes in float64; have loss "
+            "and model make their tensors in the dtype of others, as weight=weight.to(logits.dtype)"
+        ) from error
+    again, redrawn = (_value(loop.loss(model, each)) for each in (batch, redraw))
     if not math.isclose(loss, again, rel_tol=1e-6):
         raise NoLoop(
             f"Loop(loss=...): the same weights and microbatch give {loss:.9g} and {again:.9g}: dropout, or "
@@ -134,7 +155,8 @@ def _refuse_what_differs_by_itself(loop: Loop) -> None:
 
 def plain_model(loop: Loop, dtype: torch.dtype) -> nn.Module:
     """Return a copy of the loop's model, and of its buffers, that computes in `dtype`."""
-    model = copy.deepcopy(loop.model).to(dtype)
+    # Module.to drops the imaginary part of complex buffers, as rotary positions are.
+    model = copy.deepcopy(loop.model)._apply(lambda tensor: _in_dtype(tensor, dtype))
     if dtype is torch.float64:
         multiply_one_by_one(model)
     return model
@@ -164,11 +186,55 @@ def batch_of(loop: Loop, step: int, rank: int, microbatch: int) -> Any:
     return loop.batch(torch.Generator().manual_seed(seed))
 
 
+def drawn_by(loop: Loop, rank: int, num_steps: int) -> list[str]:
+    """Return a hash of each microbatch of a rank."""
+    return [
+        _digest(batch_of(loop, step, rank, microbatch))
+        for step in range(num_steps)
+        for microbatch in range(loop.microbatches)
+    ]
+
+
+def _digest(batch: Any) -> str:
+    found = hashlib.sha256()
+
+    def note(leaf: Any) -> None:
+        if isinstance(leaf, Tensor) and leaf.layout is torch.strided:
+            found.update(leaf.detach().reshape(-1).contiguous().view(torch.uint8).numpy().tobytes())
+        elif isinstance(leaf, int | float | str):
+            found.update(repr(leaf).encode())
+
+    _map_leaves(note, batch)
+    return found.hexdigest()
+
+
 def as_dtype(batch: Any, dtype: torch.dtype) -> Any:
     """Return a microbatch with its real numbers in `dtype`."""
+    return _map_leaves(lambda leaf: _in_dtype(leaf, dtype), batch)
 
-    def cast(leaf: Any) -> Any:
-        is_real = isinstance(leaf, Tensor) and leaf.is_floating_point()
-        return leaf.to(dtype) if is_real else leaf
 
-    return tree_map(cast, batch)
+def _in_dtype(leaf: Any, dtype: torch.dtype) -> Any:
+    if not isinstance(leaf, Tensor):
+        return leaf
+    if leaf.is_complex():
+        return leaf.to(torch.complex128 if dtype is torch.float64 else torch.complex64)
+    return leaf.to(dtype) if leaf.is_floating_point() else leaf
+
+
+def _map_leaves(change: Callable[[Any], Any], batch: Any) -> Any:
+    """As torch's tree_map, also in dataclasses and in what transformers' tokenizers return."""
+
+    def changed(leaf: Any) -> Any:
+        parts = {}
+        if is_dataclass(leaf):
+            parts = {each.name: getattr(leaf, each.name) for each in fields(leaf)}
+        elif isinstance(leaf, UserDict):
+            parts = {"data": leaf.data}
+        if not parts:
+            return change(leaf)
+        copied = copy.copy(leaf)
+        for name, part in parts.items():
+            object.__setattr__(copied, name, _map_leaves(change, part))
+        return copied
+
+    return tree_map(changed, batch)

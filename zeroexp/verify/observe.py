@@ -38,6 +38,7 @@ class Seen:
 class Record:
     """Everything that one rank saw."""
 
+    drawn: list[str] = field(default_factory=list)  # a hash of each microbatch
     steps: list[Seen] = field(default_factory=list)
     weights: list[LocalElements] = field(default_factory=list)  # after the last step
     has_strangers: bool = False  # gradients of tensors that are no weights of the model
@@ -90,10 +91,17 @@ class LoopRecorder:
 def settings_of(
     stepping: Optimizer, names: Callable[[Tensor], Iterable[str]]
 ) -> dict[str, Settings]:
-    """Return of each weight the optimizer's class and what its group sets, but for the choice among equal kernels."""
-    kernels = ("params", "foreach", "fused", "capturable", "differentiable", "initial_lr")
+    """Return of each weight the optimizer's class and its settings, but for the choice among equal kernels."""
+    kernels = ("foreach", "fused", "capturable", "differentiable")
+    # Not names of parameters, nor a key of the user's own.
+    used = [key for key in stepping.defaults if key not in kernels]
+
+    def settings(group: dict[str, Any]) -> dict[str, Any]:
+        found = {key: group[key] for key in used if key in group}
+        return {key: tuple(own) if isinstance(own, list) else own for key, own in found.items()}
+
     return {
-        name: (type(stepping).__name__, {k: v for k, v in group.items() if k not in kernels})
+        name: (type(stepping).__name__, settings(group))
         for group in stepping.param_groups
         for tensor in group["params"]
         for name in names(tensor)

@@ -18,7 +18,7 @@ from zeroexp.process.on_ranks import RankFailed, on_ranks
 from zeroexp.process.world import World
 from zeroexp.verify.compare_steps import Verdict, judge
 from zeroexp.verify.local_elements import Places
-from zeroexp.verify.loop_to_verify import NoLoop, Source, batch_of, make_loop
+from zeroexp.verify.loop_to_verify import NoLoop, Source, batch_of, drawn_by, make_loop
 from zeroexp.verify.observe import LoopRecorder, Record, listen_to_clipping
 
 Found = TypeVar("Found")
@@ -41,6 +41,8 @@ def verify_world(source: Source, size: int, num_steps: int, seconds: float) -> V
             return str(error) if isinstance(error, NoLoop) else f"{who}: {line}"
 
         def quietly(world: World) -> Found:
+            if plain:
+                stand_for_ranks(size)
             with silenced():
                 return task(world)
 
@@ -54,9 +56,17 @@ def verify_world(source: Source, size: int, num_steps: int, seconds: float) -> V
     return verdict
 
 
+def stand_for_ranks(size: int) -> None:
+    """Be for a loop's own code the first of `size` ranks, of whose number its rate or microbatches may be made."""
+    dist.destroy_process_group()
+    dist.init_process_group("fake", rank=0, world_size=size)
+    os.environ["WORLD_SIZE"] = str(size)
+
+
 @contextmanager
 def silenced() -> Generator[None]:
-    """Show nothing of what a loop prints, and have its own calls find the process group made."""
+    """Show nothing of what a loop prints, and have its own calls find the process group made, as on one machine."""
+    os.environ["LOCAL_WORLD_SIZE"] = os.environ["WORLD_SIZE"]
     nowhere = os.open(os.devnull, os.O_WRONLY)
     for output in (1, 2):  # else ranks write over the answer
         os.dup2(nowhere, output)
@@ -77,12 +87,14 @@ def _one_line(error: BaseException, file: Path | None) -> str:
 def record_of(world: World, source: Source, num_steps: int) -> Record:
     """Run the loop's steps on this rank and return what it saw of them."""
     loop = make_loop(source)
+    drawn = drawn_by(loop, world.rank, num_steps)
     initial = {name: each.detach().clone() for name, each in loop.model.named_parameters()}
     made = loop.train(loop.model)
     holder, step = made if isinstance(made, tuple) and len(made) == 2 else (loop.model, made)
     if not callable(step):
         raise NoLoop(f"{source.name}: train returns no step; return step, or (model, step)")
     recorder = LoopRecorder(Places(holder, initial))
+    recorder.record.drawn = drawn
     for index in range(num_steps):
         batches = [batch_of(loop, index, world.rank, each) for each in range(loop.microbatches)]
         with recorder.recording_step():
