@@ -16,18 +16,22 @@ from tests.oracle import (
     Recipe,
     Rules,
     _train_oracle,
+    assembled,
     assert_same,
     build_on_rank,
     outcome_of,
+    pieces_of,
     run_steps,
     train_on_ranks,
 )
 from tests.strategies.engine import Ours
 from zeroexp.cut.stage import STAGES
 from zeroexp.engines.sharded import Sharded
+from zeroexp.interface.canonical import merge
+from zeroexp.interface.strategy import CanonicalState
 from zeroexp.measure.memory import bytes_by_kind
 from zeroexp.models.module import BuiltModel
-from zeroexp.process.world import World, fake_world
+from zeroexp.process.world import World, fake_world, gather_objects
 from zeroexp.zero.casts import cast_at_borders
 from zeroexp.zero.grouping import group_parameters
 from zeroexp.zero.options import Dtypes, Options
@@ -188,6 +192,45 @@ def test_losses_are_those_of_fsdp2_with_a_policy_for_each_norm(ranks):
     for ours, torchs in ranks(beside_fsdp2):
         assert ours == torchs
         assert ours[-1] < ours[0]
+
+
+def shown_at_first(world: World, stage: str) -> tuple[dict[str, Tensor], CanonicalState]:
+    """What the model shows before its first step and after its state is loaded again, and the state."""
+    full, half = torch.float32, torch.bfloat16
+    torch.manual_seed(0)
+    model = Model()
+    for norm in model.norms:
+        nn.init.uniform_(norm.weight)
+    strategy = Sharded(
+        model,
+        blocks=[f"blocks.{index}" for index in range(3)],
+        stage=STAGES[stage],
+        param_groups=[{"params": model.parameters()}],
+        optimizer_factory=lambda groups: torch.optim.AdamW(groups, lr=0.1),
+        world=world,
+        dtypes=Dtypes(half, half, half, of_modules={f"norms.{i}": full for i in range(3)}),
+    )
+    shown: list[dict[str, Tensor]] = []
+    for _ in range(2):
+        with strategy.gathered():
+            shown.append({name: p.detach().clone() for name, p in model.named_parameters()})
+        state = pieces_of(strategy)
+        strategy.load_state_dict(merge(gather_objects(state)))
+    assert all(map(torch.equal, shown[0].values(), shown[1].values()))
+    return shown[0], state
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("stage", ["ddp", "zero1", "zero3"])
+def test_a_model_shows_at_first_what_masters_of_fewer_bits_hold(ranks, stage, world_size):
+    """As after each step; else a state before the first one would be of other weights than those that train."""
+    shown, states = zip(*ranks(shown_at_first, stage, world_size=world_size), strict=True)
+    saved = assembled(states)
+    for each in shown:
+        for name, parameter in each.items():
+            assert torch.equal(saved[name]["weight"].float(), parameter.float()), name
+            wide = torch.float32 if name.startswith("norms") else torch.bfloat16
+            assert parameter.dtype is wide
 
 
 def test_a_module_inside_returns_the_dtype_of_the_module_around_it():

@@ -67,6 +67,7 @@ class Held:
     report: Callable[..., None]  # the observer's `showing`
     device: torch.device  # of full parameters
     dtype: torch.dtype  # of full parameters
+    master_dtype: torch.dtype  # of what is frozen, that of full parameters
     masters: list[nn.Parameter] = field(default_factory=list)  # one for each owned span
     master_flat: Tensor | None = None  # the masters' memory, where it is not the parameters' own
     # Views of the owned elements in the masters' shapes, where a step casts masters into them; made once.
@@ -157,13 +158,18 @@ class Held:
 
     @torch.no_grad()
     def write_parameter(self, member: int, read: Read) -> None:
-        """Copy the values of one parameter to where they rest, and to its masters before any rounding."""
+        """Copy the values of one parameter to its masters, and to where they rest as these would publish them."""
+
+        def rounded(start: int, stop: int) -> Tensor:
+            values = read(start, stop)
+            return values if self.master_dtype is self.dtype else values.to(self.master_dtype)
+
         if self.full is not None:
             place = self.chunk.members[member]
-            self.full[place.start : place.stop].copy_(read(0, place.stop - place.start))
+            self.full[place.start : place.stop].copy_(rounded(0, place.stop - place.start))
         elif member in self.summed_of:
             span = self.summed[self.summed_of[member]]
-            self.piece[span.offset : span.offset + span.numel].copy_(read(span.start, span.stop))
+            self.piece[span.offset : span.offset + span.numel].copy_(rounded(span.start, span.stop))
         if self.master_flat is not None and member in self.owned_of:
             index = self.owned_of[member]
             span, master = self.owned[index], self.masters[index].detach()
@@ -215,6 +221,7 @@ def allocate(
         report=report,
         device=wire.world.device,
         dtype=dtypes.compute,
+        master_dtype=dtypes.compute if chunk.kind == FROZEN else dtypes.master_of(chunk),
         full=full,
     )
     if held.is_trainable:
