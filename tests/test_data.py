@@ -21,6 +21,8 @@ from typing import Any
 import datasets
 import huggingface_hub
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import torch
 from datasets.packaged_modules.parquet.parquet import Parquet
@@ -363,6 +365,8 @@ WRONG: list[tuple[Any, str, dict[str, Any], str]] = [
     ({"a.csv": "text\na\n", "b.csv": "word\nb\n"}, CAUSAL, {}, r"have different columns; n"),
     ({"a.csv": "text\na\n", "b.txt": "b\n"}, CAUSAL, {}, r"several kinds \(.csv, .txt\); na"),
     (write_csv, "offline", {}, r"data.kind=text reads no .csv; use data=hf for tables"),
+    ({"l.jsonl": '{"text": "caf\xe9"}'}, CAUSAL, {}, r"'utf-8' codec can't decode.*; repair or"),
+    ({"a.jsonl": "[1, 2]"}, CAUSAL, {}, r"a.jsonl: row 1 is no object with named values; repair"),
     ({"l.txt": "caf\xe9"}, "offline", {}, r"l.txt: no UTF-8 \(byte 3 is 0xe9\); convert it with"),
 ]
 
@@ -497,9 +501,118 @@ def test_labels_that_are_no_classes_are_refused(tmp_path, values, changes, line)
     assert "\n" not in str(caught.value)
 
 
-def test_texts_that_are_all_dates_are_called_so(tmp_path):
-    with pytest.raises(ConfigError, match=r"_column=stars: holds dates alone, no .* of review"):
-        labelled(tmp_path, ["2024-01-01", "2024-01-02"], text_column="stars")
+def write_rows(folder: Path, suffix: str, rows: list[dict[str, Any]]) -> None:
+    """As .csv or as .jsonl."""
+    if suffix == ".jsonl":
+        text = "".join(json.dumps(row) + "\n" for row in rows)
+    else:
+        text = "\n".join([",".join(rows[0]), *(",".join(map(str, r.values())) for r in rows)])
+    (folder / f"{len([*folder.iterdir()])}{suffix}").write_text(text, encoding="utf-8")
+
+
+@pytest.mark.parametrize("suffix", [".csv", ".jsonl"])
+def test_a_column_that_nobody_reads_makes_no_table_unreadable(tmp_path, suffix):
+    """One that is empty at first, a number that becomes a word, a fraction, a key: in later rows or another file."""
+    texts = [f"a text {n} of a file" for n in range(12_000)]
+    late = [
+        {
+            "notes": "a note" * n,
+            "id": f"A{n}" if n else 1,
+            "price": [1, 1.5][n],
+            "meta": n and {"a": n},
+        }
+        for n in (0, 1)
+    ]
+    if suffix == ".csv":
+        late = [{name: row[name] for name in ("notes", "id", "price")} for row in late]
+    rows = [{**late[n > 11_000], "text": text} for n, text in enumerate(texts)]
+    write_rows(tmp_path, suffix, rows)
+    write_rows(tmp_path, suffix, [dict(reversed(row.items())) for row in rows[-9:]])
+    write_rows(tmp_path, suffix, [{"text": texts[0], "more": "words"}])
+    read = _read(tmp_path)
+    assert read.column_names == ["text"] and [*read["text"]] == [*texts, *texts[-9:], texts[0]]
+
+
+def _read(path: Path, *words: str) -> datasets.Dataset:
+    config = composed("data=hf", f"data.path={path}", "model=tiny", *words).data
+    return read_table(config, data_files(config), path.parent / f".{path.name}")[0]
+
+
+def test_a_table_of_parquet_may_hold_columns_that_datasets_has_no_type_for(tmp_path):
+    maps = pa.array([[("a", 1)], []], pa.map_(pa.string(), pa.int64()))
+    labels = datasets.Features({"label": datasets.ClassLabel(names=["no", "yes"])}).arrow_schema
+    table = pa.table({"text": ["a", "b"], "m": maps, "label": [1, 0]})
+    pq.write_table(table.replace_schema_metadata(labels.metadata), tmp_path / "a.parquet")
+    assert [*_read(tmp_path / "a.parquet")["text"]] == ["a", "b"]
+    read = _read(tmp_path / "a.parquet", *CLASSES)
+    assert [*read["label"]] == [1, 0] and table_rows.class_names(read, "label") == ["no", "yes"]
+
+
+CLASSES = "model.task=classification", "model.num_labels=2"
+
+
+@pytest.mark.parametrize(
+    ("first", "then", "found"),
+    [
+        (["01", "A1"], "01", {"01", "A1"}),
+        (["0", "1"], "unknown", {"0", "1", "unknown"}),
+        (["True", "False"], "maybe", {"True", "False", "maybe"}),
+        (["1", "2"], "3", {1, 2, 3}),
+        (["-1", "0"], "1", {-1, 0, 1}),
+        (["true", "False"], "true", {True, False}),
+        (["01", "02"], "03", {"01", "02", "03"}),
+        (["1", "2"], "2.5", {1.0, 2.0, 2.5}),
+    ],
+)
+def test_labels_of_a_csv_are_numbers_where_all_are_written_so(tmp_path, first, then, found):
+    rows = [{"label": first[n % 2] if n < 10_000 else then, "text": "a"} for n in range(10_009)]
+    write_rows(tmp_path, ".csv", rows)
+    read = _read(tmp_path, *CLASSES)
+    values = read.unique("label")
+    assert set(values) == found and {*map(type, values)} == {*map(type, found)}
+
+
+@pytest.mark.parametrize(
+    ("text", "rows"),
+    [
+        ('text\tlabel\n"aaa\t0\nbbb" ccc\t1\nddd\t1\n', [('"aaa', 0), ('bbb" ccc', 1), ("ddd", 1)]),
+        ('text\tlabel\n"aaa\t0\nbbb"\t1\n', [('"aaa', 0), ('bbb"', 1)]),
+        ('label\ttext\n0\t"Good" it was\n1\tb\n', [('"Good" it was', 0), ("b", 1)]),
+        ('label\ttext\n0\t5" wide\n1\tb "so"\n', [('5" wide', 0), ('b "so"', 1)]),
+        ('text\tlabel\n"a\nb ""c"""\t0\n"a\tb"\t1\n', [('a\nb "c"', 0), ("a\tb", 1)]),
+        (f'text\tlabel\n"{"a" * 200_000}"\t0\n', [("a" * 200_000, 0)]),
+    ],
+)
+def test_quotes_of_a_tsv_join_no_rows(tmp_path, text, rows):
+    (tmp_path / "a.tsv").write_text(text, encoding="utf-8")
+    read = _read(tmp_path / "a.tsv", *CLASSES)
+    assert [*zip(read["text"], read["label"], strict=True)] == rows
+
+
+def test_texts_of_json_are_what_stands_there(tmp_path):
+    """Arrow's own reader takes dates for times, and numbers of a later file for texts."""
+    dates = ["2024-01-01", "2024-01-02 10:11:12", "1.50"]
+    (tmp_path / "a.jsonl").write_text('{"text": "a"}\n', encoding="utf-8-sig")
+    write_rows(tmp_path, ".jsonl", [{"text": date} for date in dates])
+    (tmp_path / "b.jsonl").write_text('\n{"text": "\u2028"}\n\n', encoding="utf-8")
+    assert [*_read(tmp_path)["text"]] == [*dates, "a", "\u2028"]
+    (tmp_path / "c.json").write_text(json.dumps(dates))
+    assert [*_read(tmp_path / "c.json")["text"]] == dates
+    (tmp_path / "c.json").unlink()
+    (tmp_path / "d.jsonl").write_text('{"text": 1.50}\n' * 1000)
+    with pytest.raises(ConfigError, match=r"data.path=.*: a column holds values of several kinds"):
+        _read(tmp_path)
+
+
+def test_keys_that_only_later_messages_have_are_kept(tmp_path):
+    turns = [{"role": "user", "content": "a"}]
+    rows = [{"messages": turns}] * 1000 + [
+        {"messages": [{**turns[0], "name": "b"}]},
+        {"messages": turns},
+    ]
+    write_rows(tmp_path, ".jsonl", rows)
+    found = [row[0].get("name") for row in _read(tmp_path)["messages"]]
+    assert found == [None] * 1000 + ["b", None]
 
 
 def test_a_split_to_validate_on_has_the_classes_of_the_training(tmp_path):

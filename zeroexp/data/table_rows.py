@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import csv
 import glob
+import re
+import sys
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, cast
@@ -18,10 +20,13 @@ import datasets
 import datasets.config
 import huggingface_hub
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 from datasets.exceptions import DatasetsError
 
 from zeroexp.config.keys import ConfigError, DataConfig
 from zeroexp.config.paths import TRAIN, split_name
+from zeroexp.data import json_rows
 from zeroexp.models import find_weights
 
 BETWEEN_DOCUMENTS = "\f"
@@ -37,7 +42,9 @@ LOADERS = {
     ".txt": "text",  # every line is a row
 }
 MESSAGES, PROMPT, COMPLETION = "messages", "prompt", "completion"  # as in TRL (conversations.py)
+DIFFERENT = "its files have different columns; name one, or give all the same"
 MORE_FIELDS = "Length of header or names does not match length of data"  # a warning of pandas
+WORDS = datasets.Value("string")
 TEXT, LABEL = "text", "label"  # names of the columns where the config names none
 
 Table = datasets.Dataset
@@ -61,16 +68,20 @@ def read_table(config: DataConfig, files: list[Path], scratch: Path) -> tuple[Ta
     files: none for a data set of the hub. scratch: a folder for converted files, which the caller removes.
     Raises ConfigError for what cannot be read, and for columns that do not exist or hold no text.
     """
+    names: list[str] = []
     with _one_line_errors(config):
         if not files:
             table = _read_hub(config)
         elif _are_saved(files):
             table = _read_saved(config)
         else:
-            table = _load(config, files, config.split or TRAIN, cache_dir=str(scratch))
-    _require_columns(table, config)
+            table, names = _load(config, files, scratch)
+    names = names or table.column_names
+    _require_columns(table, config, names)
     if files and LOADERS.get(files[0].suffix.lower()) == "csv":
-        _require_words(table, config)
+        _require_words(table, config, names)
+        table = _with_typed_labels(table, config)
+    table = table.select_columns(_read_columns(config, names))
     if files:
         return table, f"local: {config.path}"
     place = "hub" if find_weights.is_online() else "hub's cache, offline"
@@ -81,13 +92,7 @@ def read_table(config: DataConfig, files: list[Path], scratch: Path) -> tuple[Ta
 def require_columns(config: DataConfig, files: list[Path]) -> None:
     """Require that the columns which the task reads have their names in the first row. Raises ConfigError."""
     with _one_line_errors(config):
-        if _are_saved(files):
-            names = _read_saved(config).column_names
-        elif LOADERS[files[0].suffix.lower()] == "csv":
-            names = _names_in(files[0], _loader(config, files)[1])
-        else:
-            rows = _load(config, files, split_name(config.split), streaming=True)
-            names = [name for row in rows.take(1) for name in row]
+        names = _read_saved(config).column_names if _are_saved(files) else _names_in(config, files)
     if names:
         _require_names(names, config)
 
@@ -156,12 +161,29 @@ def _text_of(file: Path) -> str:
         raise ConfigError(f"data.path: {file}: {problem}; convert it with iconv") from error
 
 
-def _load(config: DataConfig, files: list[Path], split: str, **how: Any) -> Any:
-    loader, options = _loader(config, files)
-    of_split = {
-        split_name(split): [glob.escape(str(file)) for file in files]
-    }  # its names are patterns
-    return datasets.load_dataset(loader, data_files=of_split, split=split, **how, **options)
+def _load(config: DataConfig, files: list[Path], scratch: Path) -> tuple[Table, list[str]]:
+    """Return the columns that the task reads, since nobody repairs another one, and the names of all."""
+    loader, names = LOADERS[_suffix(config, files)], _names_in(config, files)
+    _require_names(names, config)
+    read, options = _read_columns(config, names), dict[str, Any]()
+    if loader == "text":
+        options["encoding"] = UTF8
+    elif loader == "csv":
+        options = _options_of_csv(config, files, names)
+    elif loader == "parquet":
+        schema = pq.read_schema(files[0])
+        chosen = pa.schema([schema.field(name) for name in read], metadata=schema.metadata)
+        options = {"columns": read, "features": datasets.Features.from_arrow_schema(chosen)}
+    else:
+        loader = "arrow"
+        files, schema = json_rows.as_arrow(files, read, scratch / "json")
+        options["features"] = datasets.Features.from_arrow_schema(schema)
+    split = config.split or TRAIN
+    patterns = {split_name(split): [glob.escape(str(file)) for file in files]}
+    table = datasets.load_dataset(
+        loader, data_files=patterns, split=split, cache_dir=str(scratch), **options
+    )
+    return cast(Table, table), names
 
 
 def _are_saved(files: list[Path]) -> bool:
@@ -169,8 +191,8 @@ def _are_saved(files: list[Path]) -> bool:
     return any(file.suffix == ".arrow" for file in files)
 
 
-def _loader(config: DataConfig, files: list[Path]) -> tuple[str, dict[str, Any]]:
-    """Return the loader of the files' kind and its options. Raises ConfigError for several kinds."""
+def _suffix(config: DataConfig, files: list[Path]) -> str:
+    """Return the suffix that all files have. Raises ConfigError for several kinds, and for files without content."""
     suffixes = sorted({file.suffix.lower() for file in files})
     if len(suffixes) > 1:
         kinds = ", ".join(suffixes)
@@ -179,33 +201,73 @@ def _loader(config: DataConfig, files: list[Path]) -> tuple[str, dict[str, Any]]
         )
     if not any(file.stat().st_size for file in files):
         raise ConfigError(f"data.path={config.path}: is empty; name a file with rows")
-    suffix, options = suffixes[0], {}
+    return suffixes[0]
+
+
+def _read_columns(config: DataConfig, names: Sequence[str]) -> list[str]:
+    return [*dict.fromkeys(name for _, name in columns_of(config, names).values())]
+
+
+def _names_in(config: DataConfig, files: list[Path]) -> list[str]:
+    """Return the names of the first file's columns; of JSON those of its first row."""
+    file, suffix = files[0], _suffix(config, files)
+    if LOADERS[suffix] == "json":
+        return list(next(json_rows.rows_of(file), ()))
+    if LOADERS[suffix] == "parquet":
+        return pq.read_schema(file).names
     if LOADERS[suffix] == "text":
-        options["encoding"] = UTF8
+        return [TEXT]
+    names = _header(file, suffix)
+    return [LABEL, TEXT] if suffix == ".csv" and _has_no_header(names) else names
+
+
+def _has_no_header(first: list[str]) -> bool:
+    return len(first) == 2 and first[0].isdigit()  # Yelp's own archive
+
+
+def _options_of_csv(config: DataConfig, files: list[Path], names: list[str]) -> dict[str, Any]:
+    suffix, read = files[0].suffix.lower(), _read_columns(config, names)
+    for key, name in columns_of(config, names).values():
+        if names.count(name) > 1:  # pandas would name the second one anew
+            problem = f"several columns of {config.path} have this name"
+            raise ConfigError(f"{key}={name}: {problem}; rename all but one")
+    # pandas types each block of rows by itself, so that 007 would become 7 in a block of numbers alone.
+    options: dict[str, Any] = {"features": datasets.Features(dict.fromkeys(read, WORDS))}
+    options["converters"] = dict.fromkeys(set(names) - set(read), str)
+    options |= {"keep_default_na": False, "na_values": [""]}  # NA or null is a word, and no gap
+    # Where rows have a field more than the header, pandas would take the first for names of rows: by this it warns.
+    options["index_col"] = False
     if suffix == ".tsv":
-        options["sep"] = "\t"
-    if suffix == ".csv":
-        first = _header(files[0])
-        if len(first) == 2 and first[0].isdigit():  # Yelp's own archive has no header
-            options["names"] = [LABEL, TEXT]
-    if LOADERS[suffix] == "csv":
-        names = _names_in(files[0], options)
-        columns = columns_of(config, names)
-        for key, name in columns.values():
-            if names.count(name) > 1:  # pandas would name the second one anew
-                problem = f"several columns of {config.path} have this name"
-                raise ConfigError(f"{key}={name}: {problem}; rename all but one")
-        texts = [name for kind, (_, name) in columns.items() if kind != LABEL]
-        # pandas types each block of rows by itself, so that 007 would become 7 in a block of numbers alone.
-        options["converters"] = dict.fromkeys(texts, _as_it_stands)
-        options |= {"keep_default_na": False, "na_values": [""]}  # NA or null is a word, and no gap
-        # Where rows have a field more than the header, pandas would take the first for names of rows: by this it warns.
-        options["index_col"] = False
-    return LOADERS[suffix], options
+        options |= {"sep": "\t", "quoting": _quoting(files)}
+    elif _has_no_header(_header(files[0], suffix)):
+        options["names"] = names
+    if "names" not in options and not all(set(read) <= {*_header(file, suffix)} for file in files):
+        raise ConfigError(f"data.path={config.path}: {DIFFERENT}")
+    return options
 
 
-def _as_it_stands(cell: str) -> str | None:
-    return cell or None
+def _quoting(files: list[Path]) -> int:
+    """Tell pandas whether quotes in .tsv files are letters, as where GLUE's own are written.
+
+    They are where one that opens a field does not close it before a tab, or where they would join rows.
+    """
+    most = csv.field_size_limit(sys.maxsize)
+    try:
+        for file in files:
+            with file.open(encoding=UTF8, newline="") as lines:
+                for row in csv.reader(lines, delimiter="\t", strict=True):
+                    if any("\t" in cell and "\n" in cell for cell in row):
+                        return csv.QUOTE_NONE
+    except csv.Error:
+        return csv.QUOTE_NONE
+    finally:
+        csv.field_size_limit(most)
+    return csv.QUOTE_MINIMAL
+
+
+def _header(file: Path, suffix: str) -> list[str]:
+    with file.open(encoding=UTF8, newline="") as lines:
+        return next(csv.reader(lines, delimiter="\t" if suffix == ".tsv" else ","), [])
 
 
 def _read_saved(config: DataConfig) -> Table:
@@ -217,15 +279,6 @@ def _read_saved(config: DataConfig) -> Table:
             f"data.split={split}: no such split in it; use one of {', '.join(map(str, parts))}"
         )
     return parts[split]
-
-
-def _names_in(file: Path, options: Mapping[str, Any]) -> list[str]:
-    return options.get("names") or _header(file, options.get("sep", ","))
-
-
-def _header(file: Path, sep: str = ",") -> list[str]:
-    with file.open(encoding=UTF8, newline="") as lines:
-        return next(csv.reader(lines, delimiter=sep), [])
 
 
 def _read_hub(config: DataConfig) -> Table:
@@ -258,8 +311,8 @@ def _explain(error: BaseException, config: DataConfig) -> str:
         return "a row has more fields than the first row has names; quote fields with commas, or name all columns"
     if "corresponds to no data" in reason:
         return "has no rows; name a file with rows, or a slice that has some"
-    if "same columns" in str(error) or "Schema at index" in reason:
-        return "its files have different columns; name one, or give all the same"
+    if "same columns" in str(error):
+        return DIFFERENT
     if "split" in reason.lower():
         return f"{reason}; choose one with data.split or data.validation_split"
     if Path(str(config.path)).expanduser().exists():
@@ -269,7 +322,7 @@ def _explain(error: BaseException, config: DataConfig) -> str:
     )
 
 
-def _require_columns(table: Table, config: DataConfig) -> None:
+def _require_columns(table: Table, config: DataConfig, names: list[str]) -> None:
     """Require that the named columns exist, that text is text, and that no row lacks a value."""
     _require_names(table.column_names, config)
     columns = columns_of(config, table.column_names)
@@ -287,12 +340,12 @@ def _require_columns(table: Table, config: DataConfig) -> None:
     key, name = columns[TEXT]
     if not holds_texts(table, name) and not _holds_messages(table, name, config):
         kind = getattr(table.features[name], "dtype", type(table.features[name]).__name__)
-        if kind.startswith("timestamp"):  # how JSON is read where each text is one
-            kind = "dates alone"
-        raise ConfigError(f"{key}={name}: holds {kind}, no text; {_other_texts(table, name)}")
+        raise ConfigError(
+            f"{key}={name}: holds {kind}, no text; {_other_texts(table, name, names)}"
+        )
 
 
-def _require_words(table: Table, config: DataConfig) -> None:
+def _require_words(table: Table, config: DataConfig, names: list[str]) -> None:
     """Refuse texts of a CSV file, which has no types, of which every one is a number: stars, and no review of them.
 
     A completion may be the number that answers its prompt.
@@ -300,12 +353,34 @@ def _require_words(table: Table, config: DataConfig) -> None:
     key, name = columns_of(config, table.column_names).get(TEXT, ("", ""))
     chunks = table.data.column(name).chunks if name else []
     if name and all(_is_number(text) for chunk in chunks for text in chunk):
-        raise ConfigError(f"{key}={name}: holds numbers, no text; {_other_texts(table, name)}")
+        raise ConfigError(
+            f"{key}={name}: holds numbers, no text; {_other_texts(table, name, names)}"
+        )
 
 
-def _other_texts(table: Table, column: str) -> str:
-    texts = [name for name in table.column_names if name != column and holds_texts(table, name)]
+def _with_typed_labels(table: Table, config: DataConfig) -> Table:
+    """Turn labels of a CSV file into numbers or truths where each one is written as one: 01 is a word."""
+    if config.task != "classification":
+        return table
+    _, name = columns_of(config, table.column_names)[LABEL]
+    labels = {str(label) for label in table.unique(name)}
+    if all(label.lower() in ("true", "false") for label in labels):
+        return table.cast_column(name, datasets.Value("bool"))
+    if all(re.fullmatch("0|-?[1-9][0-9]{0,17}", label) for label in labels):
+        return table.cast_column(name, datasets.Value("int64"))
+    if all(map(_is_number, labels)) and not all(label.strip().isdecimal() for label in labels):
+        return table.cast_column(name, datasets.Value("float64"))
+    return table
+
+
+def _other_texts(table: Table, column: str, names: list[str]) -> str:
+    """Suggest other columns: of files, whose other columns are not read, all of them."""
+    texts = [name for name in names if name != column and _may_hold_texts(table, name)]
     return f"use one of {', '.join(texts)[:200]}" if texts else "use other data"
+
+
+def _may_hold_texts(table: Table, name: str) -> bool:
+    return name not in table.column_names or holds_texts(table, name)
 
 
 def _is_number(text: object) -> bool:
