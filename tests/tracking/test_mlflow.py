@@ -164,8 +164,9 @@ def test_sending_again_changes_nothing(tracker: MlflowTracker, outputs: Path, sw
     assert status(outputs, run_id) == "FINISHED"
 
 
+@pytest.mark.parametrize("is_there_anew", [False, True])
 def test_outputs_that_were_renamed_hold_the_same_runs(
-    outputs: Path, empty_store: Path, tmp_path: Path
+    is_there_anew: bool, outputs: Path, empty_store: Path, tmp_path: Path
 ) -> None:
     old, new = tmp_path / "old", tmp_path / "new"
     old.mkdir()
@@ -174,13 +175,15 @@ def test_outputs_that_were_renamed_hold_the_same_runs(
     run_id = MlflowTracker(None, "renamed", old).log_run(folder)
     write_json(folder / "state.json", {"status": "running", "running_at": 1_800_000_000.0})
     old.rename(new)
+    if is_there_anew:  # a sweep ran since
+        (old / "mlartifacts/renamed").mkdir(parents=True)
     assert MlflowTracker(None, "renamed", new).log_run(new / "sweep/run") == run_id
     write_json(new / "sweep/run/state.json", {"status": "failed", "running_at": 1_800_000_000.0})
     from mlflow.tracking._tracking_service import utils
 
     utils._artifact_repos_cache.clear()  # a process that sees both folders is the test alone
     MlflowTracker(None, "renamed", new).log_run(new / "sweep/run")
-    assert not old.exists()
+    assert not [path for path in old.rglob("*") if path.is_file()]
     assert (new / "mlartifacts/renamed" / run_id / "artifacts/config.yaml").exists()
 
 

@@ -10,7 +10,7 @@ import os
 import shlex
 import sqlite3
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, nullcontext
 from dataclasses import replace
 from functools import cache, cached_property
@@ -293,9 +293,10 @@ def _has_tables(database: Path) -> bool:
 
 def _follow_move(database: Path) -> None:
     """Point at files that were moved with the database, as with a renamed `outputs`: MLflow keeps absolute places."""
-    here = (database.parent / ARTIFACTS).as_uri()
+    here = database.parent / ARTIFACTS
     of_experiments = "update experiments set artifact_location = ? where artifact_location = ?"
     of_runs = "update runs set artifact_uri = ?1 || substr(artifact_uri, ?2) where substr(artifact_uri, 1, ?2) = ?3"
+    files = "select substr(artifact_uri, ?1) from runs where substr(artifact_uri, 1, ?1) = ?2"
     with closing(sqlite3.connect(database, timeout=BUSY_SECONDS)) as tables, tables:
         ours = f"file:%/{ARTIFACTS}/%"  # no place of a bucket's
         places = tables.execute(
@@ -304,14 +305,22 @@ def _follow_move(database: Path) -> None:
         ).fetchall()
         for (old,) in places:
             parent, _, name = old.rpartition(f"/{ARTIFACTS}/")
-            if not _is_there(f"{parent}/{ARTIFACTS}") and _is_there(here):
-                new = f"{here}/{name}"
+            length, new = len(old) + 1, f"{here.as_uri()}/{name}"
+            runs = (f"{new}{rest}" for (rest,) in tables.execute(files, (length, f"{old}/")))
+            if _came_along(_path_of(f"{parent}/{ARTIFACTS}"), here, map(_path_of, runs)):
                 tables.execute(of_experiments, (new, old))
-                tables.execute(of_runs, (new, len(old) + 1, f"{old}/"))
+                tables.execute(of_runs, (new, length, f"{old}/"))
 
 
-def _is_there(uri: str) -> bool:
-    return Path(unquote(urlsplit(uri).path)).exists()
+def _came_along(there: Path, here: Path, of_runs: Iterable[Path]) -> bool:
+    """Tell whether files are here that were there, where a copy of them or others of a new `outputs` may be now."""
+    if not (there.exists() and here.exists()):
+        return here.exists()
+    return not there.samefile(here) and any(path.exists() for path in of_runs)
+
+
+def _path_of(uri: str) -> Path:
+    return Path(unquote(urlsplit(uri).path))
 
 
 def _error_of_sqlite(error: BaseException | None) -> sqlite3.Error | None:
