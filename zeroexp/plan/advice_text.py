@@ -89,6 +89,8 @@ def _first_line(advice: Advice) -> str:
         for each in [] if advice.rehearsed else advice.candidates:
             if reason := each.outcome.not_rehearsed:
                 return f"Nothing can be advised {on}: {reason}."
+        if late := advice.late:
+            return f"Nothing is known yet {on}: {len(late)} candidates whose model states fit were not rehearsed."
         least = min(advice.candidates, key=lambda each: each.outcome.peak_bytes)
         held = f"{least.outcome.strategy} with micro-batch {least.micro} holds {_held(least)}"
         sure = "surely " if least.outcome.fits and least.outcome.rehearsed else ""
@@ -159,8 +161,8 @@ def _reasons(advice: Advice) -> list[str]:
         spare = all(advice.only_saves_memory(each) for each in late)
         which = ", which may hold less, but are not expected to be faster" if spare else ""
         reasons.append(
-            f"{len(late)} candidates were not rehearsed in {BUDGET_SECONDS} s{which}; --advise --rehearse takes the "
-            "time that all of them take."
+            f"{len(late)} candidates were not rehearsed{which}: --advise ends after {BUDGET_SECONDS} s, and "
+            "--advise --rehearse takes the time that all of them take."
         )
     return reasons
 
