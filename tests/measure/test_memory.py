@@ -144,9 +144,10 @@ def test_an_allocation_beyond_the_limit_raises_and_what_was_held_stays():
     assert torch.ones(1 << 20).numel() == 1 << 20
 
 
-def test_without_a_compiler_a_line_says_why(monkeypatch, tmp_path):
+@pytest.mark.parametrize("compiler", ["no-such-compiler", 'g++ "'])
+def test_without_a_compiler_a_line_says_why(monkeypatch, tmp_path, compiler):
     monkeypatch.setenv("ZEROEXP_CACHE", str(tmp_path))
-    monkeypatch.setenv("CXX", "no-such-compiler")
+    monkeypatch.setenv("CXX", compiler)
     reason = count_cpu_allocations()
     assert reason is not None and "no C++ compiler" in reason and "\n" not in reason
 

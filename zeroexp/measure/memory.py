@@ -16,7 +16,7 @@ import shutil
 import stat
 import subprocess
 from collections.abc import Generator, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -185,7 +185,9 @@ def _compiled_allocator() -> Path | str:
     for library in folder.glob(f"{begin}*.so"):
         if _is_ours(library) and library.name == f"{begin}{_digest(library.read_bytes())}.so":
             return library
-    compiler = shlex.split(os.environ.get("CXX", "g++"))  # as "ccache g++"
+    compiler = list[str]()
+    with suppress(ValueError):  # a quote without its other one
+        compiler = shlex.split(os.environ.get("CXX", "g++"))  # as "ccache g++"
     if not compiler or shutil.which(compiler[0]) is None:
         return NOT_COUNTED.format("no C++ compiler (install g++ or set CXX)")
     with temporary_folder(folder) as beside:
