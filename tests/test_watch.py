@@ -55,6 +55,8 @@ def test_a_sweep_is_shown_where_slurm_does_not_answer(
     assert told.err.startswith("zeroexp: states are those of the last look: squeue is not here")
     assert "running" in told.out
     assert watched(monkeypatch, str(tmp_path), "--cancel") == REFUSED
+    assert watched(monkeypatch, str(tmp_path)) == REFUSED, "it would follow for ever"
+    assert "zeroexp: squeue: not on this machine; watch on" in capsys.readouterr().err
 
 
 def test_a_look_leaves_an_end_that_is_written_meanwhile(

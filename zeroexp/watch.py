@@ -11,6 +11,7 @@ Exit codes: 0 nothing has failed, 1 something has, 2 no such sweep.
 from __future__ import annotations
 
 import argparse
+import shutil
 import sys
 from collections.abc import Generator
 from contextlib import contextmanager
@@ -76,6 +77,10 @@ def watch(arguments: argparse.Namespace) -> int:
             print(f"cancelled {job.name} ({f'Slurm job {job_id}' if job_id else 'not submitted'})")
     uploads = UploadsOfSweep()
     if not (arguments.cancel or arguments.once):
+        # A controller that is silent is waited for.
+        if unfinished(jobs) and not shutil.which("squeue"):
+            remedy = "watch on a machine of the cluster, or show the last look with --once"
+            raise ConfigError(f"squeue: not on this machine; {remedy}")
         follow_all(jobs, uploads)
     runs = readable_runs(job.folder for job in jobs)
     points = points_of(runs)
