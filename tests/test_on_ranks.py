@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import itertools
 import os
 import select
 import subprocess
 import sys
 import tempfile
 import time
-from datetime import timedelta
 
 import pytest
 
@@ -27,13 +25,14 @@ def test_ranks_meet_below_a_folder_of_any_name(tmp_path, monkeypatch, name):
 
 
 def test_a_rank_may_take_longer_than_any_wait(tmp_path, monkeypatch):
-    """The second comes when the first has waited for it several times in vain."""
-    waits, tired = itertools.count(1), tmp_path / "tired"
+    """The second comes when the first has looked for it several times in vain."""
+    pauses, tired = list[float](), tmp_path / "tired"
 
-    def short(seconds: float) -> timedelta:
-        if next(waits) == 3:
+    def pause(seconds: float) -> None:
+        pauses.append(seconds)
+        if len(pauses) == 12:
+            assert pauses[:3] == [0.001, 0.002, 0.004] and pauses[-2:] == [1.0, 1.0]
             tired.touch()
-        return timedelta(seconds=seconds)
 
     def meet(world: World) -> bool:
         while world.rank == 1 and not tired.exists():
@@ -41,8 +40,7 @@ def test_a_rank_may_take_longer_than_any_wait(tmp_path, monkeypatch):
         worlds.await_all("data")
         return tired.exists()
 
-    monkeypatch.setattr(worlds, "LOOK_SECONDS", 0.01)
-    monkeypatch.setattr(worlds, "timedelta", short)
+    monkeypatch.setattr(worlds, "sleep", pause)
     assert on_ranks(meet, 2, seconds=60) == [True, True]
 
 

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import timedelta
+from time import sleep
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary, WeakValueDictionary
 
@@ -25,7 +26,7 @@ from zeroexp.process import progress
 from zeroexp.process.ports import FILE_SCHEME, SCHEME
 from zeroexp.process.rendezvous import open_store
 
-LOOK_SECONDS = 60.0
+LONGEST_PAUSE_SECONDS = 1.0  # between two looks at whether all ranks are there
 
 
 @dataclass(frozen=True)
@@ -247,12 +248,10 @@ def await_all(what: str) -> None:
     store, everyone = whole.get_group_store(), f"all ranks have {what}"
     if store.add(what, 1) == dist.get_world_size():
         store.set(everyone, "")
-    while True:
-        try:
-            return store.wait([everyone], timedelta(seconds=LOOK_SECONDS))
-        except RuntimeError as error:  # a store that is gone raises one as well
-            if "timeout" not in str(error).lower():
-                raise
+    pause = 0.001
+    while not store.check([everyone]):  # wait() would leave a warning wherever its time is over
+        sleep(pause)
+        pause = min(2 * pause, LONGEST_PAUSE_SECONDS)
 
 
 def background_group(timeout_seconds: float) -> dist.ProcessGroup:
