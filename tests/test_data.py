@@ -32,6 +32,7 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
 from tokenizers.processors import TemplateProcessing
+from transformers import AutoTokenizer
 
 from tests.cache_writers import die, race
 from tests.composing import composed
@@ -957,6 +958,41 @@ def test_texts_end_with_a_token_that_is_no_word(tmp_path, of_model, of_tokenizer
             choose_tokenizer(data, model)
     else:
         assert choose_tokenizer(data, model).end_of_text == end
+
+
+ADDED = {"content": "<|im_end|>", "special": True}
+
+
+@pytest.mark.parametrize(
+    ("file", "content"),
+    [
+        ("tokenizer_config.json", {"added_tokens_decoder": {"2048": ADDED}}),
+        ("tokenizer_config.json", {"additional_special_tokens": ["<|im_end|>"]}),
+        ("tokenizer_config.json", {"extra_special_tokens": {"end_token": "<|im_end|>"}}),
+        ("tokenizer_config.json", {"eos_token": "<|im_end|>"}),
+        ("special_tokens_map.json", {"eos_token": ADDED}),
+        ("added_tokens.json", {"<|im_end|>": 2048}),
+    ],
+)
+def test_tokens_that_stand_beside_the_tokenizers_own_file_are_not_cut_into_letters(
+    tmp_path, file, content
+):
+    """transformers reads each of them as one token; saved anew they are in tokenizer.json."""
+    data, model = configs("offline", seq_len=16)
+    usual = {"tokenizer_class": "PreTrainedTokenizerFast", "add_bos_token": True}
+    chatting(tmp_path)
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(usual))
+    choose_tokenizer(data, replace(model, weights=str(tmp_path)))
+    content = {**usual, **content} if file == "tokenizer_config.json" else content
+    (tmp_path / file).write_text(json.dumps(content))
+    with pytest.raises(ConfigError, match=r"model.weights=.* name <\|im_end\|>, tokenizer.json do"):
+        choose_tokenizer(data, replace(model, weights=str(tmp_path)))
+    AutoTokenizer.from_pretrained(tmp_path).save_pretrained(tmp_path / "anew")
+    shutil.copyfile(tmp_path / "config.json", tmp_path / "anew/config.json")
+    words = choose_tokenizer(data, replace(model, weights=str(tmp_path / "anew")))
+    ids = Tokenizer.from_file(str(words.file)).encode("a<|im_end|>").ids
+    assert ids == AutoTokenizer.from_pretrained(tmp_path)("a<|im_end|>").input_ids
+    assert len(ids) == 2
 
 
 def test_what_decides_tokens_is_in_their_identity(tmp_path):

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import copy
 import json
+import threading
 from collections.abc import Iterator
 from dataclasses import replace
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 import torch
@@ -263,6 +266,74 @@ def test_what_was_fetched_is_found_where_there_is_no_network(half):
     (half / "trees").mkdir()
     (half / "trees" / "c0ffee.json").write_text(json.dumps({"format_version": 1, "files": files}))
     assert find_weights.model_folder("zeroexp-tests/half").name == "c0ffee"
+
+
+class Hub(BaseHTTPRequestHandler):
+    """A hub with one model, of which it knows one revision."""
+
+    files: ClassVar[dict[str, bytes]] = {
+        "config.json": b"{}",
+        "tokenizer.json": b"{}",
+        "tokenizer_config.json": b"{}",
+        "model.safetensors.index.json": b'{"weight_map": {"a": "1.safetensors", "b": "2.safetensors"}}',
+        "1.safetensors": b"one",
+        "2.safetensors": b"two",
+        "consolidated.safetensors": b"both",
+    }
+    fetched: ClassVar[list[str]] = []
+
+    def do_HEAD(self) -> None:
+        self.do_GET()
+
+    def do_GET(self) -> None:
+        name = self.path.rpartition("/")[2]
+        body = self.files.get(name, b"")
+        if self.path.startswith("/api/models/zeroexp-tests/half/tree/"):
+            listed = [
+                {"type": "file", "path": n, "size": len(b), "oid": n} for n, b in self.files.items()
+            ]
+            body = json.dumps(listed).encode()
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(body)))
+        self.send_header("Content-Type", "application/json")
+        self.send_header("X-Repo-Commit", REVISION)
+        self.send_header("ETag", f'"{name}"')
+        self.end_headers()
+        if self.command == "GET":
+            self.wfile.write(body)
+            self.fetched.append(name)
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+REVISION = "c0ffee" + "0" * 34
+
+
+@pytest.mark.parametrize("there", [["1.safetensors"], ["1.safetensors", "2.safetensors"]])
+def test_a_cached_model_that_is_not_whole_is_completed(half, monkeypatch, there):
+    """After an end in its download, or where somebody wanted the weights alone."""
+    folder = (half / "snapshots" / "c0ffee").rename(half / "snapshots" / REVISION)
+    (half / "refs" / "main").write_text(REVISION)
+    (folder / "tokenizer.json").unlink()
+    for name in ("config.json", "model.safetensors.index.json", *there):
+        (folder / name).write_bytes(Hub.files[name])
+    assert find_weights.model_folder("zeroexp-tests/half") == folder, "there is no network"
+    with ThreadingHTTPServer(("127.0.0.1", 0), Hub) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+        address = f"http://127.0.0.1:{server.server_port}"
+        monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", address)
+        url = f"{address}/{{repo_id}}/resolve/{{revision}}/{{filename}}"
+        monkeypatch.setattr("huggingface_hub.constants.HUGGINGFACE_CO_URL_TEMPLATE", url)
+        find_weights.is_online.cache_clear()
+        assert find_weights.model_folder("zeroexp-tests/half") == folder
+        Hub.fetched.clear()
+        assert find_weights.model_folder("zeroexp-tests/half") == folder
+        server.shutdown()
+    assert not Hub.fetched, "what is whole is not asked for"
+    found = {file.name: file.read_bytes() for file in folder.iterdir()}
+    assert found == {n: b for n, b in Hub.files.items() if n != "consolidated.safetensors"}
 
 
 # --- the mixture of experts

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 from zeroexp.config.families import shape_of
 from zeroexp.config.keys import ConfigError, DataConfig, ModelConfig
@@ -47,6 +48,7 @@ def _tokenizer_of_weights(weights: str, padding: int, task: str) -> TokenizerCho
                 f"model.weights={weights}: no {name} in it, so its tokenizer is unknown; "
                 f"set data.vocab_size={SHIPPED_VOCABULARY} for the shipped tokenizer"
             )
+    _refuse_missing_tokens(weights, folder)
     end_of_text = _end_of_text(folder)
     if end_of_text is None and task == "causal":
         raise ConfigError(
@@ -56,15 +58,49 @@ def _tokenizer_of_weights(weights: str, padding: int, task: str) -> TokenizerCho
     return TokenizerChoice(folder / "tokenizer.json", end_of_text or 0, padding)
 
 
+def _refuse_missing_tokens(weights: str, folder: Path) -> None:
+    """A text is cut into the letters of a token that stands in another file alone, which transformers reads too."""
+    config = _json_of(folder / TOKENIZER_CONFIG)
+    named = [value for key, value in config.items() if key.endswith(("_token", "_special_tokens"))]
+    decoder = config.get("added_tokens_decoder")
+    if decoder is not None:
+        named.append([*decoder.values()])
+    else:  # transformers wrote these once
+        named += _json_of(folder / "special_tokens_map.json").values()
+        named.append([*_json_of(folder / "added_tokens.json")])
+    words = _json_of(folder / "tokenizer.json").get("added_tokens", ())
+    missing = [word for each in named for word in _tokens_in(each)]
+    missing = sorted({*missing} - {word["content"] for word in words})
+    if missing:
+        problem = (
+            f"other files of its tokenizer name {', '.join(missing[:5])}, tokenizer.json does not"
+        )
+        remedy = "save it anew with AutoTokenizer.from_pretrained(...).save_pretrained(...)"
+        raise ConfigError(f"model.weights={weights}: {problem}; {remedy}")
+
+
+def _tokens_in(named: Any) -> list[str]:
+    """Return the tokens in a value of a tokenizer's files: a text, an object with its content, or several."""
+    if isinstance(named, dict):
+        named = named["content"] if "content" in named else [*named.values()]
+    if isinstance(named, list):
+        return [token for each in named for token in _tokens_in(each)]
+    return [named] if isinstance(named, str) else []
+
+
+def _json_of(file: Path) -> dict[str, Any]:
+    return json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+
+
 def _end_of_text(folder: Path) -> int | None:
     """Return the id that ends a text: the config's, or the tokenizer's where the config has none or a mere word."""
-    named = json.loads((folder / "config.json").read_text(encoding="utf-8")).get("eos_token_id")
+    named = _json_of(folder / "config.json").get("eos_token_id")
     first = named[0] if isinstance(named, list) else named
-    tokenizer = json.loads((folder / "tokenizer.json").read_text(encoding="utf-8"))
+    tokenizer = _json_of(folder / "tokenizer.json")
     added = {row["content"]: row["id"] for row in tokenizer.get("added_tokens", ())}
-    if first in added.values() or not (folder / TOKENIZER_CONFIG).is_file():
+    if first in added.values():
         return first
-    text = json.loads((folder / TOKENIZER_CONFIG).read_text(encoding="utf-8")).get("eos_token")
+    text = _json_of(folder / TOKENIZER_CONFIG).get("eos_token")
     own = added.get(text["content"] if isinstance(text, dict) else text)
     return first if own is None else own
 
