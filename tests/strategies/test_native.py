@@ -126,6 +126,34 @@ def test_fsdp2_starts_from_the_weights_and_buffers_of_rank_0(ranks):
     assert all(torch.equal(each, torch.zeros(4)) for each in buffers)
 
 
+class KeepsAView(nn.Linear):
+    """Computes with a view of its weight that the constructor made."""
+
+    def __init__(self) -> None:
+        super().__init__(4, 4)
+        self.kept = [self.weight.detach()]
+
+    def forward(self, input: Tensor) -> Tensor:
+        return super().forward(input) * self.kept[0].sum()
+
+
+def shard_a_model_that_keeps_a_view(world: World) -> None:
+    module = nn.Sequential(KeepsAView())
+    TorchFSDP2(
+        module,
+        blocks=["0"],
+        param_groups=[{"params": [*module.parameters()]}],
+        optimizer_factory=partial(torch.optim.SGD, lr=0.1),
+        world=world,
+        reshard_after_forward=True,
+    )
+
+
+def test_fsdp2_refuses_a_view_that_would_keep_the_first_weights(ranks):
+    with pytest.raises(RankError, match=r"0\.weight and attribute 0\.kept lie in the same memory"):
+        ranks(shard_a_model_that_keeps_a_view)
+
+
 class KeepsNorm(torch.optim.SGD):
     """A number for each parameter, which is a sum over ranks under FSDP2."""
 

@@ -39,6 +39,7 @@ from zeroexp.process.world import World
 from zeroexp.zero.assemble import agree_on_weights
 from zeroexp.zero.grouping import group_parameters, with_shared_in_root
 from zeroexp.zero.options import Dtypes
+from zeroexp.zero_safety.engine_arguments import refuse_overlaps
 
 
 class TorchFSDP2:
@@ -75,6 +76,7 @@ class TorchFSDP2:
         self._max_grad_norm = max_grad_norm
         dtypes = dtypes or Dtypes(torch.float32, torch.float32, torch.float32)
         if values is None and not world.is_fake:  # torch can not convert modules of fake tensors
+            refuse_overlaps(module)
             module.to(world.device)
         for parameter in module.parameters():
             dtype = dtypes.master if parameter.requires_grad else dtypes.compute

@@ -105,7 +105,7 @@ def _refuse_tensors(module: nn.Module) -> None:
     for name, parameter in module.named_parameters():
         for problem in _problems_of(parameter):
             raise ValueError(f"parameter {name} {problem}")
-    _refuse_overlaps(module)
+    refuse_overlaps(module)
 
 
 def _problems_of(parameter: nn.Parameter) -> Iterator[str]:
@@ -208,7 +208,7 @@ def _refuse_blocks(module: nn.Module, blocks: Sequence[str]) -> None:
         raise ValueError("blocks: a module is named twice; name each block once")
 
 
-def _refuse_overlaps(module: nn.Module) -> None:
+def refuse_overlaps(module: nn.Module) -> None:
     """Raise ValueError for a parameter that shares memory with another, a buffer or an attribute: they would part.
 
     Parameters are moved to memory of their own.
