@@ -7,13 +7,10 @@ import select
 import subprocess
 import sys
 import tempfile
-import time
 
 import pytest
 
-from zeroexp.process import world as worlds
 from zeroexp.process.on_ranks import on_ranks
-from zeroexp.process.world import World
 
 
 @pytest.mark.parametrize("name", ["a#b", "a?b"])
@@ -22,26 +19,6 @@ def test_ranks_meet_below_a_folder_of_any_name(tmp_path, monkeypatch, name):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / name))
     assert on_ranks(lambda world: world.size, 2, seconds=60) == [2, 2]
     assert [*tmp_path.iterdir()] == [tmp_path / name]
-
-
-def test_a_rank_may_take_longer_than_any_wait(tmp_path, monkeypatch):
-    """The second comes when the first has looked for it several times in vain."""
-    pauses, tired = list[float](), tmp_path / "tired"
-
-    def pause(seconds: float) -> None:
-        pauses.append(seconds)
-        if len(pauses) == 12:
-            assert pauses[:3] == [0.001, 0.002, 0.004] and pauses[-2:] == [1.0, 1.0]
-            tired.touch()
-
-    def meet(world: World) -> bool:
-        while world.rank == 1 and not tired.exists():
-            time.sleep(0.01)
-        worlds.await_all("data")
-        return tired.exists()
-
-    monkeypatch.setattr(worlds, "sleep", pause)
-    assert on_ranks(meet, 2, seconds=60) == [True, True]
 
 
 HANG = """

@@ -59,9 +59,10 @@ def test_a_rank_that_never_comes_to_the_first_step_is_named(
         assert at in log_of(job, rank).partition(f" rank {rank}: no progress for ")[2]
 
 
+@pytest.mark.parametrize("slow", ["sync_slowly", "load_slowly"])
 @pytest.mark.parametrize("implementation", ["buffer", "torch"])
-def test_ranks_wait_for_one_that_saves_for_any_time(
-    local: LocalCluster, tmp_path: Path, implementation: str
+def test_ranks_wait_for_one_that_saves_or_loads_for_any_time(
+    local: LocalCluster, tmp_path: Path, implementation: str, slow: str
 ) -> None:
     job = make_job(
         tmp_path / "run",
@@ -71,7 +72,7 @@ def test_ranks_wait_for_one_that_saves_for_any_time(
         checkpoint__every=1,
         cluster__hang_s=None,
     )
-    rank_code.choose(job.folder, "tests.cluster.hanging_ranks:sync_slowly")
+    rank_code.choose(job.folder, f"tests.cluster.hanging_ranks:{slow}")
     outcome = local.run(job)
     assert outcome.status == "done", outcome
 

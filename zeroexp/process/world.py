@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import timedelta
-from time import sleep
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary, WeakValueDictionary
 
@@ -25,8 +24,6 @@ from zeroexp.cut.rank_grid import RankGrid
 from zeroexp.process import progress
 from zeroexp.process.ports import FILE_SCHEME, SCHEME
 from zeroexp.process.rendezvous import open_store
-
-LONGEST_PAUSE_SECONDS = 1.0  # between two looks at whether all ranks are there
 
 
 @dataclass(frozen=True)
@@ -235,23 +232,6 @@ def fake_world(rank: int, size: int, device: torch.device | str = "cpu") -> Iter
 def barrier() -> None:
     progress.count_move()
     dist.barrier()
-
-
-def await_all(what: str) -> None:
-    """Wait for all ranks to have `what`, which may take one far longer than the time limit of a collective.
-
-    Whether who is behind works is for the watchdog to say (watchdog/hung.py). Call it once for each `what`.
-    """
-    whole = dist.group.WORLD
-    assert whole is not None
-    progress.count_move()
-    store, everyone = whole.get_group_store(), f"all ranks have {what}"
-    if store.add(what, 1) == dist.get_world_size():
-        store.set(everyone, "")
-    pause = 0.001
-    while not store.check([everyone]):  # wait() would leave a warning wherever its time is over
-        sleep(pause)
-        pause = min(2 * pause, LONGEST_PAUSE_SECONDS)
 
 
 def background_group(timeout_seconds: float) -> dist.ProcessGroup:

@@ -191,7 +191,6 @@ def _train(config: Config, world: World, folder: Path, stop: Stop) -> bool:
     asked, optimizers = _asked_by_kind(config, model)
     checkpoint_as_configured(model.module, model.blocks, config.train)
     compile_as_configured(model.module, model.blocks, config.train)
-    worlds.await_all("a model")
     strategy = build_strategy(config, model, world)
     if (build_peak_bytes := memory.peak_bytes()) is not None:
         build_peak_bytes += held_shared_bytes()
@@ -241,7 +240,6 @@ def _train(config: Config, world: World, folder: Path, stop: Stop) -> bool:
 
 def _refuse_other_data(config: Config, data: Data) -> None:
     """Raise ConfigError unless all ranks read the same: nodes pack what each of them sees."""
-    worlds.await_all("data")
     if len({*worlds.gather_objects(data.identity)}) > 1:
         problem = f"data.path={config.data.path}: ranks read different data"
         raise ConfigError(f"{problem}; give all nodes the same files")
