@@ -7,7 +7,6 @@ import itertools
 import os
 import random
 from collections.abc import Iterable, Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -17,7 +16,16 @@ from torch.nn.functional import cross_entropy, pad
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
-from benchmarks.silent_loops import VOCAB, Batch, Model, adamw, batch_of, loss_of
+from benchmarks.silent_loops import (
+    VOCAB,
+    Batch,
+    Model,
+    adamw,
+    batch_of,
+    loss_of,
+    sum_and_count,
+    unequal_batch,
+)
 from zeroexp.verify import Loop
 
 
@@ -377,12 +385,12 @@ def of_python() -> Loop:
         texts = TEXTS[torch.randint(len(TEXTS), (3,), generator=generator)]
         return texts[:, :-1].contiguous(), texts[:, 1:].contiguous()
 
-    def named(model: Any, betas: Any = (0.9, 0.99)) -> torch.optim.Optimizer:
+    def named(model: Any) -> torch.optim.Optimizer:
         group: Any = {"params": [*model.named_parameters()], "hook": lambda: None}
-        return torch.optim.AdamW([group], lr=1e-2, betas=betas)
+        return torch.optim.AdamW([group], lr=1e-2)
 
     def train(model: nn.Module) -> Any:
-        wrapped, step = plain_ddp(model, partial(named, betas=[0.9, 0.99]))
+        wrapped, step = plain_ddp(model, named)
         load = {"batch_size": None, "num_workers": 1, "multiprocessing_context": "fork"}
         return wrapped, lambda batches: step([*DataLoader(batches, **load)])
 
@@ -444,3 +452,142 @@ class Turned(nn.Module):
 def turned() -> Loop:
     words: Any = {"loss": loss_of, "batch": batch_of, "optimizer": adamw}
     return Loop(model=Turned(), train=lambda model: plain_ddp(model, adamw), **words)
+
+
+def nothing(model: Any) -> None: ...
+
+
+def spoilt(
+    *,
+    prepare: Any = nothing,
+    each: Any = nothing,
+    own: Any = nothing,
+    summed: Any = nothing,
+    loss: Any = loss_of,
+    clip: float | None = 0.1,
+    **words: Any,
+) -> Loop:
+    """What is done before all, behind each backward, to a rank's own gradients and to their sums."""
+
+    def train(model: Any) -> Any:
+        prepare(model)
+        optimizer = adamw(model)
+
+        def step(batches: Sequence[Batch]) -> None:
+            for batch in batches:
+                (loss(model, batch) / len(batches) / dist.get_world_size()).backward()
+                each(model)
+            own(model)
+            for parameter in model.parameters():
+                if parameter.grad is not None:
+                    dist.all_reduce(parameter.grad)
+            summed(model)
+            if clip:
+                nn.utils.clip_grad_norm_(model.parameters(), clip)
+            optimizer.step()
+            optimizer.zero_grad()
+
+        return step
+
+    meant: Any = {"model": Model(), "loss": loss_of, "batch": batch_of, "optimizer": adamw}
+    return Loop(**meant | words, train=train, max_grad_norm=clip)
+
+
+def logs_its_own_norm() -> Loop:
+    return spoilt(own=lambda model: nn.utils.clip_grad_norm_(model.parameters(), float("inf")))
+
+
+def clips_each_microbatch() -> Loop:
+    return spoilt(each=lambda model: nn.utils.clip_grad_norm_(model.parameters(), 0.1))
+
+
+def freezes_and_clips() -> Loop:
+    return spoilt(prepare=lambda model: model.embed.requires_grad_(False))
+
+
+def trains_what_is_frozen(clip: float | None = None) -> Loop:
+    return spoilt(model=Model(frozen=True), prepare=lambda model: model.requires_grad_(), clip=clip)
+
+
+def trains_what_is_frozen_and_clips() -> Loop:
+    return trains_what_is_frozen(0.1)
+
+
+def decays_in_its_loss() -> Loop:
+    def decayed(model: Any, batch: Batch) -> Tensor:
+        return loss_of(model, batch) + 1e-3 * sum(p.square().sum() for p in model.parameters())
+
+    return spoilt(loss=decayed)
+
+
+def means_and_a_zero() -> Loop:
+    """A mean of means, and beside it a gain without a gradient."""
+    words: Any = {"loss": sum_and_count, "batch": unequal_batch}
+    loop = spoilt(summed=lambda model: model.blocks[0].norm.weight.grad.zero_(), clip=None)
+    loop.loss, loop.batch = words["loss"], words["batch"]
+    return loop
+
+
+def means_of_nearly_as_many() -> Loop:
+    def nearly(generator: torch.Generator) -> Batch:
+        text = torch.randint(VOCAB, (9, 7), generator=generator)
+        text[0, -1] = text[0, -1] if torch.rand((), generator=generator) < 0.5 else -100
+        return text[:, :-1].contiguous(), text[:, 1:].contiguous()
+
+    loop = spoilt(clip=None, batch=nearly)
+    loop.loss = sum_and_count
+    return loop
+
+
+def unscaled_once_too_often() -> Loop:
+    def unscale(model: Any) -> None:
+        for parameter in model.parameters():
+            parameter.grad *= 2.0**-40
+
+    return spoilt(summed=unscale, clip=None)
+
+
+def schedule_of_one() -> Loop:
+    """Of two optimizers one has a schedule."""
+
+    def ramp(optimizer: Any) -> Any:
+        if optimizer.param_groups[0]["weight_decay"]:
+            return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda n: 1 / (n + 1))
+        return None
+
+    def train(model: nn.Module) -> Any:
+        wrapped, own = DistributedDataParallel(model), of_two(model)
+        schedule = ramp(own[0])
+
+        def step(batches: Sequence[Batch]) -> None:
+            for batch in batches:
+                (loss_of(wrapped, batch) / len(batches)).backward()
+            for each in own:
+                each.step()
+            schedule.step()
+            wrapped.zero_grad()
+
+        return wrapped, step
+
+    words: Any = {"optimizer": of_two, "scheduler": ramp, "train": train}
+    return Loop(model=Model(), loss=loss_of, batch=batch_of, **words)
+
+
+def sums_in_pairs() -> Loop:
+    """HSDP without the sum between replicas: ranks 0 and 1 train together, and 2 and 3."""
+
+    def train(model: nn.Module) -> Any:
+        pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+        wrapped = DistributedDataParallel(model, process_group=pairs[dist.get_rank() // 2])
+        own = adamw(model)
+
+        def step(batches: Sequence[Batch]) -> None:
+            for batch in batches:
+                (loss_of(wrapped, batch) / len(batches)).backward()
+            own.step()
+            own.zero_grad()
+
+        return wrapped, step
+
+    words: Any = {"optimizer": adamw, "train": train}
+    return Loop(model=Model(), loss=loss_of, batch=batch_of, **words)

@@ -126,6 +126,16 @@ BY_HAND = {
     "of_python": None,
     "of_python_stale": "stale",
     "turned": None,
+    "logs_its_own_norm": None,
+    "schedule_of_one": None,
+    "clips_each_microbatch": "norm",
+    "freezes_and_clips": "frozen",
+    "trains_what_is_frozen": "frozen",
+    "trains_what_is_frozen_and_clips": "frozen",
+    "decays_in_its_loss": "weighting",
+    "means_and_a_zero": "mean of means",
+    "means_of_nearly_as_many": "mean of means",
+    "unscaled_once_too_often": "scale",
 }
 
 
@@ -152,6 +162,12 @@ def test_what_differs_in_one_of_two_optimizers_or_in_one_number_is_named():
     said = answers(HERE / "loops_by_hand.py", [(name, 3) for name in OF_TWO])
     for (name, begins), each in zip(OF_TWO.items(), said, strict=True):
         assert (each and each[1][: len(begins or "")]) == begins, name
+
+
+@pytest.mark.slow
+def test_a_sum_between_groups_of_ranks_that_is_left_out_is_named():
+    ((kind, text, *_),) = answers(HERE / "loops_by_hand.py", [("sums_in_pairs", 4)])
+    assert (kind, text) == ("no sum", "ranks 0-1 and 2-3 sum among themselves alone")
 
 
 @pytest.mark.slow

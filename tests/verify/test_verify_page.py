@@ -101,11 +101,14 @@ CANNOT = {
     "build_model": "returns Sequential; return a zeroexp.verify.Loop",
     "without_step": "train returns no step; return step, or (model, step)",
     "divides": "rank 0 of 1: loop.py:{line}: ZeroDivisionError: division by zero",
-    "with_dropout": "Loop(loss=...): the same weights and microbatch give {number} and {number}: dropout, or",
+    "with_dropout": "Loop(loss=...): the same weights and microbatch give {number} and {number}: dropout,",
     "of_an_iterator": "Loop(batch=...): equal generators give different microbatches; draw from the",
     "one_microbatch": "Loop(batch=...): all generators give one microbatch, by which no missing sum",
     "sharded_by_rank": "Loop(batch=...): rank 1 draws others than the plain process from equal generators",
     "of_a_float32": "the plain process computes in float64; have loss and model make their tensors in the dtype",
+    "of_a_spectral_norm": "Loop(loss=...): the same weights and microbatch give {number} and {number}: dropout,",
+    "of_sparse_gradients": "Loop(model=...): an embedding's gradient is sparse; build it with sparse=False",
+    "on_a_plateau": "Loop(scheduler=...): ReduceLROnPlateau steps by what a loop logs; leave it out",
     "wrong_shape": "rank 0 of 1: loop.py:{line}: RuntimeError: mat1 and mat2 shapes cannot be multiplied",
     "no_optimizer": "Loop(optimizer=...): returns list; return one torch.optim.Optimizer, or a list",
     "half_a_list": "Loop(optimizer=...): returns int; return one torch.optim.Optimizer, or a",
@@ -150,6 +153,16 @@ def of_a_float32():
     return replace(my_loop(), loss=lambda model, batch: (model(batch[0]).flatten(0, 1) @ torch.ones(50)).sum())
 
 wrong_shape = lambda: replace(my_loop(), loss=lambda model, batch: (model(batch[0])[0] @ torch.ones(7, 1)).sum())
+
+def of_a_spectral_norm():
+    model = build_model()
+    nn.utils.parametrizations.spectral_norm(model[1])
+    return replace(my_loop(), model=model)
+
+def of_sparse_gradients():
+    return replace(my_loop(), model=nn.Sequential(nn.Embedding(50, 16, sparse=True), nn.Linear(16, 50)))
+
+on_a_plateau = lambda: replace(my_loop(), scheduler=torch.optim.lr_scheduler.ReduceLROnPlateau)
 
 def in_a_closure():
     def train(model):
@@ -219,6 +232,10 @@ def test_what_differs_is_told_though_other_numbers_of_ranks_can_not_be_run(tmp_p
         ),
         ([f"{__file__}:x", "--steps", "0"], "--steps 0: none; give at least 1"),
         ([f"{__file__}:x", "--seconds", "nan"], "--seconds nan: no time; give more than 0"),
+        (
+            ["a.py:x", "--steps", "3", "b.py:x"],
+            "b.py:x: one loop at a time; give FILE:FUNCTION, or the words of a run",
+        ),
         ([f"{PYPROJECT}:x"], "pyproject.toml: no Python file; give FILE.py:FUNCTION"),
     ],
 )

@@ -129,13 +129,14 @@ class _Judge:
         before = [record.steps[step - 1].gradients for record in self.records]
         left = self._whole(before) if step else None
         look = GradientLook(self.oracle, self.weights, step, rows, bounds, left)
+        look.clips = {name: max(each.clips.get(name, 0) for each in seen) for name in exact}
         if found := self._first(step, RAW, raw, (exact, bounds), look.stories):
             return found
         if any(raw):
             own = self._whole(raw)
             exact = {n: own[n] if own[n].isfinite().all() else each for n, each in exact.items()}
             bounds = {name: _of_clipping(name, raw) * float(e.norm()) for name, e in exact.items()}
-            look.clipping = True
+            look.clipping, look.unlike = True, self._unlike(seen, rows)
         factor, of_norm = self.oracle.clipping(exact)
         self.is_never_clipped = self.is_never_clipped and factor == 1
         if factor < 1 and not any(raw):
@@ -149,6 +150,17 @@ class _Judge:
         gradients = [each.gradients for each in seen]
         found = self._first(step, GRADIENT, gradients, expected, look.stories)
         return found or self._missing(step, seen, expected[0])
+
+    def _unlike(self, seen: list[Seen], rows: Whole) -> str:
+        """Say which weight's gradient is in one of the two norms alone; an empty text if none is, or nobody knows."""
+        there = [piece for each in seen for piece in (*each.raw, *each.gradients)]
+        names = {piece.name for piece in there if piece.values.any()}
+        if further := sorted(names - {*rows}):
+            return f"{further[0]} has a gradient, and is frozen in Loop(model=...)"
+        lacking = [name for name, each in rows.items() if name not in names and each.sum(0).any()]
+        if lacking and not any(each.has_strangers for each in self.records):
+            return f"{lacking[0]} has no gradient when the loop clips"
+        return ""
 
     def _missing(self, step: int, seen: list[Seen], exact: Whole) -> Difference | None:
         """Find weights, or elements of them, whose gradient no rank's optimizer has."""

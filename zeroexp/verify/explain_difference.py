@@ -23,7 +23,6 @@ Wrong = list[tuple[int, LocalElements]]  # (rank, what it holds), in the order o
 # What a difference looks like: its kind in one word, and a sentence. Of several stories the first one counts.
 Story = tuple[str, str]
 CLOSE = 0.01  # relative distance from a factor that has a name
-NOTHING = 1e-6  # a factor that is rounding
 UNSUMMED = "no sum", "each rank has the gradient of its own batches, and no other's"
 
 
@@ -47,6 +46,11 @@ class GradientLook:
     factor: float = 1.0  # by which the plain process clips
     clipping: bool = False  # whether gradients were right before the loop clipped them
     calls: dict[str, int] = field(default_factory=dict[str, int])  # of optimizers, once they step
+    clips: dict[str, int] = field(default_factory=dict[str, int])  # calls of clipping
+    unlike: str = ""  # a weight that one of the two trains alone, which changes the norm
+
+    def __post_init__(self) -> None:
+        self.counts = self.oracle.counts.clone()  # of this step, before others are tried
 
     def stories(self, wrong: Wrong) -> Iterator[Story]:
         """Explain all pieces together where they tell one story, else those of the first weight."""
@@ -55,7 +59,13 @@ class GradientLook:
         first = [(rank, piece) for rank, piece in wrong if piece.name == name]
         if (calls := self.calls.get(name, 0)) > 1:
             yield "optimizer", f"it steps {calls} times"
+        if (clips := self.clips.get(name, 0)) > 1:
+            yield "norm", f"it is clipped {clips} times in a step"
         yield from _of_no_numbers(first)
+        if not any(piece.values.any() for _, piece in first):
+            yield "frozen", "it is zero"
+        if self.unlike:
+            yield "frozen", self.unlike
         near = (distance(p, exact) < 0.05 * float(exact[p.name].norm()) for _, p in wrong)
         if (low := _bits(piece for _, piece in wrong)) and all(near):
             yield "dtype", f"it was rounded to {low} on its way: no element has more bits"
@@ -96,10 +106,7 @@ class GradientLook:
             yield UNSUMMED
         of_all = scales(dict.fromkeys((r for r, _ in wrong), of_ranks.sum(0)))
         # Any number is a multiple of one other: the factor must have a name.
-        if of_all and (
-            rows.shape[1] > 1
-            or all(abs(each) < NOTHING or self._named(each) for each in of_all.values())
-        ):
+        if of_all and (rows.shape[1] > 1 or all(map(self._named, of_all.values()))):
             yield from self._of_scales(of_all)
 
     def _factors(self, wrong: Wrong, rows: Whole) -> dict[int, Tensor] | None:
@@ -117,6 +124,7 @@ class GradientLook:
         return found
 
     def _read(self, factors: dict[int, Tensor]) -> Iterator[Story]:
+        yield from self._of_means(next(iter(factors.values())))
         if all(_is_even(each) for each in factors.values()):
             yield from self._of_scales({rank: float(each.mean()) for rank, each in factors.items()})
         used = {
@@ -126,10 +134,24 @@ class GradientLook:
             yield from self._of_microbatches(factors)
         if all(ranks == {rank} for rank, ranks in used.items()):
             yield UNSUMMED
+        # The first rank of each group of ranks that have one another's batches, and no others
+        groups = {min(ranks, default=-1): ranks for ranks in used.values()}
+        if len(groups) > 1 and all(
+            used[r] == each for each in groups.values() for r in each & {*used}
+        ):
+            shown = " and ".join(_listed(each) for each in groups.values())
+            yield "no sum", f"ranks {shown} sum among themselves alone"
         yield (
             "data",
             f"it is made of the batches of rank {_listed(set.union(*used.values()))} alone",
         )
+
+    def _of_means(self, factors: Tensor) -> Iterator[Story]:
+        """Tell factors that labels explain, which may be nearly as many, from those that are even by themselves."""
+        for of, counts in (("microbatch", self.counts), ("rank", self.counts.sum(1, keepdim=True))):
+            if _spread(factors * counts) < min(2 * CLOSE, 0.1 * _spread(factors)):
+                text = f"it is a mean of the means of each {of}, whose labels are unequal"
+                yield "mean of means", text
 
     def _of_microbatches(self, of_ranks: dict[int, Tensor]) -> Iterator[Story]:
         factors = next(iter(of_ranks.values()))
@@ -137,13 +159,6 @@ class GradientLook:
         kept = [m for m in columns if not _is_zero(factors[:, m], factors)]
         if len(kept) < len(columns):
             yield "microbatches", f"only microbatch {_listed(kept)} of each rank counts"
-        counts = self.oracle.counts
-        for of, each in (("microbatch", counts), ("rank", counts.sum(1, keepdim=True))):
-            if not _is_even(each) and _is_even(factors * each):
-                yield (
-                    "mean of means",
-                    f"it is a mean of the means of each {of}, whose labels are unequal",
-                )
         alone: list[int] = []
         for m in columns if self.oracle.world_size > 1 else ():
             used = {
@@ -162,14 +177,13 @@ class GradientLook:
 
     def _of_scales(self, scales: dict[int, float]) -> Iterator[Story]:
         low, high = min(scales.values()), max(scales.values())
-        if max(abs(low), abs(high)) < NOTHING:
-            yield "frozen", "it is zero"
         if self.clipping or self.factor < 1:
             yield from self._of_norms(list(scales.values()))
         shown = ", ".join(f"{each:.3g}" for each in scales.values())
         if high - low > CLOSE * abs(high):
             yield "scale", f"ranks scale it by {shown}"
-        yield "scale", f"it is x {high:.4g}{self._named(high)}"
+        if f"{high:.4g}" != "1":
+            yield "scale", f"it is x {high:.4g}{self._named(high)}"
 
     def _of_norms(self, scales: list[float]) -> Iterator[Story]:
         """Explain gradients that are scaled where they are clipped."""
@@ -186,6 +200,7 @@ class GradientLook:
     def _of_one_weight(self, pieces: list[LocalElements], exact: Tensor) -> Iterator[Story]:
         name, shape = pieces[0].name, self.oracle.shapes[pieces[0].name]
         yield from self._tied(pieces[0])
+        yield from self._decayed(pieces[0], exact)
         off, zero = (torch.zeros(len(exact), dtype=torch.bool) for _ in range(2))
         for piece in pieces:
             meant, values = exact[piece.where], piece.values.double()
@@ -199,7 +214,19 @@ class GradientLook:
             half = self.weights[self.step], self.step, self.rows, torch.bfloat16
             bound = self.oracle.rounding(*half)[name]
             if all(distance(piece, {name: exact}) <= bound for piece in pieces):
-                yield "dtype", "it is no further away than computing in 16 bits would bring it"
+                also = ": it, a codec, or another small term in the loss"
+                yield (
+                    "dtype",
+                    "it is no further away than computing in 16 bits would bring it" + also,
+                )
+
+    def _decayed(self, piece: LocalElements, exact: Tensor) -> Iterator[Story]:
+        weight = self.weights[self.step][piece.name]
+        basis = torch.stack([exact, weight], dim=1)[piece.where]
+        factors = _fit(basis, piece.values.double(), self.bounds[piece.name])
+        if factors is not None and abs(float(factors[0]) - 1) < CLOSE:
+            k = f"{float(factors[1]):.3g}"
+            yield "weighting", f"it has {k} x the weights added, as of an L2 term in the loss"
 
     def _tied(self, piece: LocalElements) -> Iterator[Story]:
         untied = self.oracle.contributions(self.weights[self.step], self.step, untied=True)
@@ -253,6 +280,8 @@ class UpdateLook:
         if rank in still:
             kind = "frozen" if len(still) == len(self.seen) else "stale"
             yield kind, f"rank {_listed(still)} keeps the weights from before the step"
+        if torch.equal(self.before[piece.name], self.after[piece.name]):
+            yield "frozen", "it changes, and the plain optimizer leaves it as it is"
         if low := _bits(piece for _, piece in wrong):
             yield "dtype", f"they have no more bits than {low}"
         before, after = self.before[piece.name], self.after[piece.name]
@@ -335,9 +364,13 @@ def _fit(basis: Tensor, values: Tensor, bound: float, least: int = 2) -> Tensor 
 
 
 def _is_even(factors: Tensor) -> bool:
-    return bool(
-        (factors - factors.mean()).abs().max() <= max(2 * CLOSE * abs(float(factors.mean())), 1e-9)
-    )
+    return _spread(factors) <= 2 * CLOSE
+
+
+def _spread(factors: Tensor) -> float:
+    """How far factors are from their mean, relatively."""
+    mean = float(factors.mean())
+    return float((factors - mean).abs().max()) / max(abs(mean), 5e-8)
 
 
 def _is_zero(part: Tensor, factors: Tensor) -> bool:

@@ -30,6 +30,7 @@ class Seen:
     raw: list[LocalElements] = field(default_factory=list)
     gradients: list[LocalElements] = field(default_factory=list)  # as the optimizer finds them
     calls: dict[str, int] = field(default_factory=dict)  # of optimizers, where more than one
+    clips: dict[str, int] = field(default_factory=dict)  # calls of clipping, where more than one
     # Of each weight, the class of the optimizer that holds it and the settings of its group
     settings: dict[str, Settings] = field(default_factory=dict)
 
@@ -66,7 +67,8 @@ class LoopRecorder:
         self.record.has_strangers = self._places.has_strangers
 
     def _clips(self, tensors: list[Tensor]) -> None:
-        add(self.record.steps[-1].raw, self._places.gradients(tensors))
+        seen = self.record.steps[-1]
+        _count_again(seen.clips, add(seen.raw, self._places.gradients(tensors)))
 
     def _begins(self, stepping: Optimizer, *_: Any) -> None:
         self._depth += 1
@@ -79,13 +81,17 @@ class LoopRecorder:
                 for piece in pieces:
                     piece.values /= scale
             # Optimizers may hold parts of one weight; who finds a part again steps once more.
-            for name in {piece.name for piece in add(seen.gradients, pieces)}:
-                seen.calls[name] = seen.calls.get(name, 1) + 1
+            _count_again(seen.calls, add(seen.gradients, pieces))
             add(seen.weights, self._places.held())  # from its first step on it is known
         seen.settings |= settings_of(stepping, self._places.names)
 
     def _ends(self, *_: Any) -> None:
         self._depth -= 1
+
+
+def _count_again(calls: dict[str, int], found_again: list[LocalElements]) -> None:
+    for name in {piece.name for piece in found_again}:
+        calls[name] = calls.get(name, 1) + 1
 
 
 def settings_of(
@@ -95,13 +101,8 @@ def settings_of(
     kernels = ("foreach", "fused", "capturable", "differentiable")
     # Not names of parameters, nor a key of the user's own.
     used = [key for key in stepping.defaults if key not in kernels]
-
-    def settings(group: dict[str, Any]) -> dict[str, Any]:
-        found = {key: group[key] for key in used if key in group}
-        return {key: tuple(own) if isinstance(own, list) else own for key, own in found.items()}
-
     return {
-        name: (type(stepping).__name__, settings(group))
+        name: (type(stepping).__name__, {key: group[key] for key in used if key in group})
         for group in stepping.param_groups
         for tensor in group["params"]
         for name in names(tensor)
@@ -115,11 +116,13 @@ def listen_to_clipping() -> None:
     """Have torch's clipping show the gradients that it is given; call it before a loop's file is imported."""
     clip: Any = clip_grad._clip_grads_with_norm_  # pyright: ignore[reportPrivateUsage]
 
-    def shown(parameters: Tensor | Iterable[Tensor], *args: Any, **kwargs: Any) -> Any:
+    def shown(
+        parameters: Tensor | Iterable[Tensor], max_norm: float, *args: Any, **kwargs: Any
+    ) -> Any:
         tensors = [parameters] if isinstance(parameters, Tensor) else list(parameters)
-        for listener in _listeners:
+        for listener in _listeners if max_norm < torch.inf else ():  # else it is a norm to log
             listener(tensors)
-        return clip(tensors, *args, **kwargs)
+        return clip(tensors, max_norm, *args, **kwargs)
 
     clip_grad._clip_grads_with_norm_ = shown  # pyright: ignore[reportPrivateUsage]
     torch.nn.utils.clip_grads_with_norm_ = shown

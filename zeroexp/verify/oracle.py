@@ -12,9 +12,17 @@ from collections.abc import Mapping
 
 import torch
 from torch import Tensor, nn
+from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from zeroexp.verify.local_elements import LocalElements
-from zeroexp.verify.loop_to_verify import Loop, as_dtype, batch_of, optimizers_of, plain_model
+from zeroexp.verify.loop_to_verify import (
+    Loop,
+    NoLoop,
+    as_dtype,
+    batch_of,
+    optimizers_of,
+    plain_model,
+)
 from zeroexp.verify.observe import Settings, settings_of
 
 # How many times the measured rounding a right loop may be away: it adds its own to the oracle's, and both are one
@@ -93,7 +101,12 @@ class Updates:
         self._optimizers = [optimizers_of(loop, model) for model in self._models]
         schedule = loop.scheduler
         each_one = [each for of_model in self._optimizers for each in of_model]
-        self._schedulers = [schedule(each) for each in each_one] if schedule else []
+        made = [schedule(each) for each in each_one] if schedule else []
+        self._schedulers = [each for each in made if each is not None]
+        if any(isinstance(each, ReduceLROnPlateau) for each in made):
+            raise NoLoop(
+                "Loop(scheduler=...): ReduceLROnPlateau steps by what a loop logs; leave it out"
+            )
 
     def settings(self) -> dict[str, Settings]:
         """Return with what the next step updates each weight."""
