@@ -116,6 +116,22 @@ def reentrant_checkpoints_and_a_penalty_on_matrices(lab: Lab) -> None:
             t.backward(loss + 0.01 * torch.stack(squares).sum() / batch.num_ranks)
 
 
+class ReentrantInside(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        return x + checkpoint(self.inner, x, use_reentrant=True)
+
+
+@scenario(EVERY_WAY, may_refuse=MAY_NOT)
+def reentrant_checkpoints_inside_blocks_and_a_penalty_on_all(lab: Lab) -> None:
+    """The penalty's gradients are all that a block seems to wait for, before it is computed again."""
+    t = lab.wrap(Net(ReentrantInside))
+    for batch in lab.microbatches(t):
+        loss = plain_loss(t.model, batch)
+        with t.gathered():
+            squares = [p.square().sum() for p in t.model.parameters()]
+        t.backward(loss + 0.01 * torch.stack(squares).sum() / batch.num_ranks)
+
+
 class RecomputedInside(Net):
     """One block runs in a checkpoint, and again beside another one in a checkpoint inside of that."""
 

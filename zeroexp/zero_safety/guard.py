@@ -29,6 +29,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
+from zeroexp.zero.gathers import NO_TASK, current_task
 from zeroexp.zero.held import Held, unguarded
 from zeroexp.zero.observer import Observer
 from zeroexp.zero.unit import Unit
@@ -260,10 +261,11 @@ def _before_use(parameter: GuardedParameter, func: Callable[..., Any] | None) ->
     elif guard.state.arrive is not None:
         guard.state.arrive()
     elif guard.state.freed:
+        again = "" if current_task() == NO_TASK else ", recompute it with use_reentrant=False"
         raise RuntimeError(
             f"parameter {guard.name} is freed: its values are there only while the module runs with which it is "
             "gathered (its block, or the whole model; a part that is called alone has to be a block); read it inside "
-            "`with strategy.gathered():`, save with strategy.state_dict()"
+            f"`with strategy.gathered():`, save with strategy.state_dict(){again}"
         )
 
 
