@@ -223,9 +223,7 @@ def test_a_rehearsal_the_closed_forms_and_real_steps_agree(ranks, ranks_per_host
     form = form_of(config, build_on_meta(config), *transports)
     if isinstance(form, EngineForm):  # the config names one host
         form = replace(form, ranks_per_node=ranks_per_host)
-    recomputes_modules = RECOMPUTES in words and "strategy.unit=module" in words
-    # Of recomputed modules it counts one gather too many.
-    if isinstance(form, EngineForm) and not recomputes_modules:
+    if isinstance(form, EngineForm):
         for each in real:
             agree(each, form)
     check(config, [real[0], real[-1]], ranks_per_host)

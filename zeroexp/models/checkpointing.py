@@ -35,8 +35,12 @@ BESIDE_HOOKS: dict[str, Any] = (
 def checkpoint_as_configured(module: nn.Module, blocks: Sequence[str], train: TrainConfig) -> None:
     """Make those of the blocks recompute that the config says. Raises ConfigError for an operator that torch lacks."""
     if train.activation_checkpointing:
-        every = train.recompute_every or 1
-        checkpoint_blocks(module, blocks[every - 1 :: every], kept=train.recompute_except)
+        checkpoint_blocks(module, recomputed_blocks(blocks, train), kept=train.recompute_except)
+
+
+def recomputed_blocks(blocks: Sequence[str], train: TrainConfig) -> Sequence[str]:
+    every = train.recompute_every or 1
+    return blocks[every - 1 :: every] if train.activation_checkpointing else ()
 
 
 def checkpoint_blocks(module: nn.Module, blocks: Sequence[str], kept: Sequence[str] = ()) -> None:

@@ -7,6 +7,7 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from huggingface_hub.errors import StrictDataclassError
@@ -111,20 +112,21 @@ def architecture(config: ModelConfig) -> str:
 def patched_for_fake_tensors() -> Iterator[None]:
     """Let models run where there are no values.
 
-    Of position ids transformers asks whether a sample holds several sequences, which none of our data does. Fused
-    experts multiply by torch's grouped product, which tells the shapes of bfloat16 alone; every position goes to the
-    same number of experts, so no size depends on which they are.
+    Of position ids transformers asks whether a sample holds several sequences, which none of our data does, and of a
+    mask whether it can be left out, but not where it is traced. Fused experts multiply by torch's grouped product,
+    which tells the shapes of bfloat16 alone; every position goes to the same number of experts, so no size depends on
+    which they are.
     """
-    looks, asks = masking_utils.find_packed_sequence_indices, moe._can_use_grouped_mm
-    checks = _meta_registrations._meta_grouped_mm_common
-    masking_utils.find_packed_sequence_indices = lambda position_ids: None
-    moe._can_use_grouped_mm = lambda *_: True
-    _meta_registrations._meta_grouped_mm_common = _grouped_product
-    try:
+    about_masks: Any = {
+        "find_packed_sequence_indices": lambda _: None,
+        "is_tracing": lambda *_: True,
+    }
+    with (
+        patch.multiple(masking_utils, **about_masks),
+        patch.object(moe, "_can_use_grouped_mm", lambda *_: True),
+        patch.object(_meta_registrations, "_meta_grouped_mm_common", _grouped_product),
+    ):
         yield
-    finally:
-        masking_utils.find_packed_sequence_indices, moe._can_use_grouped_mm = looks, asks
-        _meta_registrations._meta_grouped_mm_common = checks
 
 
 def _grouped_product(first: Tensor, second: Tensor, *, offs: Tensor, **further: Any) -> Tensor:

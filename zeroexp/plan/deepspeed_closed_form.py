@@ -20,6 +20,7 @@ from zeroexp.config.deepspeed_settings import SETTINGS, bucket_numel
 from zeroexp.config.keys import Config, UndefinedCombination
 from zeroexp.config.optimizer import parameter_groups
 from zeroexp.measure.record import Traffic
+from zeroexp.models.checkpointing import recomputed_blocks
 from zeroexp.models.module import BuiltModel
 from zeroexp.plan.closed_forms import ClosedForm
 from zeroexp.plan.form_of_config import arguments_of_every_form
@@ -167,7 +168,6 @@ def _gathers(config: Config, model: BuiltModel, asked: Iterable[nn.Parameter]) -
     modules, listed = model.module.modules(), model.module.parameters()
     holders = Counter(p for module in modules for p in module.parameters(recurse=False))
     forward_alone = {*takewhile(lambda p: not p.requires_grad, listed)}
-    every = config.train.recompute_every or 1
-    recomputed = model.blocks[every - 1 :: every] if config.train.activation_checkpointing else ()
+    recomputed = recomputed_blocks(model.blocks, config.train)
     again = {p for name in recomputed for p in model.module.get_submodule(name).parameters()}
     return [holders[p] if p in forward_alone else 2 * holders[p] + (p in again) for p in asked]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -13,12 +14,20 @@ from zeroexp.config.optimizer import OPTIMIZERS, master_of_kind, optimizers_of, 
 from zeroexp.config.vocabulary import vocabulary_of_data
 from zeroexp.cut.layout import LAYOUTS
 from zeroexp.cut.matrix_step import CutMatrix, cut_matrices
-from zeroexp.cut.stage import Placement
+from zeroexp.cut.stage import Move, Placement
 from zeroexp.engines.build import options_of, row_dtypes, stage_of
-from zeroexp.models.module import BuiltModel, build_model, without_backward
+from zeroexp.models.checkpointing import recomputed_blocks
+from zeroexp.models.module import BuiltModel, build_model
 from zeroexp.plan.closed_forms import ClosedForm, EngineForm
 from zeroexp.plan.form_terms import OptimizerForm, PrecisionForm
-from zeroexp.zero.grouping import group_parameters, specs_of, stage_for_world
+from zeroexp.plan.module_uses import uses_in_forward
+from zeroexp.zero.grouping import (
+    Group,
+    group_parameters,
+    outer_names,
+    specs_of,
+    stage_for_world,
+)
 
 
 def build_on_meta(config: Config, vocab_size: int | None = None) -> BuiltModel:
@@ -66,8 +75,8 @@ def _sharded_form(config: Config, model: BuiltModel, transport: str, between: st
         outer_share=_outer_share(config),
         **arguments_of_every_form(config),
     )
-    matrices, gathers = _matrices(form, config, model), _gathers(form, config, model)
-    return replace(form, matrices=matrices, gathers=gathers)
+    gathers = _gathers(form, config, model, groups)
+    return replace(form, matrices=_matrices(form, config, model), gathers=gathers)
 
 
 def _matrices(form: EngineForm, config: Config, model: BuiltModel) -> list[list[CutMatrix]]:
@@ -81,18 +90,42 @@ def _matrices(form: EngineForm, config: Config, model: BuiltModel) -> list[list[
     return [b for kind in sorted(kinds) for b in cut_matrices(form.units, shapes, step, kind)]
 
 
-def _gathers(form: EngineForm, config: Config, model: BuiltModel) -> list[int]:
-    """Return how often a microbatch gathers each unit: for forward, backward, and inside of blocks that recompute."""
-    recomputes = config.train.activation_checkpointing and form.options.unit == "module"
-    forward_alone = without_backward(model.module)
-    gathers: list[int] = []
-    for index, unit in enumerate(form.units):
-        names = [member.name for chunk in unit for member in chunk.members]
-        has_backward = index == 0 or not forward_alone.issuperset(names)
-        in_block = any(name.startswith(f"{block}.") for name in names for block in model.blocks)
-        again = 0 if form.is_kept(index) or not has_backward else 1 + (recomputes and in_block)
-        gathers.append(1 + again)
-    return gathers
+def _gathers(
+    form: EngineForm, config: Config, model: BuiltModel, groups: Sequence[Group]
+) -> list[int] | None:
+    """Return how often a microbatch gathers each unit: for forward, backward, and inside of blocks that recompute.
+
+    The unit that such a block uses last is there in its backward already, which is what makes the block recompute.
+    """
+    if form.stage.gather is not Move.ALL_GATHER:
+        return None
+    recomputed = {*recomputed_blocks(model.blocks, config.train)}
+    # Of each use of each unit, how often backward needs it.
+    backward: dict[str, list[int]] = {group.name: [] for group in groups}
+    last = ""
+    for name, has_backward in uses_in_forward(config, model, groups):
+        if name in recomputed and name in outer_names(last):
+            backward[last][-1] = min(backward[last][-1], 1)
+        if name in backward:
+            is_inside = not recomputed.isdisjoint(outer_names(name))
+            backward[name].append(has_backward * (1 + is_inside))
+            last = name
+    return [num_gathers(e, kept=form.is_kept(i)) for i, e in enumerate(backward.values())]
+
+
+def num_gathers(backward: Sequence[int], *, kept: bool) -> int:
+    """Return how often a unit is gathered for uses of which backward needs each so often.
+
+    kept: it stays until the backward of its last use; for that of an earlier one it is gathered anew.
+    """
+    num, is_there = 0, False
+    for each in backward:
+        num += not is_there
+        is_there = kept and each > 0
+    for each in filter(None, reversed(backward)):
+        num += 0 if is_there else each
+        is_there = False
+    return num
 
 
 def arguments_of_every_form(config: Config) -> dict[str, Any]:

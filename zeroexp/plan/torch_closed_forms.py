@@ -11,7 +11,7 @@ more: its reduce-scatter is an all-reduce inside.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
@@ -22,10 +22,11 @@ from torch import nn
 from zeroexp.config.keys import TORCH_DDP, Config
 from zeroexp.config.optimizer import parameter_groups
 from zeroexp.measure.record import Traffic
-from zeroexp.models.module import BuiltModel, without_backward
+from zeroexp.models.module import BuiltModel
 from zeroexp.plan.closed_forms import ClosedForm
 from zeroexp.plan.form_of_config import arguments_of_every_form
 from zeroexp.plan.form_terms import HeldElements, Owned, owned_of
+from zeroexp.plan.module_uses import Use, uses_in_forward
 from zeroexp.zero.grouping import group_parameters, named_in, with_shared_in_root
 
 Dealt = TypeVar("Dealt")
@@ -122,19 +123,20 @@ class DdpForm(ClosedForm):
 class FsdpForm(ClosedForm):
     """FSDP2: `units` are the parameters of the root and of each block; the root stays gathered until its backward.
 
-    Only trainable parameters are reduced. Backward gathers the units that have one, and ahead the block before them.
+    Only trainable parameters are reduced. gathers: of each unit in one microbatch, or without reshard in one step.
     """
 
     units: Sequence[Sequence[ParameterShape]]
     reshards: bool = True  # blocks are freed after forward: zero3
-    in_forward_alone: frozenset[int] = frozenset()  # indices of units that backward does not gather
+    gathers: Sequence[int] = ()
     replicas: int = 1
     at_rest = "master"  # the shards are the master weights, but for those of what is frozen
 
     def traffic(self, rank: int) -> Traffic:
         if self.world_size == 1:
             return Traffic()
-        used = [(unit, self._num_gathers(i)) for i, unit in enumerate(self.units) if unit]
+        times = self.accumulation if self.reshards else 1  # else only after weights have changed
+        used = [(u, times * num) for u, num in zip(self.units, self.gathers, strict=True) if u]
         reducing = sum(any(p.trainable for p in unit) for unit in self.units)
         peers, reductions = self.group_size - 1, self.accumulation
         reduced = self._shard(p for p in self._all if p.trainable)
@@ -149,13 +151,6 @@ class FsdpForm(ClosedForm):
             sent["replicas"] = 2 * self._reduce * numel * others // self.replicas
             calls["replicas"] = calls["reduce"]
         return Traffic(bytes_by_kind=sent, calls_by_kind=calls)
-
-    def _num_gathers(self, index: int) -> int:
-        """Return how often a step gathers a unit; without reshard only after its weights have changed."""
-        if not self.reshards:
-            return 1
-        has_backward = index > 0 and index not in self.in_forward_alone
-        return self.accumulation * (1 + has_backward)
 
     def held_elements(self, rank: int) -> HeldElements:
         """Return what `rank` holds: shards that are padded alike on all ranks, and moments of its real rows."""
@@ -226,17 +221,43 @@ def _fsdp_form(config: Config, model: BuiltModel) -> FsdpForm:
     of_optimizer = parameter_groups(model.module, config.optimizer, model.blocks)
     unit = config.strategy.unit or "block"
     groups = with_shared_in_root(group_parameters(model.module, model.blocks, unit, of_optimizer))
-    frozen = without_backward(model.module)
-    first = [
-        index for index, group in enumerate(groups) if index and frozen >= set(group.parameters)
-    ]
+    reshards = config.strategy.name == "zero3"
+    uses = uses_in_forward(config, model, groups)
+    gathers = fsdp_gathers(uses, [group.name for group in groups if group.parameters], reshards)
     return FsdpForm(
         units=[_shapes(group.parameters.values(), group.kinds) for group in groups],
-        in_forward_alone=frozenset(first[:-1]),  # the last one is gathered ahead
-        reshards=config.strategy.name == "zero3",
+        reshards=reshards,
+        gathers=[gathers[group.name] for group in groups],
         replicas=config.grid.num_groups,
         **arguments_of_every_form(config),
     )
+
+
+def fsdp_gathers(uses: Iterable[Use], units: Collection[str], reshards: bool) -> Counter[str]:
+    """Return how often FSDP2 gathers each of these units, which have parameters, in forward and backward.
+
+    Backward gathers ahead the unit that was used before, and frees one after each of its uses. The root stays.
+    """
+    uses = [use for use in uses if use.name in units]
+    num, there = Counter[str](), set[str]()
+
+    def gather(name: str) -> None:
+        num[name] += name not in there
+        there.add(name)
+
+    positions: dict[str, list[int]] = {name: [] for name in units}
+    for position, (name, _) in enumerate(uses):
+        gather(name)
+        positions[name].append(position)
+        if reshards and name:
+            there.remove(name)
+    for name, has_backward in reversed(uses):
+        if has_backward:
+            gather(name)
+            if position := positions[name].pop():
+                gather(uses[position - 1].name)
+            there.discard(name)
+    return num
 
 
 def _shapes(
