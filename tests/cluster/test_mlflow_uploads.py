@@ -14,7 +14,9 @@ import pytest
 
 from tests.cluster.test_sweep import ONE, zeroexp
 from tests.run_folders import record, write_run
+from tests.test_rank import make_job
 from zeroexp.cluster.job import Job
+from zeroexp.cluster.local import LocalCluster
 from zeroexp.cluster.sweep import Sweep
 from zeroexp.config.keys import TrackingConfig, load, save
 from zeroexp.measure.formats import refuse_newer_format
@@ -99,6 +101,38 @@ def test_each_run_of_a_sweep_goes_to_its_own_experiment_or_nowhere(
         " join experiments using (experiment_id) order by 1, 2",
     )
     assert sent == [("one", 0), ("one", 1), ("two", 0)], "one page"
+
+
+@pytest.mark.parametrize(
+    ("at", "interrupted", "ends"),
+    [("rehearse", LocalCluster, "FINISHED"), ("wait", mlflow_uploads._Worker, "KILLED")],
+    ids=["rehearsed", "store opens"],
+)
+def test_ctrl_c_leaves_no_run_that_mlflow_takes_for_running(
+    tmp_path: Path,
+    empty_store: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    at: str,
+    interrupted: type,
+    ends: str,
+) -> None:
+    """Neither while a run that is done is rehearsed, nor before the store has answered that it begins."""
+    shutil.copy(empty_store, tmp_path)
+    (tmp_path / "sweep").mkdir()
+    job = make_job(tmp_path / "sweep" / "run", world_size=1, cluster__rehearse_s=60)
+    job.enter("pending")
+    plain = getattr(interrupted, at)
+
+    def ctrl_c(*_: object) -> None:
+        monkeypatch.setattr(interrupted, at, plain)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(interrupted, at, ctrl_c)
+    with Sweep([]) as sweep:
+        with pytest.raises(KeyboardInterrupt):
+            sweep._execute([job])
+        sweep._uploads.conclude(tmp_path / "sweep")
+    assert ask(tmp_path, "select status from runs") == [(ends,)]
 
 
 def test_a_step_reads_no_config(tmp_path: Path) -> None:

@@ -280,6 +280,28 @@ def test_steps_that_a_killed_attempt_had_sent_stand_once_after_the_next_repeats_
         assert ask(outputs, query, run_id, key) == [(step,) for step in range(9)], key
 
 
+def test_a_sync_that_waits_for_another_sender_leaves_the_end_that_it_sent(
+    tracker: MlflowTracker, outputs: Path, sweep: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before it waited, the run went on."""
+    folder = write_run(sweep / "zero3-buffer", status="running")
+    run_id, other = tracker.start_run(folder).run_id, MlflowTracker(None, sweep.name, outputs)
+    locked = other.store.locked
+
+    @contextmanager
+    def locked_once_the_end_is_sent(path: Path) -> Iterator[None]:
+        monkeypatch.setattr(other.store, "locked", locked)
+        write_json(folder / "state.json", {"status": "failed", "reason": "rank 1: no"})
+        tracker.log_run(folder)
+        with locked(path):
+            yield
+
+    _ = other.store.experiment_id  # the store is open
+    monkeypatch.setattr(other.store, "locked", locked_once_the_end_is_sent)
+    other.log_run(folder)
+    assert (status(outputs, run_id), tag(outputs, run_id, "status")) == ("FAILED", "failed")
+
+
 def test_a_run_that_is_run_again_is_another_run(
     tracker: MlflowTracker, outputs: Path, sweep: Path
 ) -> None:

@@ -327,8 +327,10 @@ class Sweep:
             self._exits.close()  # ranks of what is cancelled train no further
             self._clusters.clear()
             ours = [job for job in jobs if ids.get(job) in (None, slurm_id(job))]
-            for job in cancel_unfinished(ours):
-                if (job.folder / LINK).exists():
+            stopped = cancel_unfinished(ours)
+            for job in jobs:
+                had = job in stopped and (job.folder / LINK).exists()
+                if had or self._uploads.has_begun(job.folder):
                     self._send(job)
             raise
 

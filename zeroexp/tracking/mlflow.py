@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -68,9 +69,15 @@ class MlflowTracker:
         A run that goes on from its checkpoint goes on in its MLflow run. One that is repeated from its start becomes
         a new one, and the old one leaves the views of the sweep.
         """
-        with self.store.locked(folder / f".{LINK}.lock"):
-            link = replace(self._opened_link(folder), closed=False)
-            link.write(folder)
+        with self._locked(folder):
+            return self._start(folder)
+
+    def _locked(self, folder: Path) -> AbstractContextManager[None]:
+        return self.store.locked(folder / f".{LINK}.lock")
+
+    def _start(self, folder: Path) -> LoggedRun:
+        link = replace(self._opened_link(folder), closed=False)
+        link.write(folder)
         return link
 
     def _link_of(self, folder: Path) -> LoggedRun | None:
@@ -102,11 +109,15 @@ class MlflowTracker:
         `status` is one of state.json's words, by default the one in that file; a final status closes the run. Returns
         the id of the MLflow run, or None for a skipped point, which never was a run.
         """
+        with self._locked(folder):  # from the reading on: another sender may tell the end meanwhile
+            return self._log(folder, status)
+
+    def _log(self, folder: Path, status: str | None) -> str | None:
         run, records = read_run(folder), read_timed_records(folder)
         status = status or run.status
         if status == "skipped":
             return None
-        link = self.start_run(folder)
+        link = self._start(folder)
         ended = mlflow_labels.end_time(run, status, records)
         summary = [] if run.summary is None else mlflow_metrics.summary_entries(ended, run.summary)
         self.log_steps(link.run_id, records, attempt.newest(folder))

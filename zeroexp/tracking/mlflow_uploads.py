@@ -43,6 +43,10 @@ class Uploads:
     def failed(self) -> bool:
         return self._worker.error is not None
 
+    def has_begun(self, folder: Path) -> bool:
+        """Whether the store has heard of the run, or is about to, and not of its end."""
+        return folder in self._looked
+
     def begin(self, folder: Path) -> None:
         """Start the MLflow run before its ranks run; if this process is killed, --rerun or a sync closes the run."""
         self._looked[folder] = time.monotonic()
@@ -59,6 +63,7 @@ class Uploads:
 
     def send(self, folder: Path) -> None:
         """Send all files of an ended run."""
+        self._looked.pop(folder, None)
         self._worker.do(lambda: self._tracker.log_run(folder))
         self._worker.wait(STILL_SECONDS)
 
@@ -111,6 +116,10 @@ class UploadsOfSweep:
     def send(self, folder: Path) -> None:
         if uploads := self.of(folder):
             uploads.send(folder)
+
+    def has_begun(self, folder: Path) -> bool:
+        uploads = self._by_run.get(folder)
+        return uploads is not None and uploads.has_begun(folder)
 
     def conclude(self, sweep: Path) -> None:
         """Conclude each store; the page goes to that of the first run."""
