@@ -68,6 +68,13 @@ def hang_with_child(folder: Path, *, device: str) -> None:
     light_ranks.hang(folder, device=device)
 
 
+def kill_rank_with_child(folder: Path, *, device: str) -> None:
+    if world.rank_info_from_environment(os.environ).rank == 1:
+        child = subprocess.Popen(["sleep", "1000"])
+        (folder / f"child{child.pid}").write_text(str(child.pid))
+    light_ranks.kill_rank_1(folder, device=device)
+
+
 def kill_on_node(folder: Path, *, device: str) -> None:
     end_on_node(folder, device=device)
     kill_server(folder, device=device)

@@ -175,6 +175,13 @@ def test_a_limit_of_open_files_is_told_in_one_line_and_the_next_run_is_fine(loca
     assert local.run(make_job(tmp_path / "say_who")).status == "done"
 
 
+def test_what_a_killed_rank_has_started_ends_too(local, tmp_path):
+    job = make_job(tmp_path / "kill_rank_with_child")
+    assert cause_of(local.run(job))["exception"] == "SIGKILL"
+    (child,) = job.folder.glob("child*")
+    wait_until(lambda: not is_alive(int(child.read_text())))
+
+
 def test_a_lost_server_fails_its_job_and_is_replaced(tmp_path, monkeypatch):
     start_servers_with(monkeypatch, Warm)
     doomed, healthy = make_job(tmp_path / "kill_server"), make_job(tmp_path / "say_who")
@@ -187,6 +194,20 @@ def test_a_lost_server_fails_its_job_and_is_replaced(tmp_path, monkeypatch):
         again = local.run(healthy, on_event=events.append)
     assert again.status == "done"
     assert len(events) == 1 and "starting another" in events[0]
+
+
+def test_a_server_that_is_asked_to_end_had_memory_enough(tmp_path, monkeypatch):
+    start_servers_with(monkeypatch, Warm)
+    job, asked = make_job(tmp_path / "hang"), list[int]()
+
+    def ask() -> None:
+        if not asked and len(pids(job.folder)) == 2:
+            asked.append(local.server)
+            os.kill(local.server, signal.SIGTERM)
+
+    with LocalCluster(Config().cluster, rank_main=RANK_MAIN) as local:
+        message = cause_of(local.run(job, meanwhile=ask))["message"]
+    assert message == "the process that starts ranks was ended by SIGTERM"
 
 
 def test_a_server_that_hangs_before_there_are_ranks_is_told_and_replaced(tmp_path, monkeypatch):

@@ -402,6 +402,7 @@ def test_the_folder_of_a_run_is_no_sweep_whose_run_is_hydras_own_folder(tmp_path
     write_run(tmp_path / ".hydra", status="failed")
     with pytest.raises(ConfigError, match=r"no run in there; give .*outputs/<sweep>"):
         read(tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == [".hydra"]
 
 
 def test_a_rerun_says_that_a_kill_left_points_without_a_folder(tmp_path, monkeypatch, capsys):
@@ -435,6 +436,14 @@ def test_a_point_that_is_set_aside_keeps_its_place(tmp_path):
     assert Job(tmp_path / "first").status == "pending"
     folders = [tmp_path / name for name in ("second", "first")]
     assert [run.name for run in reading.readable_runs(folders)] == ["first", "second"]
+
+
+def test_a_run_is_set_aside_beside_what_is_left_of_earlier_attempts(tmp_path):
+    """Their folders are the user's to remove."""
+    folder = write_run(tmp_path / "run", status="failed")
+    (folder / "earlier" / "2").mkdir(parents=True)
+    put_back(Job(folder))
+    assert (folder / "earlier" / "3" / "state.json").exists()
 
 
 def test_ctrl_c_cancels_what_has_not_ended(tmp_path):

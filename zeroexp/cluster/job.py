@@ -104,7 +104,8 @@ class Job:
         remove_unfinished(self.folder)
         earlier = self.folder / "earlier"
         earlier.mkdir(exist_ok=True)
-        there = earlier / str(len(list(earlier.iterdir())) + 1)
+        taken = [int(path.name) for path in earlier.iterdir() if path.name.isdecimal()]
+        there = earlier / str(max(taken, default=0) + 1)
         there.mkdir()
         for name in moved:
             if (self.folder / name).exists():

@@ -17,6 +17,12 @@ from zeroexp.cluster.job import Job, JobOutcome, ending_of
 from zeroexp.config.keys import ClusterConfig, Config, ConfigError
 from zeroexp.tracking import failure
 
+OF_MEMORY = (
+    signal.SIGABRT,
+    signal.SIGSEGV,
+    signal.SIGBUS,
+    signal.SIGKILL,
+)  # C++ aborts without room
 POLL_SECONDS = 0.05
 END_SECONDS = 5.0  # the server's time to end its ranks and itself
 PREPARE_SECONDS = 600.0  # its time to import and compile what ranks need, beside cluster.timeout_s
@@ -129,9 +135,10 @@ class LocalCluster:
         except (EOFError, ConnectionError):
             code = self._process.wait()
             how = f"ended with code {code}"
-            if code < 0:  # C++ aborts where its libraries find no room
-                name = signal.Signals(-code).name
-                how = f"was ended by {name}, as where memory is short; look at `ulimit -v` and `free -h`"
+            if code < 0:
+                how = f"was ended by {signal.Signals(-code).name}"
+                if -code in OF_MEMORY:
+                    how += ", as where memory is short; look at `ulimit -v` and `free -h`"
             return {"ended": "failed", "ServerLost": f"the process that starts ranks {how}"}
 
     def _close(self) -> None:

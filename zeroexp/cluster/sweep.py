@@ -135,8 +135,11 @@ class Sweep:
         Raises ConfigError if the process that runs them may be alive, or if no point is unfinished.
         """
         require_writable(f"--rerun {folder}", folder, "run it as who started the sweep")
-        self._submits_alone(folder)
         every = [Job(run) for run in run_folders(folder)]
+        if not (every or (folder / MAKING).exists()):
+            remedy = "give the folder of a sweep, outputs/<sweep>"
+            raise ConfigError(f"--rerun {folder}: no run in there; {remedy}")
+        self._submits_alone(folder)
         jobs = [job for job in every if self._can_be_read(job)]
         jobs.sort(key=lambda job: job.state.get("pending_at", 0.0))
         if (folder / MAKING).exists():
@@ -154,8 +157,7 @@ class Sweep:
         going_on = unfinished(jobs).values()  # jobs that go on in Slurm
         again = [job for job in jobs if job.status not in FINE and job not in going_on]
         if not again and not self._num_damaged:
-            none = "no run in there; give the folder of a sweep, outputs/<sweep>"
-            problem = "nothing there has failed; there is nothing to run again" if every else none
+            problem = "nothing there has failed; there is nothing to run again"
             raise ConfigError(f"--rerun {folder}: {problem}")
         for job in again:
             plugins.load(job.config.plugins, working_folder_of(job.folder))

@@ -118,6 +118,11 @@ class WatchedRank:
         return self._pidfd
 
     def reap(self) -> int:
+        """Return how the rank ended. Where it failed, what it started ends too, if it is the leader of its group."""
+        ended = os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOWAIT)
+        if ended is not None and ended.si_status != 0:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(self.pid, signal.SIGTERM)  # nobody else gets its number before the wait
         _, status, used = os.wait4(self.pid, 0)
         self.peak_bytes = used.ru_maxrss * 1024
         self.status = os.waitstatus_to_exitcode(status)
