@@ -242,6 +242,20 @@ def test_where_a_line_fits_is_told_to_programs_as_to_readers(plans_of):
         assert one_line(fit_lines(plans)).count("not up to 64") == (size is None)
 
 
+def test_what_fits_a_named_gpu_leaves_what_driver_and_nccl_may_take(plans_of):
+    """As --advise does: of the 24 GiB of an L4 6 %, and a GiB."""
+    words = "model=mlp_tiny data=vectors data.seq_len=8192 strategy=ddp cluster.device=cuda"
+    plans = plans_of(f"{words} cluster.gpu=L4")
+    (entry,) = json.loads(fit_json(plans))
+    samples = entry["micro_batch_size"]
+    assert entry["limit_bytes"] == (24 - 0.06 * 24 - 1) * GIB
+    assert "fits 21.56 GiB (of 24, of which driver" in one_line(fit_lines(plans))
+    for more, verdict in ((0, "yes"), (1, "tight")):
+        batch = f"data.micro_batch_size={samples + more} data.global_batch_size={samples + more}"
+        (point,) = plans_of(f"{words} cluster.gpu=L4 world_size=1 {batch} --rehearse").planned
+        assert point.outcome.verdict == verdict
+
+
 @pytest.mark.slow
 def test_what_is_reserved_stands_beside_what_is_allocated_on_gpus_alone(plans_of, monkeypatch):
     """Of a CPU there is no allocator that keeps memory; the settings are those of the environment."""

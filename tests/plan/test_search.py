@@ -66,6 +66,13 @@ def test_ranks_in_groups_of_three_are_multiples_of_three():
     assert found and found.config.world_size == 6, "3 would be groups of one rank"
 
 
+def test_ranks_on_three_nodes_are_multiples_of_three():
+    words = ("model=mlp_tiny", "data=vectors", "data.seq_len=16", "strategy=zero3", "world_size=9")
+    link = ("cluster.link=1gbit", "cluster.nodes=3", "cluster.device_memory_gib=1")
+    found = fewest_ranks(plan_point(composed(*words, *link), None, "cpu"))
+    assert found and found.config.world_size == 3
+
+
 def test_one_rank_lays_out_nothing_for_others():
     alone, two = (rehearsed_at(size, "zero3").outcome.by_kind["buffers"] for size in (1, 2))
     assert alone.fullest == 0 < two.fullest

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from math import lcm
+from typing import Any
 
 from zeroexp.config.keys import ConfigError
 from zeroexp.models.module import longest_sequence
@@ -23,9 +24,10 @@ MOST_RANKS = {"cuda": 4096, "cpu": 64}  # CPU ranks share a host, where each pai
 MOST_SAMPLES, TOKENS = 1 << 16, 64  # the largest micro-batch that is tried; the step of sequences
 MOST_TOKENS = 1 << 20  # of a model that names no longest sequence
 HEAD = (
-    "The fewest {device} ranks, among powers of two (where groups are of 3, times 3), at which a step fits {limit:g} "
-    "GiB, and there the largest micro-batch (one in a step) and the longest sequence, each alone. Rehearsed: peak and "
-    "left are {unit} of the fullest rank, with activations; on GPUs what torch's allocator reserves for them."
+    "The fewest {device} ranks, among powers of two (where groups or nodes are of 3, times 3), at which a step fits "
+    "{limit:.4g} GiB{unsure}, and there the largest micro-batch (one in a step) and the longest sequence, each alone. "
+    "Rehearsed: peak and left are {unit} of the fullest rank, with activations; on GPUs what torch's allocator "
+    "reserves for them."
 )
 ROWS = "rows that were made"
 
@@ -49,10 +51,9 @@ class Fit:
 def fit_lines(plans: Plans) -> str:
     """Return a line for each strategy, layout and settings. Raises ConfigError without a limit."""
     points = _asked(plans)
-    unit, size = unit_of([each.outcome.limit_bytes for each in points])
+    unit, size = unit_of([each.outcome.sure_bytes for each in points])
     heads = dict.fromkeys(
-        HEAD.format(device=each.machines.device, limit=each.outcome.memory_gib, unit=unit)
-        for each in points
+        HEAD.format(device=each.machines.device, unit=unit, **_limit(each)) for each in points
     )
     fits = signals.until_interrupted(map(_fit, points), ROWS)
     reasons = [fit.at.outcome.not_rehearsed for fit in fits if fit.at]
@@ -92,13 +93,20 @@ def _fit(point: PlannedPoint) -> Fit:
     return Fit(point, at, *_most_work(at))
 
 
+def _limit(point: PlannedPoint) -> dict[str, Any]:
+    """Return what --advise allows too."""
+    whole, unsure = point.outcome.memory_gib or 0.0, point.outcome.unsure_gib
+    why = f" (of {whole:g}, of which driver, CUDA and NCCL may take the rest)" if unsure else ""
+    return {"limit": whole - unsure, "unsure": why}
+
+
 def _row(fit: Fit) -> Row:
     row = row_of(fit.asked) | {"settings": settings_of(fit.asked.outcome)}
     row |= {"samples": fit.samples or "-", "seq_len": fit.tokens or "-"}
     if fit.at is None:
         most = MOST_RANKS[fit.asked.machines.device]
         return row | {"world_size": f"not up to {most}", "peak_bytes": "-", "left_bytes": "-"}
-    held, limit = fit.at.outcome.peak_bytes, fit.at.outcome.limit_bytes
+    held, limit = fit.at.outcome.peak_bytes, fit.at.outcome.sure_bytes
     row |= {"world_size": fit.at.config.world_size, "peak_bytes": held, "left_bytes": limit - held}
     return row
 
@@ -113,7 +121,7 @@ def _entry(fit: Fit) -> dict[str, object]:
         "micro_batch_size": fit.samples,
         "seq_len": fit.tokens,
         "peak_bytes": at and at.outcome.peak_bytes,
-        "limit_bytes": outcome.limit_bytes,
+        "limit_bytes": outcome.sure_bytes,
         "plan": at and json_entry(at),
     }
 
@@ -121,18 +129,19 @@ def _entry(fit: Fit) -> dict[str, object]:
 def fewest_ranks(point: PlannedPoint) -> PlannedPoint | None:
     """Return the point at the fewest ranks at which its rehearsed peak fits, or model states where none is known."""
     strategy, most = point.config.strategy, MOST_RANKS[point.machines.device]
-    groups = lcm(strategy.replicas or 1, strategy.secondary_partition or 1)
+    num_nodes = point.config.cluster.num_nodes  # of a local run
+    groups = lcm(strategy.replicas or 1, strategy.secondary_partition or 1, num_nodes)
     odd = groups // (groups & -groups)  # no power of two is in groups of three
     for power in range((most // odd).bit_length()):
         at = planned_change(point, {"world_size": odd * 2**power})
-        if at and at.outcome.fits and (at := with_rehearsal(at)).outcome.fits:
+        if at and at.outcome.has_room and (at := with_rehearsal(at)).outcome.has_room:
             return at
     return None
 
 
 def _most_work(at: PlannedPoint) -> tuple[int | None, int | None]:
     """Return the largest micro-batch, alone in a step, and the longest sequence that fit. Raises ConfigError."""
-    config, limit = at.config, at.outcome.limit_bytes
+    config, limit = at.config, at.outcome.sure_bytes
     unit, size = unit_of([limit])
 
     def peak(settings: dict[str, int]) -> int:

@@ -100,14 +100,18 @@ class Outcome:
         return inf if self.memory_gib is None else int(self.memory_gib * 2**30)
 
     @property
+    def sure_bytes(self) -> float:
+        """What a run surely finds of the limit."""
+        return self.limit_bytes - self.unsure_gib * 2**30
+
+    @property
     def fits(self) -> bool:
         """Whether the peak is within the limit, or where nothing was rehearsed model states."""
         return self.peak_bytes <= self.limit_bytes
 
     @property
     def has_room(self) -> bool:
-        """Whether it fits in what a run surely finds of the limit."""
-        return self.peak_bytes <= self.limit_bytes - self.unsure_gib * 2**30
+        return self.peak_bytes <= self.sure_bytes
 
     @property
     def verdict(self) -> str | None:
