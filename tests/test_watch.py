@@ -59,12 +59,15 @@ def test_a_sweep_is_shown_where_slurm_does_not_answer(
     assert "zeroexp: squeue: not on this machine; watch on" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("died", [None, "its process, which ran it, has died"])
 def test_a_look_leaves_an_end_that_is_written_meanwhile(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, died: str | None
 ) -> None:
+    """Also where whoever wrote it has died since."""
     run_of(tmp_path, "zero2", "running")
     (job,) = jobs_of(tmp_path)
-    monkeypatch.setattr(owner, "is_abandoned", lambda _: job.enter("failed", "rank 0: no"))
+    ends = lambda _: job.enter("failed", "rank 0: no") or died  # noqa: E731
+    monkeypatch.setattr(owner, "is_abandoned", ends)
     refresh([job])
     assert job.status == "failed"
 

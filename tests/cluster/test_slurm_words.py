@@ -486,8 +486,25 @@ def test_what_watch_cancels_while_it_is_submitted_is_cancelled_in_slurm(slurm, t
     assert [job.status for job in jobs] == ["cancelled", "cancelled"]
 
 
+def test_a_held_point_that_slurm_refuses_later_is_told(slurm, tmp_path):
+    """By the watch that submits it, as nobody follows it otherwise."""
+    slurm(sbatch=SAYS.format("Invalid account"), squeue="true")
+    (job, _), told = slurm_jobs(tmp_path), tmp_path / "told"
+    save(
+        replace(job.config, events=EventsConfig(tell=f"cat >> {told}")), job.folder / "config.yaml"
+    )
+    hold(job, "MaxSubmitJobs")
+    _watch(tmp_path)
+    assert told.read_text() == f"{job.folder}: failed: {job.state['reason']}\n"
+    assert "Invalid account" in told.read_text()
+
+
 def cancelled_by_watch(sweep: Path) -> str:
-    command = [sys.executable, "-m", "zeroexp.watch", str(sweep), "--cancel"]
+    return _watch(sweep, "--cancel")
+
+
+def _watch(sweep: Path, *words: str) -> str:
+    command = [sys.executable, "-m", "zeroexp.watch", str(sweep), *words]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     return subprocess.run(command, env=environment, capture_output=True, text=True).stdout
 

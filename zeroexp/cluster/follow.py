@@ -46,7 +46,8 @@ def refresh(jobs: Iterable[Job]) -> None:
     jobs = list(jobs)
     for job in jobs:
         state = read_state(job.folder)  # once: its own process may write the end meanwhile
-        if reason := why_abandoned(job.folder, state):
+        reason = why_abandoned(job.folder, state)
+        if reason and job.status in UNFINISHED:  # again: it may have died behind that
             job.enter("cancelled", reason)
     _adopt_all(jobs)
     open_jobs = unfinished(jobs)
