@@ -80,6 +80,13 @@ def test_a_run_of_seldom_synchronised_replicas_holds_and_sends_what_its_plan_say
     assert summary.sent_bytes_by_kind["replicas"] == num_bytes / 3
 
 
+@pytest.mark.parametrize("implementation", ["buffer", "torch"])
+def test_launches_of_a_step_are_planned_of_our_engine(implementation: str) -> None:
+    words = ("data=vectors", "strategy=zero3", f"strategy.implementation={implementation}")
+    planned = rehearsed_beside(composed("model=mlp_tiny", *words), "cpu")
+    assert ("calls" in planned) == (implementation == "buffer")
+
+
 @pytest.mark.slow
 def test_the_plan_of_a_resumed_run_is_of_the_steps_that_it_takes(local, tmp_path):
     """It begins behind an outer step, at 5, and warms up for 2: one of its 3 steps is one, of 8 planned ones two."""

@@ -92,6 +92,9 @@ def test_of_what_an_interface_counted_nothing_is_claimed(sweep: Path) -> None:
 def test_losses_that_part_break_their_claim(sweep: Path) -> None:
     edit(sweep / "ours/records.jsonl", '"loss": 7.0,', '"loss": 7.1,')
     assert "loss curves DISAGREE" in conclude(points(sweep)).broken[0]
+    layout = loss_chart(points(sweep)).layout
+    (bottom, below), (above, top) = (layout[axis]["domain"] for axis in ("yaxis2", "yaxis"))
+    assert 0 <= bottom < below < above < top <= 1, "distances stand below the losses"
     third = write_run(sweep / "third", "zero2", "buffer")
     edit(third / "config.yaml", "loss_agreement: null", "loss_agreement: 1.0e-05")
     edit(third / "records.jsonl", '"loss": 7.0,', '"loss": 7.01,')

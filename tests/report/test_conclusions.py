@@ -228,6 +228,12 @@ def test_sweeps_that_ask_for_one_bound_are_all_beside_the_first(tmp_path: Path) 
     both = [*read_runs(tmp_path / "oracle")[0], *read_runs(tmp_path / "pair")[0]]
     told = json.loads(as_json(points_of(both), [], conclude(points_of(both))))["losses"]["curves"]
     assert [curve["agrees"] for curve in told] == [True, False, False]
+    # A third one that asks for another bound: each is beside its own first, also of the two that ask for one.
+    folder = write_run(tmp_path / "wide/ddp", "ddp")
+    save(composed("strategy=ddp", "study.loss_agreement=10"), folder / "config.yaml")
+    three = [*both, *read_runs(tmp_path / "wide")[0]]
+    told = json.loads(as_json(points_of(three), [], conclude(points_of(three))))["losses"]["curves"]
+    assert [curve["agrees"] for curve in told] == [True] * 4
 
 
 def test_times_of_many_points_are_compared_as_many(

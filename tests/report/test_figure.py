@@ -15,8 +15,8 @@ from zeroexp.report.figure import draw_figure, save_figure
 from zeroexp.report.measured_points import MeasuredPoint
 from zeroexp.report.page import CHARTS, chart_of
 from zeroexp.report.page.byte_charts import MESSAGES
-from zeroexp.report.page.chart import row_chart
-from zeroexp.report.palette import CAUSE_COLOURS, GREY, PART_COLOURS
+from zeroexp.report.page.chart import line_style, row_chart
+from zeroexp.report.palette import CAUSE_COLOURS, DASHES, GREY, PART_COLOURS, SERIES
 
 STRATEGIES = ("ddp", "zero1", "zero2", "zero3")
 
@@ -60,6 +60,11 @@ def test_no_two_parts_of_a_row_look_alike() -> None:
     assert len({*patterns}) == len({*hatches}) == len(CAUSES)
 
 
+def test_no_two_of_many_lines_look_alike() -> None:
+    looks = [line_style(index) for index in range(len(SERIES) * len(DASHES))]
+    assert len({tuple(each.values()) for each in looks}) == len(looks)
+
+
 def test_no_two_kinds_of_messages_look_alike() -> None:
     """A colour by its place would be another in each chart, and that of a kind with a colour of its own."""
     verbs = [*MESSAGES, "hand_over", "quiesce", "by TCP"]
@@ -89,7 +94,9 @@ def test_scaling_has_a_tick_for_each_number_of_ranks_and_no_other(tmp_path: Path
     for size in (2, 16):
         write_run(tmp_path / f"zero3-n{size}", world_size=size)
     made = points(tmp_path)
-    (axes,) = draw_figure(chart_of("scaling", made, conclude(made))).axes
+    chart = chart_of("scaling", made, conclude(made))
+    assert [line["x"] for line in chart.data] == [[2, 16]] * 2, "not in the order of the folders"
+    (axes,) = draw_figure(chart).axes
     assert [label.get_text() for label in axes.get_xticklabels(which="both")] == ["2", "16"]
 
 

@@ -107,6 +107,14 @@ def test_a_step_is_cut_into_what_waits_for_each_verb_and_the_rest(text: str) -> 
     assert "rank 1 waited 10.0 ms a step for rank 0" in chart["caption"]
 
 
+def test_a_sweep_ends_with_a_page_in_its_folder(tmp_path: Path, monkeypatch, capsys) -> None:
+    monkeypatch.chdir(tmp_path)
+    write_run(tmp_path / "sweep/a")
+    page.write_into(tmp_path / "sweep", points(tmp_path / "sweep"))
+    assert capsys.readouterr().out == "\nReport: sweep/report.html\n"
+    assert "memory" in charts((tmp_path / "sweep/report.html").read_text(encoding="utf-8"))
+
+
 def test_lines_of_scaling_have_an_ideal(text: str, tmp_path: Path) -> None:
     drawn = {t["name"]: t for t in charts(text)["scaling"]["data"]}
     assert list(drawn) == ["ddp", "zero2", "zero3", "ideal"]
