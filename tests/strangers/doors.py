@@ -132,6 +132,28 @@ def groups_that_the_factory_has(lab: Lab, how: str) -> None:
     t.state_dict()
 
 
+class Counting(torch.optim.SGD):
+    """It keeps a number of its own in each group, also in those of which a rank holds nothing."""
+
+    def __init__(self, groups: Any) -> None:
+        super().__init__([{**group} for group in groups], lr=0.05)
+        for group in self.param_groups:
+            group["steps"] = 0
+
+    def step(self, closure: None = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+        super().step()
+        for group in self.param_groups:
+            group["steps"] += 1
+
+
+@scenario([Setting(stage, layout="parameter", world_size=3) for stage in ("zero1", "zero3")])
+def groups_in_which_an_optimizer_counts(lab: Lab) -> None:
+    model = Net()
+    body = [p for name, p in model.named_parameters() if not name.startswith("head")]
+    groups = [{"params": [*model.head.parameters()]}, {"params": body}]
+    lab.train(lab.wrap(model, groups=groups, optimizer=Counting))
+
+
 @scenario([Setting(stage, layout="parameter", world_size=3) for stage in ("zero1", "zero3")])
 def groups_without_those_of_which_this_rank_holds_nothing(lab: Lab) -> None:
     """torch warns of an empty group, and some factories leave it out."""

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+from omegaconf import OmegaConf
 from torch import Tensor, nn
 
 from tests.strangers.lab import (
@@ -269,6 +270,7 @@ def weights_and_copies_that_the_constructor_keeps(lab: Lab) -> None:
             self.own, self.first = [self.down.weight], self.down.weight.detach().clone()
             self.of_itself: list[Any] = [SimpleNamespace(module=self, weight=self.up.weight)]
             self.of_itself.append(self.of_itself)
+            self.config = OmegaConf.create({"needed": "???", "of": "${nothing}"})
 
         def forward(self, x: Tensor) -> Tensor:
             return super().forward(x) * (self.own[0] - self.first).square().sum().exp()

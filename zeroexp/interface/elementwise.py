@@ -186,7 +186,8 @@ def make_optimizer(factory: OptimizerFactory, groups: Sequence[dict[str, Any]]) 
 def _add_left_out(optimizer: Optimizer, groups: Sequence[Mapping[str, Any]]) -> None:
     """Give back groups of which this rank holds nothing, where the factory left them out: other ranks have them."""
     made = [group for group in optimizer.param_groups if group["params"]]
-    if len(made) == sum(bool(group["params"]) for group in groups):
+    are_left_out = len(optimizer.param_groups) < len(groups)
+    if are_left_out and len(made) == sum(bool(group["params"]) for group in groups):
         rest = iter(made)
         optimizer.param_groups[:] = [
             next(rest) if group["params"] else {**optimizer.defaults, **group} for group in groups

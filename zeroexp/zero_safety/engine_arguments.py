@@ -266,8 +266,10 @@ def _tensors_in(value: Any) -> Iterator[Tensor]:
 
 def _inside(value: Any) -> Iterable[Any]:
     """Return what a container holds, a function encloses, or a plain object has in its attributes."""
-    if isinstance(value, Mapping):
-        return value.values()
+    if isinstance(
+        value, dict
+    ):  # another mapping may refuse to be read, as a config with a key that is missing
+        return dict.values(value)
     if isinstance(value, list | tuple | set | frozenset | deque):
         return value
     if isinstance(value, FunctionType):
