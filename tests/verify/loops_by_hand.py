@@ -591,3 +591,81 @@ def sums_in_pairs() -> Loop:
 
     words: Any = {"optimizer": adamw, "train": train}
     return Loop(model=Model(), loss=loss_of, batch=batch_of, **words)
+
+
+class Summing(torch.optim.AdamW):
+    """As Horovod's: gradients of ranks are summed inside of the step."""
+
+    def step(self, closure: Any = None) -> Any:
+        for parameter in self.param_groups[0]["params"]:
+            dist.all_reduce(parameter.grad)
+        return super().step(closure)
+
+
+def sums_in_its_step() -> Loop:
+    return of_an_optimizer(lambda model: Summing(model.parameters(), lr=1e-2, weight_decay=0.1))
+
+
+def clips_in_a_hook() -> Loop:
+    def clipping(model: Any) -> torch.optim.Optimizer:
+        def clip(*_: Any) -> None:
+            for parameter in model.parameters():
+                dist.all_reduce(parameter.grad)
+            nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+
+        optimizer = adamw(model)
+        optimizer.register_step_pre_hook(clip)
+        return optimizer
+
+    loop = of_an_optimizer(clipping)
+    loop.max_grad_norm = 0.1
+    return loop
+
+
+def of_an_optimizer(make: Any) -> Loop:
+    def train(model: nn.Module) -> Any:
+        optimizer = make(model)
+
+        def step(batches: Sequence[Batch]) -> None:
+            for batch in batches:
+                (loss_of(model, batch) / len(batches) / dist.get_world_size()).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+        return step
+
+    return Loop(model=Model(), loss=loss_of, batch=batch_of, optimizer=adamw, train=train)
+
+
+def overflows(scale: float = 2.0**127, moved: float = 0.0) -> Loop:
+    """Its first step overflows float32, by which GradScaler finds its scale. moved: what weights gain in it."""
+
+    def ramp(optimizer: Any) -> Any:
+        return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda n: min(1.0, (n + 1) / 4))
+
+    def train(model: nn.Module) -> Any:
+        wrapped, own = DistributedDataParallel(model), adamw(model)
+        schedule = ramp(own)
+        scaler = torch.amp.GradScaler("cpu", init_scale=scale, backoff_factor=2.0**-100)
+
+        def step(batches: Sequence[Batch]) -> None:
+            for batch in batches:
+                scaler.scale(1e3 * loss_of(wrapped, batch) / len(batches)).backward()
+            scaler.step(own)
+            if scaler.get_scale() == scale:
+                model.get_parameter("embed.weight").data += moved
+            scaler.update()
+            schedule.step()
+            own.zero_grad()
+
+        return wrapped, step
+
+    def scaled(model: Any, batch: Batch) -> Tensor:
+        return 1e3 * loss_of(model, batch)
+
+    words: Any = {"optimizer": adamw, "train": train, "scheduler": ramp}
+    return Loop(model=Model(), loss=scaled, batch=batch_of, **words)
+
+
+def moves_as_it_overflows() -> Loop:
+    return overflows(moved=1e-3)

@@ -109,6 +109,7 @@ CANNOT = {
     "of_a_spectral_norm": "Loop(loss=...): the same weights and microbatch give {number} and {number}: dropout,",
     "of_sparse_gradients": "Loop(model=...): an embedding's gradient is sparse; build it with sparse=False",
     "on_a_plateau": "Loop(scheduler=...): ReduceLROnPlateau steps by what a loop logs; leave it out",
+    "always_overflows": "all steps overflow; give GradScaler a smaller init_scale, or more --steps",
     "wrong_shape": "rank 0 of 1: loop.py:{line}: RuntimeError: mat1 and mat2 shapes cannot be multiplied",
     "no_optimizer": "Loop(optimizer=...): returns list; return one torch.optim.Optimizer, or a list",
     "half_a_list": "Loop(optimizer=...): returns int; return one torch.optim.Optimizer, or a",
@@ -163,6 +164,16 @@ def of_sparse_gradients():
     return replace(my_loop(), model=nn.Sequential(nn.Embedding(50, 16, sparse=True), nn.Linear(16, 50)))
 
 on_a_plateau = lambda: replace(my_loop(), scheduler=torch.optim.lr_scheduler.ReduceLROnPlateau)
+
+def always_overflows():
+    def train(model):
+        optimizer, scaler = build_optimizer(model), torch.amp.GradScaler("cpu", 2.0**127)
+        def step(batches):
+            scaler.scale(1e30 * loss_of(model, batches[0])).backward()
+            scaler.step(optimizer)
+            scaler.update()
+        return step
+    return replace(my_loop(), train=train)
 
 def in_a_closure():
     def train(model):

@@ -87,7 +87,10 @@ class _Judge:
             self._refuse_hidden()
         for step in range(self.verdict.num_steps):
             seen = [record.steps[step] for record in self.records]
-            found = found or self._gradient(step, seen) or self._update(step, seen)
+            if all(each.overflows for each in seen):
+                found = found or self._left_out(step, seen)
+            else:
+                found = found or self._gradient(step, seen) or self._update(step, seen)
         self.verdict.difference = found
         if not found:
             self._note_unjudged()
@@ -95,6 +98,10 @@ class _Judge:
 
     def _note_unjudged(self) -> None:
         """Say what is not known to be equal though nothing differs. Raises NoLoop where no sum could be judged."""
+        if all(each.overflows for record in self.records for each in record.steps):
+            raise NoLoop(
+                "all steps overflow; give GradScaler a smaller init_scale, or more --steps"
+            )
         if self.is_one_microbatch:
             raise NoLoop(
                 "Loop(batch=...): all generators give one microbatch, by which no missing sum shows; draw from them"
@@ -116,6 +123,15 @@ class _Judge:
                     f"{name}: no rank shows it whole, in a model or in a torch optimizer; return (model, step) "
                     "from train, with the model that holds it"
                 )
+
+    def _left_out(self, step: int, seen: list[Seen]) -> Difference | None:
+        """Compare what a step leaves that GradScaler skips, whose gradients are no numbers."""
+        self._note(f"step {step} overflows, and changes no weight; nothing else of it is judged")
+        before = self.weights[step]
+        self.updates.skip()
+        look = UpdateLook(before, before, {}, seen, self.oracle.shapes)
+        kept = before, dict.fromkeys(before, 0.0)
+        return self._first(step, UPDATE, self._held(step + 1), kept, look.stories)
 
     def _gradient(self, step: int, seen: list[Seen]) -> Difference | None:
         weights, raw = self.weights[step], [each.raw for each in seen]

@@ -31,6 +31,7 @@ class Seen:
     gradients: list[LocalElements] = field(default_factory=list)  # as the optimizer finds them
     calls: dict[str, int] = field(default_factory=dict)  # of optimizers, where more than one
     clips: dict[str, int] = field(default_factory=dict)  # calls of clipping, where more than one
+    overflows: bool = False  # so that torch's GradScaler takes no step
     # Of each weight, the class of the optimizer that holds it and the settings of its group
     settings: dict[str, Settings] = field(default_factory=dict)
 
@@ -52,17 +53,20 @@ class LoopRecorder:
         self.record = Record()
         self._places = places
         self._depth = 0  # an optimizer may call another, as ZeroRedundancyOptimizer does
+        self._read: set[Optimizer] = set()
 
     @contextmanager
     def recording_step(self) -> Generator[None]:
         self.record.steps.append(Seen(self._places.weights()))
         _listeners.append(self._clips)
+        _scaled_steps.append(self._skips)
         with (
             register_optimizer_step_pre_hook(self._begins),
             register_optimizer_step_post_hook(self._ends),
         ):
             yield
         _listeners.remove(self._clips)
+        _scaled_steps.remove(self._skips)
         self.record.weights = self._places.weights()
         self.record.has_strangers = self._places.has_strangers
 
@@ -70,16 +74,27 @@ class LoopRecorder:
         seen = self.record.steps[-1]
         _count_again(seen.clips, add(seen.raw, self._places.gradients(tensors)))
 
+    def _skips(self) -> None:
+        self.record.steps[-1].overflows = True
+
     def _begins(self, stepping: Optimizer, *_: Any) -> None:
         self._depth += 1
+        if stepping not in self._read:  # behind the optimizer's own hooks, which may clip
+            self._read.add(stepping)
+            stepping.register_step_pre_hook(self._reads)
+
+    def _reads(self, stepping: Optimizer, *_: Any) -> None:
         seen = self.record.steps[-1]
-        if self._depth == 1:
-            tensors = [each for group in stepping.param_groups for each in group["params"]]
-            pieces = self._places.gradients(tensors)
-            # A fused optimizer divides by what torch's GradScaler sets, inside of its step.
-            if (scale := getattr(stepping, "grad_scale", None)) is not None:
-                for piece in pieces:
-                    piece.values /= scale
+        tensors = [each for group in stepping.param_groups for each in group["params"]]
+        pieces = self._places.gradients(tensors)
+        # A fused optimizer divides by what torch's GradScaler sets, inside of its step.
+        if (scale := getattr(stepping, "grad_scale", None)) is not None:
+            for piece in pieces:
+                piece.values /= scale
+        if self._depth > 1:  # who called it may have summed, or clipped, since it began
+            found = {(piece.name, len(piece.where)): piece for piece in pieces}
+            seen.gradients = [found.get((e.name, len(e.where)), e) for e in seen.gradients]
+        else:
             # Optimizers may hold parts of one weight; who finds a part again steps once more.
             _count_again(seen.calls, add(seen.gradients, pieces))
             add(seen.weights, self._places.held())  # from its first step on it is known
@@ -110,6 +125,7 @@ def settings_of(
 
 
 _listeners: list[Callable[[list[Tensor]], None]] = []
+_scaled_steps: list[Callable[[], None]] = []
 
 
 def listen_to_clipping() -> None:
@@ -126,3 +142,20 @@ def listen_to_clipping() -> None:
 
     clip_grad._clip_grads_with_norm_ = shown  # pyright: ignore[reportPrivateUsage]
     torch.nn.utils.clip_grads_with_norm_ = shown
+    _listen_to_scaling()
+
+
+def _listen_to_scaling() -> None:
+    """Have torch's GradScaler tell of the steps that it leaves out."""
+    scalers: Any = torch.amp.GradScaler
+    scaled = scalers.step
+
+    def step(scaler: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+        result = scaled(scaler, optimizer, *args, **kwargs)
+        if scaler.is_enabled():
+            found = scaler._found_inf_per_device(optimizer).values()
+            for note in _scaled_steps if any(float(each) for each in found) else ():
+                note()
+        return result
+
+    scalers.step = step

@@ -116,6 +116,11 @@ class Updates:
         of_each = (settings_of(each, lambda p: [names[p]]) for each in self._optimizers[0])
         return {name: own for settings in of_each for name, own in settings.items()}
 
+    def skip(self) -> None:
+        """Go on in the schedules, and update nothing."""
+        for scheduler in self._schedulers:
+            scheduler.step()
+
     def step(self, weights: Whole, gradients: Whole) -> Expected:
         """Return what a step makes of these weights; a weight without a gradient is left as it is."""
         for model, optimizers in zip(self._models, self._optimizers, strict=True):
@@ -125,8 +130,7 @@ class Updates:
                 parameter.grad = None if own is None else own.view_as(parameter).to(parameter.dtype)
             for optimizer in optimizers:
                 optimizer.step()
-        for scheduler in self._schedulers:
-            scheduler.step()
+        self.skip()
         worked, exact = map(_flat_weights, self._models)
         units = {
             name: torch.finfo(each.dtype).eps / 2 if each.is_floating_point() else 0.0
