@@ -626,6 +626,15 @@ def test_a_split_to_validate_on_has_the_classes_of_the_training(tmp_path):
     assert (data.num_samples, data.num_valid_labels) == (6, 1)
 
 
+def test_a_class_of_the_validation_alone_is_told_with_its_split(tmp_path):
+    for split, stars in (("train", "xy"), ("test", "z")):
+        rows = [{"text": "a", "label": star} for star in stars]
+        (tmp_path / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    data, model = configs("yelp", "smollm2_360m_yelp", path=str(tmp_path), seq_len=8)
+    with pytest.raises(ConfigError, match=r"data.validation_split=test: .* also holds z; name ev"):
+        build_data(replace(data, validation_split="test"), replace(model, num_labels=2), 0)
+
+
 @pytest.mark.parametrize(("limit", "num_samples"), [(None, 4), (1, 1)])
 def test_a_part_of_a_file_is_a_split(tmp_path, limit, num_samples):
     """A limit is of the training's split alone."""
@@ -822,6 +831,12 @@ def test_messages_go_through_the_chat_template_and_all_tokens_count(tmp_path, co
     text = f"user: {QUESTION[0]['content']}\nassistant: {ANSWER[0]['content']}\n"
     tokens, counts = stream_of(data)
     assert tokens == (ids(text) * 3)[: len(tokens)] and all(counts[1:])
+
+
+def test_a_template_that_writes_the_date_writes_the_same_every_day(tmp_path):
+    template = "{{ strftime_now('%-d %b %Y') }}{% for m in messages %}{{ m.content }}{% endfor %}"
+    data = of_rows(tmp_path, [{"messages": QUESTION}] * 9, template=template)
+    assert TOKENIZER.decode(stream_of(data)[0]).startswith("26 Jul 2024What is a slice?")
 
 
 @pytest.mark.parametrize("talks", [False, True])
@@ -1028,6 +1043,61 @@ def test_a_vocabulary_of_more_words_than_16_bits_count(tmp_path):
     read = build_data(data, replace(model, weights=str(tmp_path)), 0)
     found = {int(i) for row in in_stored_order(read).microbatches for i in row.labels[0]}
     assert found <= {69_999, 65_536, 3, 1} and {69_999, 65_536, 3} <= found
+
+
+@pytest.mark.parametrize("used", [False, True])
+def test_a_tokenizer_may_have_words_without_a_row_in_the_embedding(tmp_path, used):
+    """As Gemma 3's has one for images; what must fit is the largest token of the data, the validation's too."""
+    words = Tokenizer.from_file(str(CORPUS / "tokenizer.json"))
+    words.add_special_tokens(["<image>"])
+    words.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "config.json").write_text(json.dumps({"eos_token_id": 0}))
+    (tmp_path / "train.txt").write_text("some words\n" * 99)
+    (tmp_path / "test.txt").write_text("an <image> of it\n" * 99 if used else "others\n" * 99)
+    config = composed("data=hf", f"data.path={tmp_path}", "data.validation_split=test", *TINY_GEMMA)
+    model = replace(config.model, weights=str(tmp_path))
+    if used:
+        with pytest.raises(ConfigError, match=r"vocab_size=2048: the data have tokens up to 2048"):
+            check_data(replace(config, model=model))
+    else:
+        check_data(replace(config, model=model))
+
+
+TINY_GEMMA = [
+    *("data.seq_len=8", "model=hf", "model.path=null"),
+    *("+model.hf_config.model_type=gemma3_text", "+model.hf_config.vocab_size=2048"),
+]
+
+
+def test_ids_with_holes_are_counted_by_the_largest(tmp_path):
+    tokenizer = Tokenizer(WordLevel({"a": 0, "b": 70_000}, unk_token="a"))
+    tokenizer.pre_tokenizer = WhitespaceSplit()  # pyright: ignore[reportAttributeAccessIssue]
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "config.json").write_text(json.dumps({"eos_token_id": 0}))
+    (tmp_path / "a.txt").write_text("a b\n" * 99)
+    data, model = configs("hf", path=str(tmp_path / "a.txt"), seq_len=8)
+    read = build_data(data, replace(model, weights=str(tmp_path)), 0)
+    assert read.vocab_size == 70_001
+    assert 70_000 in in_stored_order(read).microbatches[0].labels[0]
+
+
+def test_a_text_must_have_room_beside_the_tokenizers_own_tokens(tmp_path):
+    words = Tokenizer.from_file(str(CORPUS / "tokenizer.json"))
+    words.post_processor = TemplateProcessing(single="! $A #", special_tokens=[("!", 1), ("#", 3)])
+    words.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "config.json").write_text(json.dumps({"eos_token_id": 0}))
+    file = write_jsonl(tmp_path)
+    for seq_len in (2, 3):
+        data, model = configs("yelp", "smollm2_360m_yelp", path=str(file), seq_len=seq_len)
+        model = replace(
+            model, weights=str(tmp_path), hf_config={**model.hf_config, "pad_token_id": 0}
+        )
+        if seq_len == 3:
+            first = in_stored_order(build_data(data, model, 0)).microbatches[0].inputs["input_ids"]
+            assert first[0, 0] == 1 and first[0, 2] == 3
+        else:
+            with pytest.raises(ConfigError, match=r"data.seq_len=2: .*adds 2 tokens .*use 3 or mo"):
+                build_data(data, model, 0)
 
 
 def test_weights_without_a_tokenizer_are_one_line(tmp_path):

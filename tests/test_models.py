@@ -4,20 +4,23 @@ from __future__ import annotations
 
 import copy
 import json
+import pickle
 import threading
 from collections.abc import Iterator
 from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import pytest
 import torch
+from huggingface_hub.errors import StrictDataclassFieldValidationError
 from torch import nn
 
 from tests.composing import composed, options
 from tests.models_for_tests import allow_experts
 from zeroexp.check.try_model import check_model
+from zeroexp.cluster import forkserver
 from zeroexp.config.keys import ConfigError, ModelConfig
 from zeroexp.models import find_weights
 from zeroexp.models.blocks import chosen_blocks, find_blocks
@@ -334,6 +337,23 @@ def test_a_cached_model_that_is_not_whole_is_completed(half, monkeypatch, there)
     assert not Hub.fetched, "what is whole is not asked for"
     found = {file.name: file.read_bytes() for file in folder.iterdir()}
     assert found == {n: b for n, b in Hub.files.items() if n != "consolidated.safetensors"}
+
+
+def test_a_switch_whose_name_tells_of_dropout_is_no_number():
+    shape = {"model_type": "esm", "vocab_size": 64, "hidden_size": 16, "num_hidden_layers": 1}
+    shape |= {"num_attention_heads": 2, "intermediate_size": 16, "pad_token_id": 0}
+    shape |= {"token_dropout": False}
+    config = model_config("hf", task="classification", num_labels=2, hf_config=shape)
+    module: Any = build_model(config, seed=0, device="meta").module
+    assert module.config.token_dropout is False and module.config.hidden_dropout_prob == 0
+
+
+def test_an_error_that_can_not_be_made_anew_is_told_by_another():
+    """It goes from one process to another; as it was read there, it ended the server without a word."""
+    error = StrictDataclassFieldValidationError(field="size", cause=TypeError("no number"))
+    told = pickle.loads(pickle.dumps(forkserver._portable(error)))
+    assert isinstance(told, RuntimeError) and "field 'size'" in str(told)
+    assert isinstance(forkserver._portable(OSError("no room")), OSError)
 
 
 # --- the mixture of experts

@@ -129,6 +129,29 @@ def test_losses_equal_the_plain_computation(world):
         weight = (weight - record.lr * gradient).detach().requires_grad_()
 
 
+class Unlabelled(Numbers):
+    """No label of the second step counts, as a plugin's data may have it."""
+
+    def step_batch(
+        self, position: int, *, rank: int, world_size: int, replica: range | None = None
+    ) -> StepBatch:
+        batch = super().step_batch(position, rank=rank, world_size=world_size)
+        if position < self._global:
+            return batch
+        rows = [
+            Microbatch({"x": 0 * one.inputs["x"]}, 0 * one.labels) for one in batch.microbatches
+        ]
+        return StepBatch(rows, num_valid=0, num_tokens=batch.num_tokens)
+
+
+def test_a_step_without_labels_that_count_changes_nothing(world):
+    config = make_config(warmup=1, steps=1)
+    strategy = PlainStrategy(Linear())
+    records = list(train(strategy, Unlabelled(config), config=config, world=world))
+    assert records[1].loss == records[1].grad_norm == 0
+    assert torch.isfinite(next(strategy.model.parameters())).all()
+
+
 class Asked(Numbers):
     """Remembers over which ranks' labels a loss is to be the mean."""
 

@@ -257,7 +257,10 @@ def test_classes_that_the_data_names_are_no_difference(tmp_path):
     found = config_for(tmp_path, "data.labels=[bad,good]")
     path = write(tmp_path / "sweep" / "run", 4, found)
     assert resolve_resume(config_for(tmp_path, "resume=latest")) == str(path)
-    other = config_for(tmp_path, "resume=latest", "data.labels=[good,bad]")
+    stars = write(tmp_path / "stars" / "run", 4, config_for(tmp_path, "data.labels=['2','1']"))
+    asked = config_for(tmp_path, f"resume={tmp_path / 'stars' / 'run'}", "data.labels=[2,1]")
+    assert resolve_resume(asked) == str(stars), "a column of words, whose classes are asked for"
+    other = config_for(tmp_path, f"resume={path}", "data.labels=[good,bad]")
     assert "data.labels is ['bad', 'good'] in it, ['good', 'bad'] here" in refused(
         other, UndefinedCombination
     )

@@ -17,6 +17,7 @@ from zeroexp.config.keys import Config, ConfigError, DataConfig
 from zeroexp.config.paths import data_files, is_hub_id
 from zeroexp.data import sources
 from zeroexp.data.batches import build_data
+from zeroexp.models.module import fitting_vocabulary
 
 
 def check_data(config: Config) -> None:
@@ -26,10 +27,11 @@ def check_data(config: Config) -> None:
     if data.path and is_seen and not is_hub_id(data):
         require_readable(data)
     if is_here:
-        tokens_hash = build_data(data, config.model, config.train.seed).tokens_hash
+        built = build_data(data, config.model, config.train.seed)
+        fitting_vocabulary(config.model, built.vocab_size)
         if config.resume:
             checkpoint = Path(config.resume)
-            require_same_tokens(checkpoint, read_manifest(checkpoint), tokens_hash)
+            require_same_tokens(checkpoint, read_manifest(checkpoint), built.tokens_hash)
         return
     if kind.tokenizes and Path(config.model.weights or "").expanduser().is_dir():
         sources.choose_tokenizer(data, config.model)

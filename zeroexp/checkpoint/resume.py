@@ -201,8 +201,14 @@ def _require_fit(config: Config, manifest: Manifest) -> None:
     """Raise UndefinedCombination with the first difference that keeps the checkpoint from fitting this run."""
     ours = dict(_decisive_settings(asdict(config)))
     theirs = dict(_decisive_settings(manifest.config))
+    key = "data.labels"
     if config.data.labels is None:  # a run keeps the classes of its data, as this one will
-        theirs["data.labels"] = None
+        theirs[key] = None
+    for settings in (
+        ours,
+        theirs,
+    ):  # a column of words may be asked for with numbers, and the other way round
+        settings[key] = settings.get(key) and [str(each) for each in settings[key]]
     for key in (*ours, *theirs):
         if ours.get(key) != theirs.get(key):
             difference = f"{key} is {theirs.get(key)} in it, {ours.get(key)} here"

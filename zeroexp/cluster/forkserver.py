@@ -19,6 +19,7 @@ import contextlib
 import gc
 import importlib
 import os
+import pickle
 import signal
 import sys
 import traceback
@@ -138,7 +139,10 @@ def _portable(error: BaseException) -> BaseException:
         return ConfigError(problem)
     if not isinstance(error, (OSError, RegistryError)):
         traceback.print_exc()
-    return error
+    try:
+        return pickle.loads(pickle.dumps(error))
+    except Exception:  # a class whose arguments are not those of its message, or of another process
+        return RuntimeError(f"{type(error).__name__}: {error}")
 
 
 def _run(folder: Path, control: Connection, prepare: Callable[[Path], None], main: Main) -> Ending:

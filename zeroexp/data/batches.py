@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from zeroexp.config.data_sources import DATA
+from zeroexp.config.families import vocabulary
 from zeroexp.config.keys import ConfigError, DataConfig, ModelConfig
 from zeroexp.data import Samples, StepBatch, ValidationTurn, packed_cache, sources
 from zeroexp.data.check_source import require_samples
@@ -26,7 +27,8 @@ class Data:
     def __init__(
         self, samples: Samples, config: DataConfig, seed: int, validation: Samples | None = None
     ) -> None:
-        self.vocab_size = samples.vocab_size
+        sizes = [each.vocab_size for each in (samples, validation) if each is not None]
+        self.vocab_size = None if None in sizes else max(size for size in sizes if size)
         self.source = samples.source
         # Hash of all tokens, where there are any.
         self.tokens_hash: str = getattr(samples, "tokens_hash", "")
@@ -118,7 +120,10 @@ def build_data(config: DataConfig, model: ModelConfig, seed: int) -> Data:
     if not kind.is_table or config.validation_split is None:
         return Data(samples, config, seed)
     other = replace(config, split=config.validation_split, limit=None, labels=samples.classes)
-    return Data(samples, config, seed, kind.open(other, model, seed))
+    try:
+        return Data(samples, config, seed, kind.open(other, model, seed))
+    except ConfigError as error:
+        raise ConfigError(f"data.validation_split={config.validation_split}: {error}") from error
 
 
 def tokenize_data(config: DataConfig, model: ModelConfig, seed: int) -> Samples:
@@ -126,7 +131,7 @@ def tokenize_data(config: DataConfig, model: ModelConfig, seed: int) -> Samples:
     words, files = sources.choose_tokenizer(config, model), sources.text_files(config)
     labelled = config.task == "classification"
     decisive = {
-        "format": 10,
+        "format": 11,
         "kind": config.kind,
         "task": config.task,
         "seq_len": config.seq_len,
@@ -146,4 +151,9 @@ def tokenize_data(config: DataConfig, model: ModelConfig, seed: int) -> Samples:
         else:
             tokenize_and_pack.write_packed(folder, config, files, words)
 
-    return packed_cache.open_packed(packed_cache.cached(decisive, write))
+    samples = packed_cache.open_packed(packed_cache.cached(decisive, write))
+    most = vocabulary(model)
+    if most is not None and samples.vocab_size is not None and samples.vocab_size > most:
+        # A tokenizer may have words without a row in the embedding, as Gemma 3's: what must fit are those of the text.
+        samples.vocab_size = samples.num_used
+    return samples

@@ -11,6 +11,8 @@ The columns and their meaning are those of TRL's supervised trainer:
 from __future__ import annotations
 
 from collections.abc import Callable
+from datetime import datetime
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -21,7 +23,19 @@ from zeroexp.config.keys import ConfigError
 from zeroexp.config.vocabulary import TokenizerChoice
 from zeroexp.data.table_rows import COMPLETION, PROMPT
 
+# The day on which a template writes a text, as Llama's own do without a clock: else each day would train on another.
+DAY = datetime(2024, 7, 26)
 Document = tuple[list[int], int]  # tokens, and how many of the first ones do not count
+
+
+def _with_fixed_day(template: str) -> str:
+    """Put DAY into each directive of a format, where the template asks for the time."""
+    if "strftime_now" not in template:
+        return template
+    directives = [f"%{each}" for each in ("-d", "-m", *"aAbBcdHIjmMpSUwWxXyYZ")]
+    replaced = "".join(f".replace('{each}', '{DAY.strftime(each)}')" for each in directives)
+    macro = "{%- macro strftime_now(format) -%}{{ format" + replaced + " }}{%- endmacro %}"
+    return f"{macro}\n{template}"  # the end of the line is no text after a block
 
 
 class ConversationEncoder:
@@ -92,7 +106,9 @@ class ConversationEncoder:
                     f"data.text_column={self._column or PROMPT}: holds messages, and {folder} has a tokenizer "
                     "without chat template; use model.weights or model.path of a model that chats"
                 )
-            self._template = template = tokenizer.apply_chat_template
+            fixed = _with_fixed_day(tokenizer.get_chat_template())
+            template = partial(tokenizer.apply_chat_template, chat_template=fixed)
+            self._template = template
         # A table fills in keys that one message lacks and another has.
         given = [{k: v for k, v in message.items() if v is not None} for message in messages]
         return template(given, tokenize=False, **how)

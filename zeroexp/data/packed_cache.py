@@ -5,7 +5,8 @@
     <cache>/<key>/labels.npy    [samples], classification only
     <cache>/<key>/lengths.npy   [samples], classification only: number of tokens without padding
     <cache>/<key>/digests.json  hashes of the others, which are compared before they are read
-    <cache>/<key>/about.json    vocab_size, source (one line for the record), classes (labels' values), names
+    <cache>/<key>/about.json    vocab_size, num_used (the largest token and one), source (one line for the record),
+                                classes (labels' values), names
 
 The folder's name is a hash of everything that decides its content, so a cache is never stale. It is written under
 another name and renamed when complete: a rank, or another run, sees all of it or nothing.
@@ -98,6 +99,7 @@ class _Folder:
     def __init__(self, folder: Path) -> None:
         about = json.loads((folder / "about.json").read_text(encoding="utf-8"))
         self.vocab_size: int | None = about["vocab_size"]
+        self.num_used: int = about["num_used"]
         self.source: str = about["source"]
         self.classes: list[Any] | None = about["classes"]
         self.names: list[Any] | None = about["names"]

@@ -52,7 +52,8 @@ def write_packed(
         raise ConfigError(
             f"data.seq_len={config.seq_len}: the text is shorter than one sample; choose a smaller one"
         )
-    save_column(folder / "tokens.npy", packed, "tokens", (config.seq_len + 1,), _dtype(tokenizer))
+    dtype = _dtype(tokenizer, words)
+    save_column(folder / "tokens.npy", packed, "tokens", (config.seq_len + 1,), dtype)
     if packer.masks:
         save_column(folder / "counts.npy", packed, "counts", (config.seq_len,), np.dtype(np.bool_))
     _write_about(folder, tokenizer, source)
@@ -63,6 +64,10 @@ def write_labelled(
 ) -> None:
     """Write classification samples: each text cut or padded on the right to seq_len tokens, with its class."""
     tokenizer = _tokenizer_of(words)
+    num_own = tokenizer.num_special_tokens_to_add(is_pair=False)
+    if num_own >= config.seq_len:
+        problem = f"the tokenizer adds {num_own} tokens of its own to each text"
+        raise ConfigError(f"data.seq_len={config.seq_len}: {problem}; use {num_own + 1} or more")
     tokenizer.enable_truncation(config.seq_len)
     table, source = _read_texts(config, files, folder / SCRATCH)
     text, label = (name for _, name in columns_of(config).values())
@@ -80,7 +85,8 @@ def write_labelled(
         return {"tokens": rows, "lengths": [len(row) for row in ids], "labels": labels}
 
     padded = map_batches(used, pad, folder / SCRATCH)
-    save_column(folder / "tokens.npy", padded, "tokens", (config.seq_len,), _dtype(tokenizer))
+    dtype = _dtype(tokenizer, words)
+    save_column(folder / "tokens.npy", padded, "tokens", (config.seq_len,), dtype)
     save_column(folder / "labels.npy", padded, "labels", (), np.dtype(np.int64))
     save_column(folder / "lengths.npy", padded, "lengths", (), np.dtype(np.int64))
     values = [names[value] for value in classes] if names else classes
@@ -148,8 +154,13 @@ def _read_texts(config: DataConfig, files: list[Path], scratch: Path) -> tuple[T
     return read_table(config, files, scratch)
 
 
-def _dtype(tokenizer: Tokenizer) -> np.dtype:
-    return np.dtype(np.uint16 if tokenizer.get_vocab_size() <= 1 << 16 else np.int32)
+def _num_ids(tokenizer: Tokenizer) -> int:
+    return max(tokenizer.get_vocab().values()) + 1  # ids may have holes
+
+
+def _dtype(tokenizer: Tokenizer, words: TokenizerChoice) -> np.dtype:
+    num_ids = max(_num_ids(tokenizer), words.end_of_text + 1, words.padding + 1)
+    return np.dtype(np.uint16 if num_ids <= 1 << 16 else np.int32)
 
 
 def _write_about(
@@ -160,6 +171,8 @@ def _write_about(
     names: list[Any] | None = None,
 ) -> None:
     shutil.rmtree(folder / SCRATCH, ignore_errors=True)
-    num_words = tokenizer.get_vocab_size()
-    about = {"vocab_size": num_words, "source": source, "classes": classes, "names": names}
+    tokens = np.load(folder / "tokens.npy", mmap_mode="r")
+    num_used = max(int(tokens[at : at + 1000].max()) for at in range(0, len(tokens), 1000)) + 1
+    about = {"vocab_size": _num_ids(tokenizer), "num_used": num_used, "source": source}
+    about |= {"classes": classes, "names": names}
     (folder / "about.json").write_text(json.dumps(about), encoding="utf-8")

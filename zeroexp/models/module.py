@@ -42,7 +42,7 @@ def build_model(
     rounding, dtype. `vocab_size` is the data's vocabulary, which must fit into the model's. Raises ConfigError.
     """
     device = torch.device(device)
-    vocab_size = _fitting_vocabulary(config, vocab_size)
+    vocab_size = fitting_vocabulary(config, vocab_size)
     if device.type == "meta":
         with device:
             model = _build(config, vocab_size)
@@ -67,7 +67,7 @@ def build_deferred(config: ModelConfig, *, seed: int, vocab_size: int | None = N
     The values are those of `build_model`, bit for bit. A model whose constructor reads values of its own parameters is
     built whole, and `values` is None. Raises ConfigError.
     """
-    vocab_size = _fitting_vocabulary(config, vocab_size)
+    vocab_size = fitting_vocabulary(config, vocab_size)
     try:
         model, drawn = defer(lambda: _build(config, vocab_size), seed, lambda made: made.module)
     except CannotDefer as error:
@@ -177,7 +177,7 @@ def longest_sequence(model: BuiltModel) -> int | None:
     return longest
 
 
-def _fitting_vocabulary(config: ModelConfig, data_words: int | None) -> int | None:
+def fitting_vocabulary(config: ModelConfig, data_words: int | None) -> int | None:
     """Return the model's vocabulary size. Raises ConfigError if the data's token ids exceed it."""
     words = vocabulary(config)
     if words is None or data_words is None:
@@ -185,7 +185,7 @@ def _fitting_vocabulary(config: ModelConfig, data_words: int | None) -> int | No
     if data_words > words:
         key = f"model.{MODELS[config.family].shape}.vocab_size"
         raise ConfigError(
-            f"{key}={words}: the data's tokenizer has {data_words} words; "
+            f"{key}={words}: the data have tokens up to {data_words - 1}; "
             f"set it to {data_words} or more, or choose other data"
         )
     return words

@@ -176,7 +176,9 @@ class _Run:
             with strategy.microbatch(last=last):
                 step.enter(progress.FORWARD)
                 loss = _loss_sum(strategy, microbatch, world, self._config.model.task)
-                loss = loss / batch.num_valid
+                loss = loss / max(
+                    batch.num_valid, 1
+                )  # a plugin's step may have no label that counts
                 if last:
                     step.read_memory("after_forward", strategy)
                 step.enter(progress.BACKWARD)

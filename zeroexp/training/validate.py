@@ -51,7 +51,7 @@ def validate(
     collectives.sum_scalar_later(total, "validation").wait()
     take_traffic()
     barrier()
-    loss, hits = (total / data.num_valid_labels).tolist()
+    loss, hits = (total / max(data.num_valid_labels, 1)).tolist()
     return Validation(loss, hits if task == "classification" else None)
 
 
