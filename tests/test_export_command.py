@@ -19,7 +19,9 @@ from transformers import AutoTokenizer
 from tests.test_export import config_of, exported, load, require_bits, save
 from tests.warm import Warm
 from zeroexp import export
+from zeroexp.checkpoint import folders
 from zeroexp.checkpoint.manifest import MANIFEST, read_manifest, to_json
+from zeroexp.checkpoint.weights import Weights
 from zeroexp.tracking.json_files import write_json
 
 MANY_FILES = ("model=tiny", "model.hf_config.num_hidden_layers=24")
@@ -64,6 +66,25 @@ def test_killed_it_leaves_nothing_under_its_name_or_all_of_it(run, tmp_path):
     kill_when(target.exists, process)
     require_bits(target, config_of(*MANY_FILES))
     assert not any(each.exists() for each in left)
+
+
+def test_the_run_that_goes_on_leaves_what_is_exported(run, tmp_path, monkeypatch):
+    """It saves, and removes older checkpoints, while their weights are read."""
+    goes_on, read = tmp_path / "run", Weights.read
+    shutil.copytree(run, goes_on)
+    shutil.copytree(goes_on / "checkpoint/step-000002", goes_on / "checkpoint/step-000004")
+
+    def save_and_read(weights: Weights, name: str) -> Any:
+        folders.keep_newest(goes_on, 1)
+        return read(weights, name)
+
+    monkeypatch.setattr(Weights, "read", save_and_read)
+    words = [str(goes_on), "--step", "2", "--to", str(tmp_path / "to")]
+    monkeypatch.setattr(sys, "argv", ["export", *words])
+    assert export.main() == 0
+    require_bits(tmp_path / "to", config_of(*MANY_FILES))
+    folders.keep_newest(goes_on, 1)
+    assert [path.name for path in (goes_on / "checkpoint").iterdir()] == ["step-000004"]
 
 
 # -- the tokenizer of model.weights -----------------------------------------------------------------

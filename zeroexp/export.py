@@ -61,10 +61,11 @@ def _export(told: list[str] | None) -> int:
     else:
         source = choose_checkpoint(arguments.run, arguments.step)
         target = arguments.to or default_target(source, arguments.format)
-        if arguments.format == HUGGINGFACE:
-            export(source, target, **of_weights)
-        else:
-            export_whole(source, target, arguments.format)
+        with folders.kept(source):  # its run may go on
+            if arguments.format == HUGGINGFACE:
+                export(source, target, **of_weights)
+            else:
+                export_whole(source, target, arguments.format)
         dtype = arguments.dtype or "float32"
         written = {"folder": str(target), "checkpoint": str(source), "dtype": dtype}
         what = _what_was_written(target, source, arguments.format, dtype)

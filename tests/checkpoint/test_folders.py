@@ -89,6 +89,16 @@ def test_one_that_a_run_waits_for_stays_until_that_run_has_ended(run, tmp_path):
     assert names(run) == ["step-000006"]
 
 
+def test_one_that_is_read_stays_until_its_reader_is_done_or_dead(run):
+    commit(run, 2, 4, 6)
+    (run / "checkpoint" / ".pin.step-000004.host.1").touch()  # nobody locks it
+    with folders.kept(run / "checkpoint" / "step-000002"):
+        folders.keep_newest(run, 1)
+        assert steps_of(run) == [2, 6]
+    folders.keep_newest(run, 1)
+    assert names(run) == ["step-000006"]
+
+
 def test_a_pin_of_a_run_whose_sweep_can_not_be_read_holds(run, tmp_path):
     (tmp_path / "sweep/waiting").mkdir(parents=True)
     commit(run, 2, 4)

@@ -15,7 +15,7 @@ from tests.checkpoint.test_manifest import MADE
 from tests.composing import values_of
 from tests.somebody_else import not_root, open_to_all
 from zeroexp.check import try_data
-from zeroexp.check.sweep_points import point_of
+from zeroexp.check.sweep_points import SweepPoint, point_of
 from zeroexp.checkpoint import folders
 from zeroexp.checkpoint.manifest import (
     MANIFEST,
@@ -25,6 +25,7 @@ from zeroexp.checkpoint.manifest import (
     to_json,
 )
 from zeroexp.checkpoint.resume import resolve_resume
+from zeroexp.cluster.sweep import Sweep
 from zeroexp.config.keys import Config, ConfigError, UndefinedCombination, from_mapping
 from zeroexp.process.content_hash import hash_of
 
@@ -60,6 +61,25 @@ def refused(config: Config, kind: type[ConfigError]) -> str:
     assert isinstance(caught.value, kind), line
     assert "\n" not in line and "; " in line
     return line
+
+
+def test_what_a_sweep_goes_on_from_stays_while_its_points_are_tried(tmp_path, monkeypatch):
+    """Its run goes on, saves and removes older checkpoints."""
+    run = tmp_path / "sweep" / "run"
+    words = [*TINY, "tracking=files", f"outputs={tmp_path}", f"resume={run}"]
+    chosen = write(run, 20, config_for(tmp_path))
+
+    def try_while_the_run_saves(_: Sweep, points: list[SweepPoint]) -> list[SweepPoint]:
+        write(run, 40, config_for(tmp_path))
+        folders.keep_newest(run, 1)
+        return points
+
+    monkeypatch.setattr(Sweep, "_tried", try_while_the_run_saves)
+    monkeypatch.setattr(Sweep, "_execute", lambda *_: None)
+    with Sweep([]) as sweep:
+        sweep.run([(words, values_of(*words), {})])
+        folders.keep_newest(run, 1)
+        assert chosen.exists()
 
 
 def test_a_run_means_its_newest_and_a_checkpoint_itself(tmp_path, monkeypatch):

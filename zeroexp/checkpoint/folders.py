@@ -14,6 +14,7 @@ import json
 import os
 import re
 import shutil
+import socket
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,6 +22,7 @@ from typing import Any
 
 from zeroexp.checkpoint.manifest import MANIFEST, CheckpointError, Manifest
 from zeroexp.config.keys import ConfigError, DamagedFile
+from zeroexp.process import locks
 from zeroexp.process.content_hash import hash_of
 from zeroexp.process.durable import appearing, replace_durably, sync
 from zeroexp.tracking import attempt as attempts
@@ -157,14 +159,34 @@ def pin(checkpoint: Path, run: Path) -> None:
             _holds(path)  # the run that saved here may have ended, and removes no pin any more
 
 
+@contextlib.contextmanager
+def kept(checkpoint: Path) -> Iterator[None]:
+    """Keep the checkpoint while this process reads it, or makes a run that will: a pin without a run, which is locked.
+
+    It is locked before it has its name, by which others would remove it.
+    """
+    reader = f"{socket.gethostname()}.{os.getpid()}"
+    beside = checkpoint.with_name(f".taken{PIN}.{checkpoint.name}.{reader}")
+    with contextlib.ExitStack() as at_end:
+        with contextlib.suppress(OSError):  # no locks, or another user's folder
+            at_end.callback(beside.unlink, missing_ok=True)
+            if held := locks.take(beside):
+                at_end.enter_context(held)
+                pinned = beside.rename(checkpoint.with_name(f"{PIN}.{checkpoint.name}.{reader}"))
+                at_end.callback(pinned.unlink, missing_ok=True)
+        yield
+
+
 def _holds(path: Path) -> bool:
-    """Tell whether the run of this pin has not ended, and remove the pin if it has.
+    """Tell whether the run of this pin has not ended, or its reader; remove the pin if it has.
 
     One that can not be read, or whose run can not, holds.
     """
     try:
         name = os.fsdecode(path.read_bytes())
         if name and Path(name).exists() and state_of(Path(name))["status"] in GOES_ON:
+            return True
+        if not name and locks.is_held(path):
             return True
         path.unlink()
     except FileNotFoundError:  # another command has removed it meanwhile

@@ -25,7 +25,7 @@ from zeroexp.check.sweep_points import (
     require_points,
     with_suited_batch,
 )
-from zeroexp.checkpoint.folders import complete_checkpoints, pin
+from zeroexp.checkpoint.folders import complete_checkpoints, kept, pin
 from zeroexp.cluster.environment import describe_environment
 from zeroexp.cluster.fits_memory import plan_slurm_points, refuse_full_disks
 from zeroexp.cluster.follow import ShownRun, cancel_unfinished, follow_waited, refresh, unfinished
@@ -110,6 +110,8 @@ class Sweep:
             if (point := point_of(overrides, values))  # a study leaves some out
         ]
         numbers, points = [n for n, _ in numbered], [point for _, point in numbered]
+        for source in {point.config.resume for point in points if not point.refusal} - {None}:
+            self._exits.enter_context(kept(Path(source)))  # until each run has a pin of its own
         self._refuse(points, batch[0][1]["study"]["name"])
         points = refuse_full_disks(plan_slurm_points(self._tried(points)))
         if not self._jobs:
