@@ -117,7 +117,9 @@ def empty_moment(saved: SavedMoment, parameter: Tensor, optimizer: object = None
         dtype = moments_dtype_of(optimizer, parameter, saved) or parameter.dtype
         dtype = torch.float32 if dtype is torch.int8 else dtype  # before it is encoded
         return torch.zeros_like(parameter, dtype=dtype, requires_grad=False)
-    return torch.zeros(moment.shape, dtype=moment.dtype, device=parameter.device)
+    if moment.shape:  # of rows or columns: for a DTensor one again, which computes with others
+        return parameter.detach().new_zeros(moment.shape, dtype=moment.dtype)
+    return torch.zeros((), dtype=moment.dtype, device=parameter.device)
 
 
 def moments_dtype_of(

@@ -161,7 +161,7 @@ class SavedState:
         own.update(own_values(entry, held.name))
         for key, saved in saved_moments.of(held.name):
             moment = own[key] = empty_moment(saved, held.tensor, self._optimizer)
-            flat = held.local(moment).view(-1) if saved.of_elements else moment.view(-1)
+            flat = held.local(moment).view(-1)
             saved.fill(flat, start=held.start, name=f"{held.name}.{key}")
             if saved.of_elements:
                 own[key] = at_rest(moment, moments_dtype_of(self._optimizer, held.tensor, saved))
