@@ -13,6 +13,7 @@ import sys
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from itertools import chain
 from pathlib import Path
 from typing import Any, cast
 
@@ -26,7 +27,6 @@ from datasets.exceptions import DatasetsError
 
 from zeroexp.config.keys import ConfigError, DataConfig
 from zeroexp.config.paths import TRAIN, split_name
-from zeroexp.data import json_rows
 from zeroexp.models import find_weights
 
 BETWEEN_DOCUMENTS = "\f"
@@ -76,6 +76,11 @@ def read_table(config: DataConfig, files: list[Path], scratch: Path) -> tuple[Ta
             table = _read_saved(config)
         else:
             table, names = _load(config, files, scratch)
+        for name in _read_columns(config, names or table.column_names):
+            if name in table.column_names:  # else it is refused below
+                table.data.column(name).validate(
+                    full=True
+                )  # of JSON, whose bytes nobody has looked at
     names = names or table.column_names
     _require_columns(table, config, names)
     if files and LOADERS.get(files[0].suffix.lower()) == "csv":
@@ -164,7 +169,8 @@ def _text_of(file: Path) -> str:
 def _load(config: DataConfig, files: list[Path], scratch: Path) -> tuple[Table, list[str]]:
     """Return the columns that the task reads, since nobody repairs another one, and the names of all."""
     loader, names = LOADERS[_suffix(config, files)], _names_in(config, files)
-    _require_names(names, config)
+    if names:
+        _require_names(names, config)
     read, options = _read_columns(config, names), dict[str, Any]()
     if loader == "text":
         options["encoding"] = UTF8
@@ -174,16 +180,13 @@ def _load(config: DataConfig, files: list[Path], scratch: Path) -> tuple[Table, 
         schema = pq.read_schema(files[0])
         chosen = pa.schema([schema.field(name) for name in read], metadata=schema.metadata)
         options = {"columns": read, "features": datasets.Features.from_arrow_schema(chosen)}
-    else:
-        loader = "arrow"
-        files, schema = json_rows.as_arrow(files, read, scratch / "json")
-        options["features"] = datasets.Features.from_arrow_schema(schema)
-    split = config.split or TRAIN
-    patterns = {split_name(split): [glob.escape(str(file)) for file in files]}
-    table = datasets.load_dataset(
-        loader, data_files=patterns, split=split, cache_dir=str(scratch), **options
-    )
+    table = _with_library(loader, files, config.split or TRAIN, cache_dir=str(scratch), **options)
     return cast(Table, table), names
+
+
+def _with_library(loader: str, files: list[Path], split: str, **options: Any) -> Any:
+    patterns = {split_name(split): [glob.escape(str(file)) for file in files]}
+    return datasets.load_dataset(loader, data_files=patterns, split=split, **options)
 
 
 def _are_saved(files: list[Path]) -> bool:
@@ -209,15 +212,16 @@ def _read_columns(config: DataConfig, names: Sequence[str]) -> list[str]:
 
 
 def _names_in(config: DataConfig, files: list[Path]) -> list[str]:
-    """Return the names of the first file's columns; of JSON those of its first row."""
+    """Return the names of the first file's columns; of JSON those of the first row."""
     file, suffix = files[0], _suffix(config, files)
     if LOADERS[suffix] == "json":
-        return list(next(json_rows.rows_of(file), ()))
+        rows = _with_library("json", files, split_name(config.split), streaming=True)
+        return [name for row in rows.take(1) for name in row]
     if LOADERS[suffix] == "parquet":
         return pq.read_schema(file).names
     if LOADERS[suffix] == "text":
         return [TEXT]
-    names = _header(file, suffix)
+    names = _header(file, suffix, _quoting(files) if suffix == ".tsv" else csv.QUOTE_MINIMAL)
     return [LABEL, TEXT] if suffix == ".csv" and _has_no_header(names) else names
 
 
@@ -253,21 +257,27 @@ def _quoting(files: list[Path]) -> int:
     """
     most = csv.field_size_limit(sys.maxsize)
     try:
-        for file in files:
-            with file.open(encoding=UTF8, newline="") as lines:
-                for row in csv.reader(lines, delimiter="\t", strict=True):
-                    if any("\t" in cell and "\n" in cell for cell in row):
-                        return csv.QUOTE_NONE
+        are_letters = any(_joins_rows(cell) for file in files for cell in _cells(file))
     except csv.Error:
-        return csv.QUOTE_NONE
+        are_letters = True
     finally:
         csv.field_size_limit(most)
-    return csv.QUOTE_MINIMAL
+    return csv.QUOTE_NONE if are_letters else csv.QUOTE_MINIMAL
 
 
-def _header(file: Path, suffix: str) -> list[str]:
+def _cells(file: Path) -> Iterator[str]:
     with file.open(encoding=UTF8, newline="") as lines:
-        return next(csv.reader(lines, delimiter="\t" if suffix == ".tsv" else ","), [])
+        yield from chain.from_iterable(csv.reader(lines, delimiter="\t", strict=True))
+
+
+def _joins_rows(cell: str) -> bool:
+    return "\t" in cell and "\n" in cell
+
+
+def _header(file: Path, suffix: str, quoting: int = csv.QUOTE_MINIMAL) -> list[str]:
+    with file.open(encoding=UTF8, newline="") as lines:
+        sep = "\t" if suffix == ".tsv" else ","
+        return next(csv.reader(lines, delimiter=sep, quoting=quoting), [])
 
 
 def _read_saved(config: DataConfig) -> Table:
@@ -311,7 +321,7 @@ def _explain(error: BaseException, config: DataConfig) -> str:
         return "a row has more fields than the first row has names; quote fields with commas, or name all columns"
     if "corresponds to no data" in reason:
         return "has no rows; name a file with rows, or a slice that has some"
-    if "same columns" in str(error):
+    if "same columns" in str(error) or "Schema at index" in reason:
         return DIFFERENT
     if "split" in reason.lower():
         return f"{reason}; choose one with data.split or data.validation_split"
@@ -340,6 +350,8 @@ def _require_columns(table: Table, config: DataConfig, names: list[str]) -> None
     key, name = columns[TEXT]
     if not holds_texts(table, name) and not _holds_messages(table, name, config):
         kind = getattr(table.features[name], "dtype", type(table.features[name]).__name__)
+        if kind.startswith("timestamp"):  # how JSON is read where each text is one
+            kind = "dates alone"
         raise ConfigError(
             f"{key}={name}: holds {kind}, no text; {_other_texts(table, name, names)}"
         )
