@@ -28,7 +28,7 @@ from zeroexp.plan.closed_forms import EngineForm
 from zeroexp.plan.form_of_config import build_on_meta
 from zeroexp.plan.form_of_config import form_of as form_of_config
 from zeroexp.plan.form_terms import OptimizerForm, PrecisionForm
-from zeroexp.plan.outcome import plan_point
+from zeroexp.plan.outcome import plan_point, planned_ranks
 from zeroexp.process.world import World, fake_world
 from zeroexp.zero.grouping import stage_for_world
 from zeroexp.zero.options import DTYPES, MIB, Dtypes, Options, OuterOptimizer
@@ -216,6 +216,19 @@ def check_situation(situation, optimizer):
         strategy = engine(world, stage, options, precision, optimizer)
         form = form_of(strategy, stage, options, accumulation, precision, optimizer)
         check_step(strategy, form, accumulation)
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(situation=situations())
+def test_ranks_that_are_planned_as_one_are_alike(situation):
+    """Pieces of one size that lie in unlike buckets, as of whole parameters, are not."""
+    stage, _, world_size, options, accumulation, precision = situation
+    options = replace(options, transport="native")
+    with fake_world(0, world_size) as world:
+        strategy = engine(world, stage, options, precision, "adamw")
+        form = form_of(strategy, stage, options, accumulation, precision, "adamw")
+    apart = [form.traffic(rank).bytes_by_kind for rank in range(world_size)]
+    assert [each.sent for each in planned_ranks(form)] == apart
 
 
 @crossed(

@@ -478,15 +478,22 @@ class EngineForm(ClosedForm):
         has_uneven_sums = self.replicas > 1 and not traits.is_collective
         if traits.shares_memory or has_uneven_sums or any(map(exchanges_of, self.matrices)):
             return rank  # what peers read of it differs, or which matrices it has whole
-        cuts = [(chunk, place) for each in self.units_by_shape for chunk in each.chunks]
+        # A piece may lie in other buckets than a piece that is as large.
+        buckets = () if self.resolved.bucket_bytes is None else self._chunks_of_buckets
+        pairs = [*((each.chunks, each.fine) for each in self.units_by_shape), *buckets]
+        cuts = [(chunk, place) for chunks, _ in pairs for chunk in chunks]
         cuts += [
-            (fine, self._number(rank, over_all=fine.over_all))
-            for each in self.units_by_shape
-            for fine in each.fine
+            (own, self._number(rank, over_all=own.over_all)) for _, fine in pairs for own in fine
         ]
         return self._section_bytes(rank, self.options.secondary_partition), *(
             (cut.section_numel(at), cut.real_numel(at), len(cut.spans(at))) for cut, at in cuts
         )
+
+    @cached_property
+    def _chunks_of_buckets(self) -> list[tuple[Unit, ...]]:
+        """The chunks of each bucket, cut for the ranks of a group, and for those that update."""
+        pairs = [pair for each in self.units_by_shape for pair in each.buckets]
+        return [tuple(tuple(p.chunk for p in each.parts) for each in pair) for pair in pairs]
 
     def _held_of_chunk(self, chunk: Chunk, place: int, spans: Sequence[Span]) -> HeldElements:
         """Return what the rank at a place holds of a chunk, of which its optimizer, where it is cut, has `spans`."""
