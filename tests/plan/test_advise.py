@@ -104,6 +104,25 @@ def test_what_needs_all_of_a_data_sheets_memory_is_tight_and_not_named():
     )
 
 
+def test_a_study_keeps_its_precision_and_its_batch(plans_of):
+    plans = plans_of("study=compare strategy=zero3 cluster.device=cuda model=tiny")
+    config = advise_module._with_defaults(plans.planned[0], plans.named, 1)
+    assert (config.precision.name, config.data.global_batch_size) == ("fp32", 2)
+
+
+def test_dtypes_of_ones_own_are_told_and_left_to_the_line(plans_of):
+    """The name of the precision is that of its file, which has other dtypes."""
+    line = f"{LINE} strategy=zero3 data.micro_batch_size=2 train.activation_checkpointing=false"
+    for word, told in (
+        ("precision.compute=bfloat16", "with bfloat16 (reductions float32, masters float32),"),
+        ("precision=bf16", "with bf16,"),
+    ):
+        (found,) = advise(plans_of(f"{line} {word}"))
+        text = " ".join(as_text(found).split())
+        assert told in text
+        assert ("precision=" in text) == (word == "precision=bf16")
+
+
 def test_what_is_leaner_holds_less():
     """Of zero2's the fastest holds more than what is named; the leaner one of zero3 was not rehearsed in time."""
     slow = [candidate("zero2", 1, 2.5, 4), candidate("zero3", 1, 2.0, 5)]

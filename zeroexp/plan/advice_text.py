@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 
 from zeroexp.plan.advise import BUDGET_SECONDS, Advice, advise, way_of
+from zeroexp.plan.changes import SEQ_LEN
+from zeroexp.plan.composed_points import BATCH
 from zeroexp.plan.outcome import Outcome, PlannedPoint, RankPeak
 from zeroexp.plan.plan_points import Plans
 from zeroexp.plan.plan_table import json_entry, row_of, states_at_peak
@@ -49,7 +51,7 @@ def as_text(advice: Advice) -> str:
     lines = [*wrapped(_first_line(advice)), "", *wrapped(*_reasons(advice)), ""]
     if best := advice.best:
         beside = f", beside those of {advice.settings}" if advice.settings else ""
-        lines += [*wrapped(f"A run takes these words{beside}: {_words(best)}"), ""]
+        lines += [*wrapped(f"A run takes these words{beside}: {_words(advice, best)}"), ""]
     if not rows:
         return "\n".join(lines).rstrip()
     unit, size = unit_of([each.outcome.peak_bytes for each in rows])
@@ -81,7 +83,7 @@ def _first_line(advice: Advice) -> str:
     best, config = advice.best, advice.config
     data, gpu = config.data, f" {config.cluster.gpu}" if config.cluster.gpu else ""
     on = (
-        f"on {config.world_size}{gpu} ranks ({advice.candidates[0].outcome.place}) with {config.precision.name}, "
+        f"on {config.world_size}{gpu} ranks ({advice.candidates[0].outcome.place}) with {_precision(advice)}, "
         f"sequences of {data.seq_len:,} and {data.global_batch_size:,} samples a step of {config.model.name}"
         f"{f' ({advice.settings})' if advice.settings else ''}"
     )
@@ -172,11 +174,23 @@ def _beside_states(peak: RankPeak) -> float:
     return peak.num_bytes - states_at_peak(peak.by_kind)
 
 
-def _words(best: PlannedPoint) -> str:
+def _words(advice: Advice, best: PlannedPoint) -> str:
     """Return what a command line needs for the best: its own words, and what was taken for what the line left open."""
-    data, precision = best.config.data, best.config.precision.name
-    batch = f"data.global_batch_size={data.global_batch_size}"
-    return f"{best.outcome.name} {batch} data.seq_len={data.seq_len} precision={precision}"
+    data = best.config.data
+    words = f"{best.outcome.name} {BATCH}={data.global_batch_size} {SEQ_LEN}={data.seq_len}"
+    return words if _names_dtypes(advice) else f"{words} precision={_precision(advice)}"
+
+
+def _precision(advice: Advice) -> str:
+    precision = advice.config.precision
+    if not _names_dtypes(advice):
+        return precision.name
+    return f"{precision.compute} (reductions {precision.reduce}, masters {precision.master})"
+
+
+def _names_dtypes(advice: Advice) -> bool:
+    """Tell whether the line sets a key of the precision, which then has the name of another one."""
+    return any(key.startswith("precision.") for key in advice.named)
 
 
 def _held(each: PlannedPoint) -> str:

@@ -52,6 +52,7 @@ class Advice:
     config: Config  # the line's point with what is taken for what it leaves open
     candidates: list[PlannedPoint]
     settings: str = ""  # that tell it from other work of the line
+    named: Collection[str] = ()  # the keys that the line sets
 
     def rehearse(self, at: int, *, quick: bool) -> PlannedPoint:
         self.candidates[at] = with_rehearsal(self.candidates[at], quick=quick)
@@ -136,7 +137,7 @@ def _advices(plans: Plans, now: Callable[[], float]) -> Iterator[Advice]:
             size = points[0].config.world_size
             problem = "no strategy of the line is defined there; name others"
             raise ConfigError(f"world_size={size}: {problem}")
-        advice = Advice(bases[0].config, candidates, _shared_settings(points))
+        advice = Advice(bases[0].config, candidates, _shared_settings(points), plans.named)
         try:
             _rehearse_likely_first(advice, until, now)
             confirm_best(advice)
@@ -154,7 +155,7 @@ def _work_of(config: Config, named: Collection[str]) -> str:
     own: dict[str, Any] = {key: None for key in keys if key not in named}  # what was filled in
     settings = config.strategy.settings.items()
     own["strategy.settings"] = {k: v for k, v in settings if f"strategy.settings.{k}" in named}
-    batch = {} if BATCH in named else {BATCH: 1}
+    batch = {} if _of_line(BATCH, named) else {BATCH: 1}
     return repr(with_settings(config, {**alike, **own, **batch}, named))
 
 
@@ -164,6 +165,11 @@ def _shared_settings(points: Sequence[PlannedPoint]) -> str:
     return "-".join(part for part in of_points[0] if all(part in each for each in of_points))
 
 
+def _of_line(key: str, named: Collection[str]) -> bool:
+    """Tell whether the line sets the key, or may do so by a study, of whose file no words are known."""
+    return "study" in named or any(each == key or each.startswith(f"{key}.") for each in named)
+
+
 def _with_defaults(planned: PlannedPoint, named: Collection[str], micro: int) -> Config:
     """Return the config with what is taken for what the line leaves open, see [Note: defaults].
 
@@ -171,15 +177,15 @@ def _with_defaults(planned: PlannedPoint, named: Collection[str], micro: int) ->
     """
     config, settings = planned.config, dict[str, Any]()
     if planned.machines.device == "cuda":
-        if not any(key.startswith("precision") for key in named):
+        if not _of_line("precision", named):
             settings["precision"] = "bf16_master"
-        names_length = {SEQ_LEN, "data", "study"} & {*named}
+        names_length = "data" in named or _of_line(SEQ_LEN, named)
         if not names_length and (longest := longest_sequence(planned.model)):
             settings[SEQ_LEN] = min(longest, MOST_TOKENS)
         is_calibrated = calibration_path(Path(config.outputs), "cuda").exists()
         if planned.outcome.memory_gib is None and not is_calibrated:
             settings["cluster.gpu"] = USUAL_GPU
-    if BATCH not in named:
+    if not _of_line(BATCH, named):
         settings[MICRO] = config.data.micro_batch_size if MICRO in named else 1
         settings[BATCH] = fitting_batch(SAMPLES_PER_RANK, micro) * config.world_size
     return with_settings(config, settings)
