@@ -42,7 +42,7 @@ from zeroexp.config.keys import ConfigError, DataConfig, ModelConfig
 from zeroexp.config.paths import data_files
 from zeroexp.config.vocabulary import TokenizerChoice
 from zeroexp.cut.rank_grid import RankGrid
-from zeroexp.data import StepBatch, packed_cache, table_rows
+from zeroexp.data import StepBatch, batches, packed_cache, table_rows, tokenize_and_pack
 from zeroexp.data.batches import Data, build_data, sample_indices
 from zeroexp.data.classes import classes_of
 from zeroexp.data.conversations import ConversationEncoder
@@ -198,6 +198,25 @@ def test_packing_goes_on_from_one_batch_of_documents_to_the_next(tmp_path):
     stream += [token for row in rows for token in row.labels[0].tolist()]
     expected = [token for each in TOKENIZER.encode_batch(lines) for token in (*each.ids, 0)]
     assert stream == expected[: len(stream)] and len(expected) - len(stream) < 97
+
+
+def test_texts_are_encoded_in_slices(tmp_path, monkeypatch):
+    """An encoding takes up to a hundred bytes for each one of its text, which held a gigabyte for 15 MB."""
+    texts = ["a" * 400_000] * 7 + ["b" * 3_000_000, "c"]
+    slices = [*tokenize_and_pack._slices(texts)]
+    assert [text for each in slices for text in each] == texts
+    assert [len(each) for each in slices] == [2, 2, 2, 1, 1, 1]
+    (tmp_path / "lines.txt").write_text("a few words of it\n" * 99, encoding="utf-8")
+    whole = opened("hf", path=str(tmp_path / "lines.txt"), seq_len=7).tokens_hash
+    monkeypatch.setattr(tokenize_and_pack, "SLICE", 40)
+    monkeypatch.setenv("ZEROEXP_CACHE", str(tmp_path / "cache"))
+    assert opened("hf", path=str(tmp_path / "lines.txt"), seq_len=7).tokens_hash == whole
+
+
+def test_an_order_takes_four_bytes_a_sample_and_is_as_it_was():
+    order = batches._permutation(100_003, 3, 1)
+    assert order.dtype == np.int32
+    assert np.array_equal(order, np.random.default_rng([3, 1]).permutation(100_003))
 
 
 def test_a_text_of_ones_own(tmp_path):

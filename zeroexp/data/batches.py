@@ -108,7 +108,8 @@ def sample_indices(start: int, count: int, *, num_samples: int, seed: int) -> np
 
 @functools.lru_cache(maxsize=2)  # a batch spans at most two epochs
 def _permutation(num_samples: int, seed: int, epoch: int) -> np.ndarray:
-    return np.random.default_rng([seed, epoch]).permutation(num_samples)
+    order = np.arange(num_samples, dtype=np.int32 if num_samples <= 1 << 31 else np.int64)
+    return np.random.default_rng([seed, epoch]).permutation(order)  # the same for both
 
 
 def build_data(config: DataConfig, model: ModelConfig, seed: int) -> Data:

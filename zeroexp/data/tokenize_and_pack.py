@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,7 @@ from zeroexp.data.table_rows import (
     save_column,
 )
 
+SLICE = 1 << 20  # letters of texts that are encoded at once
 SCRATCH = "converted"  # inside the folder that is being written, so that both go together
 
 
@@ -123,29 +125,46 @@ class _Packer:
 
             column = None if self.masks else MESSAGES if MESSAGES in columns else self.column
             self.conversations = ConversationEncoder(words, tokenizer, column)
-        self.rest: list[int] = []
-        self.rest_counts: list[bool] = []
+        self.rest = np.empty(0, np.int32)
+        self.rest_counts = np.empty(0, np.bool_)
 
-    def __call__(self, batch: dict[str, list[Any]]) -> dict[str, list[Any]]:
-        stream, counts, size = self.rest, self.rest_counts, self.seq_len
+    def __call__(self, batch: dict[str, list[Any]]) -> dict[str, np.ndarray]:
+        parts, marks, size = [self.rest], [self.rest_counts], self.seq_len
         for tokens, num_prompt in self._documents(batch):
-            stream += tokens
-            counts += [False] * num_prompt + [True] * (len(tokens) - num_prompt)
+            parts.append(np.asarray(tokens, np.int32))
+            if self.masks:
+                marks.append(np.arange(len(tokens)) >= num_prompt)
+        stream, counts = np.concatenate(parts), np.concatenate(marks)
         starts = range(0, len(stream) - size, size)
-        self.rest = stream[len(starts) * size :]
-        self.rest_counts = counts[len(starts) * size :]
-        starts = [start for start in starts if any(counts[start + 1 : start + size + 1])]
-        packed = {"tokens": [stream[start : start + size + 1] for start in starts]}
-        if self.masks:
-            packed["counts"] = [counts[start + 1 : start + size + 1] for start in starts]
-        return packed
+        self.rest = stream[len(starts) * size :].copy()
+        self.rest_counts = counts[len(starts) * size :].copy()
+        rows = np.add.outer(np.asarray(starts, np.int64), np.arange(size + 1))
+        if not self.masks:
+            return {"tokens": stream[rows]}
+        counted = counts[rows[:, 1:]]
+        kept = counted.any(axis=1)
+        return {"tokens": stream[rows[kept]], "counts": counted[kept]}
 
-    def _documents(self, batch: dict[str, list[Any]]) -> list[tuple[list[int], int]]:
-        """Return the tokens of each document, and how many of them belong to its prompt."""
+    def _documents(self, batch: dict[str, list[Any]]) -> Iterator[tuple[Sequence[int], int]]:
+        """Yield the tokens of each document, and how many of them belong to its prompt."""
         if self.conversations is not None:
-            return self.conversations(batch)
-        encoded = self.tokenizer.encode_batch(batch[self.column])
-        return [([*encoding.ids, self.end_of_text], 0) for encoding in encoded]
+            yield from self.conversations(batch)
+            return
+        for texts in _slices(batch[self.column]):
+            for encoding in self.tokenizer.encode_batch(texts):
+                yield [*encoding.ids, self.end_of_text], 0
+
+
+def _slices(texts: list[str]) -> Iterator[list[str]]:
+    """Yield the texts in slices, since an encoding takes up to a hundred bytes for each one of its text."""
+    some, num_letters = list[str](), 0
+    for text in texts:
+        if some and num_letters + len(text) > SLICE:
+            yield some
+            some, num_letters = [], 0
+        some.append(text)
+        num_letters += len(text)
+    yield some
 
 
 def _read_texts(config: DataConfig, files: list[Path], scratch: Path) -> tuple[Table, str]:
