@@ -68,6 +68,18 @@ def test_killed_it_leaves_nothing_under_its_name_or_all_of_it(run, tmp_path):
     assert not any(each.exists() for each in left)
 
 
+def test_after_ctrl_c_nothing_is_left(run, tmp_path):
+    target = tmp_path / "to"
+    process = command(run, "--to", target, "--max-shard-size", "100KB")
+    while not list(tmp_path.glob(".*/to/*.safetensors")):
+        assert process.poll() is None, process.communicate()
+        time.sleep(0.001)
+    process.send_signal(signal.SIGINT)
+    process.communicate()
+    assert process.returncode == 130 and [*tmp_path.iterdir()] == []
+    assert [path.name for path in (run / "checkpoint").iterdir()] == ["step-000002"]
+
+
 def test_the_run_that_goes_on_leaves_what_is_exported(run, tmp_path, monkeypatch):
     """It saves, and removes older checkpoints, while their weights are read."""
     goes_on, read = tmp_path / "run", Weights.read

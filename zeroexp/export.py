@@ -29,7 +29,7 @@ from zeroexp.config.keys import Config, ConfigError, from_mapping
 from zeroexp.config.vocabulary import TokenizerChoice
 from zeroexp.foreign import WRITERS
 from zeroexp.measure.chakra import traced_step, write_chakra
-from zeroexp.process.json_output import answer, parser_of
+from zeroexp.process.json_output import answer_or_end_in_order, parser_of
 from zeroexp.registry import UnknownWord
 from zeroexp.tracking.files import working_folder_of
 from zeroexp.tracking.json_files import dumps
@@ -38,7 +38,7 @@ HUGGINGFACE, CHAKRA = "huggingface", "chakra"
 
 
 def main() -> int:
-    return answer(_export)
+    return answer_or_end_in_order(_export)
 
 
 def _export(told: list[str] | None) -> int:

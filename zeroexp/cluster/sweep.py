@@ -110,8 +110,9 @@ class Sweep:
             if (point := point_of(overrides, values))  # a study leaves some out
         ]
         numbers, points = [n for n, _ in numbered], [point for _, point in numbered]
-        for source in {point.config.resume for point in points if not point.refusal} - {None}:
-            self._exits.enter_context(kept(Path(source)))  # until each run has a pin of its own
+        resumed = (point.config.resume for point in points if not point.refusal)
+        for source in set(filter(None, resumed)):  # until each run has a pin of its own
+            self._exits.enter_context(kept(Path(source)))
         self._refuse(points, batch[0][1]["study"]["name"])
         points = refuse_full_disks(plan_slurm_points(self._tried(points)))
         if not self._jobs:

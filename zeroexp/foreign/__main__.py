@@ -27,12 +27,12 @@ from zeroexp.commandline import mistakes
 from zeroexp.config.keys import Config, ConfigError
 from zeroexp.foreign import READERS
 from zeroexp.plan.__main__ import composed_points
-from zeroexp.process.json_output import answer, parser_of
+from zeroexp.process.json_output import answer_or_end_in_order, parser_of
 from zeroexp.tracking.json_files import dumps
 
 
 def main() -> int:
-    return answer(_import)
+    return answer_or_end_in_order(_import)
 
 
 def _import(told: list[str] | None) -> int:

@@ -9,15 +9,24 @@ import sys
 from collections.abc import Callable, Generator
 
 from zeroexp.config.keys import ConfigError
-from zeroexp.process import safe_output
+from zeroexp.process import safe_output, signals
 
-WORD, REFUSED = "--json", 2
+WORD, REFUSED, INTERRUPTED = "--json", 2, 130
 
 
 def parser_of(verb: str | None, prog: str | None = None) -> argparse.ArgumentParser:
     """Return a parser whose help begins with the docstring of a verb's module, as it is."""
     raw = argparse.RawDescriptionHelpFormatter
     return argparse.ArgumentParser(prog, description=verb, formatter_class=raw)
+
+
+def answer_or_end_in_order(command: Callable[[list[str] | None], int]) -> int:
+    """As `answer`, where Ctrl-C, SIGTERM and SIGHUP remove what is half written."""
+    signals.handle_ctrl_c()
+    try:
+        return answer(command)
+    except KeyboardInterrupt:
+        return INTERRUPTED
 
 
 def answer(command: Callable[[list[str] | None], int]) -> int:
