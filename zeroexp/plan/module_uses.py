@@ -6,8 +6,8 @@ A model may use one block several times (ALBERT), some of these without gradient
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple, cast
 from weakref import WeakKeyDictionary
 
 import torch
@@ -49,7 +49,8 @@ def uses_in_forward(config: Config, model: BuiltModel, units: Sequence[Group]) -
 
 
 def _uses_of(config: Config, module: nn.Module) -> list[Use] | None:
-    names = {each: name for name, each in module.named_modules()}
+    modules = cast(Iterator[tuple[str, nn.Module]], module.named_modules())
+    names = {each: name for name, each in modules}
     uses: list[Use] = []
 
     def note(each: nn.Module, _inputs: object, output: object) -> None:
