@@ -110,6 +110,8 @@ CANNOT = {
     "of_sparse_gradients": "Loop(model=...): an embedding's gradient is sparse; build it with sparse=False",
     "on_a_plateau": "Loop(scheduler=...): ReduceLROnPlateau steps by what a loop logs; leave it out",
     "always_overflows": "all steps overflow; give GradScaler a smaller init_scale, or more --steps",
+    "clips_by_value": "the loop clips by value, which the plain process does not: leave it out",
+    "in_one_flat_tensor": "3.bias: no rank shows it whole, in a model or in a torch optimizer; begin with other values",
     "wrong_shape": "rank 0 of 1: loop.py:{line}: RuntimeError: mat1 and mat2 shapes cannot be multiplied",
     "no_optimizer": "Loop(optimizer=...): returns list; return one torch.optim.Optimizer, or a list",
     "half_a_list": "Loop(optimizer=...): returns int; return one torch.optim.Optimizer, or a",
@@ -174,6 +176,30 @@ def always_overflows():
             scaler.update()
         return step
     return replace(my_loop(), train=train)
+
+def clips_by_value():
+    def train(model):
+        def step(batches):
+            loss_of(model, batches[0]).backward()
+            nn.utils.clip_grad_value_(model.parameters(), 9.0)
+            nn.utils.clip_grad_value_(model.parameters(), 1e-9)
+        return step
+    return replace(my_loop(), train=train)
+
+def in_one_flat_tensor():
+    model = build_model()
+    nn.init.zeros_(model[3].bias)
+    def train(model):
+        flat = torch.cat([each.detach().flatten() for each in [*model.parameters()][::-1]])
+        own = nn.Parameter(nn.functional.pad(flat, (0, 3)))
+        optimizer = torch.optim.SGD([own])
+        for each in model.parameters():
+            each.data = torch.empty(0)
+        def step(batches):
+            own.grad = torch.ones_like(own)
+            optimizer.step()
+        return step
+    return replace(my_loop(), model=model, train=train)
 
 def in_a_closure():
     def train(model):

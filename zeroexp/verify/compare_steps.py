@@ -118,11 +118,15 @@ class _Judge:
 
     def _refuse_hidden(self) -> None:
         for name, values in self.weights[0].items():
-            if values.isnan().any():
-                raise NoLoop(
-                    f"{name}: no rank shows it whole, in a model or in a torch optimizer; return (model, step) "
-                    "from train, with the model that holds it"
-                )
+            if not values.isnan().any():
+                continue
+            own = self.oracle.initial[name]
+            remedy = "return (model, step) from train, with the model that holds it"
+            if bool((own == own[:1]).all()):
+                remedy = "begin with other values: in a flat tensor, as FSDP1's, equal ones may be padding"
+            raise NoLoop(
+                f"{name}: no rank shows it whole, in a model or in a torch optimizer; {remedy}"
+            )
 
     def _left_out(self, step: int, seen: list[Seen]) -> Difference | None:
         """Compare what a step leaves that GradScaler skips, whose gradients are no numbers."""

@@ -16,7 +16,9 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
+from zeroexp.measure.memory import local_tensor
 from zeroexp.verify.local_elements import LocalElements, Places, add
+from zeroexp.verify.loop_to_verify import NoLoop
 
 Settings = tuple[str, dict[str, Any]]
 
@@ -142,7 +144,21 @@ def listen_to_clipping() -> None:
 
     clip_grad._clip_grads_with_norm_ = shown  # pyright: ignore[reportPrivateUsage]
     torch.nn.utils.clip_grads_with_norm_ = shown
+    _refuse_clipping_by_value()
     _listen_to_scaling()
+
+
+def _refuse_clipping_by_value() -> None:
+    clip: Any = clip_grad.clip_grad_value_
+
+    def clipped(parameters: Tensor | Iterable[Tensor], clip_value: float, **words: Any) -> None:
+        tensors = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+        found = [local_tensor(each.grad) for each in tensors if each.grad is not None]
+        if any(bool((each.abs() > clip_value).any()) for each in found):
+            raise NoLoop("the loop clips by value, which the plain process does not: leave it out")
+        clip(tensors, clip_value, **words)
+
+    clip_grad.clip_grad_value_ = torch.nn.utils.clip_grad_value_ = clipped
 
 
 def _listen_to_scaling() -> None:
