@@ -15,7 +15,7 @@ import torch.distributed.fsdp  # here, so that ranks, which are forks, need not 
 import torch.distributed.optim
 
 from zeroexp.process.on_ranks import RankFailed, on_ranks
-from zeroexp.process.world import World
+from zeroexp.process.world import RankInfo, World, environment_of_rank
 from zeroexp.verify.compare_steps import Verdict, judge
 from zeroexp.verify.local_elements import Places
 from zeroexp.verify.loop_to_verify import NoLoop, Source, batch_of, drawn_by, make_loop
@@ -60,13 +60,13 @@ def stand_for_ranks(size: int) -> None:
     """Be for a loop's own code the first of `size` ranks, of whose number its rate or microbatches may be made."""
     dist.destroy_process_group()
     dist.init_process_group("fake", rank=0, world_size=size)
-    os.environ["WORLD_SIZE"] = str(size)
+    os.environ.update(environment_of_rank(RankInfo(0, size, 0)))
 
 
 @contextmanager
 def silenced() -> Generator[None]:
     """Show nothing of what a loop prints, and have its own calls find the process group made, as on one machine."""
-    os.environ["LOCAL_WORLD_SIZE"] = os.environ["WORLD_SIZE"]
+    os.environ["LOCAL_WORLD_SIZE"] = str(dist.get_world_size())
     nowhere = os.open(os.devnull, os.O_WRONLY)
     for output in (1, 2):  # else ranks write over the answer
         os.dup2(nowhere, output)
