@@ -14,7 +14,7 @@ from zeroexp.config.vocabulary import SHIPPED_VOCABULARY
 
 # A part of a split, as `datasets` writes it: test, test[:1000], train[10%:-5%].
 PART = re.compile(
-    r"(?P<name>\w+)(\[(?P<start>-?\d+)?(?P<start_unit>%?):(?P<stop>-?\d+)?(?P<stop_unit>%?)\])?(\(\w+\))?"
+    r"(?P<name>[^\[\]()+\s]+)(\[(?P<start>-?\d+)?(?P<start_unit>%?):(?P<stop>-?\d+)?(?P<stop_unit>%?)\])?(\(\w+\))?"
 )
 
 
@@ -120,10 +120,8 @@ def _overlap(one: str, other: str) -> bool:
     """Tell whether two splits, each a sum of parts, have rows in common for certain: what is given in per cent and what
     in rows may or may not.
     """
-    pairs = [(a, b) for a in one.split("+") for b in other.split("+")]
-    return any(
-        _parts_overlap(PART.fullmatch(a.strip()), PART.fullmatch(b.strip())) for a, b in pairs
-    )
+    pairs = [(a.strip(), b.strip()) for a in one.split("+") for b in other.split("+")]
+    return any(a == b or _parts_overlap(PART.fullmatch(a), PART.fullmatch(b)) for a, b in pairs)
 
 
 def _parts_overlap(one: re.Match[str] | None, other: re.Match[str] | None) -> bool:

@@ -32,6 +32,7 @@ from zeroexp.interface.canonical import moments_of
 from zeroexp.interface.elementwise import moments_kept, refuse_states_of_matrices
 from zeroexp.interface.held_pieces import HeldPiece
 from zeroexp.interface.loss_scale import LossScale
+from zeroexp.interface.overlapping_memory import refuse_overlaps
 from zeroexp.interface.saved_state import SavedState, names_in
 from zeroexp.interface.strategy import CanonicalState, ModelStates, OptimizerFactory
 from zeroexp.interface.values import Values
@@ -39,7 +40,6 @@ from zeroexp.process.world import World
 from zeroexp.zero.assemble import agree_on_weights
 from zeroexp.zero.grouping import group_parameters, with_shared_in_root
 from zeroexp.zero.options import Dtypes
-from zeroexp.zero_safety.engine_arguments import refuse_overlaps
 
 
 class TorchFSDP2:

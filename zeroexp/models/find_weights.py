@@ -71,8 +71,8 @@ def _folder(
         )
     try:
         return Path(snapshot_download(name, revision=cached and cached.name, **wanted))
-    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError) as error:
-        if cached is not None:
+    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
+        if cached is not None:  # in a folder of others', for one
             return cached
         reason = str(error).splitlines()[0]
         raise ConfigError(

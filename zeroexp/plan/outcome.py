@@ -102,7 +102,7 @@ class Outcome:
     @property
     def sure_bytes(self) -> float:
         """What a run surely finds of the limit."""
-        return self.limit_bytes - self.unsure_gib * 2**30
+        return self.limit_bytes - int(self.unsure_gib * 2**30)
 
     @property
     def fits(self) -> bool:
