@@ -274,7 +274,7 @@ def _joins_rows(cell: str) -> bool:
     return "\t" in cell and "\n" in cell
 
 
-def _header(file: Path, suffix: str, quoting: int = csv.QUOTE_MINIMAL) -> list[str]:
+def _header(file: Path, suffix: str, quoting: Any = csv.QUOTE_MINIMAL) -> list[str]:
     with file.open(encoding=UTF8, newline="") as lines:
         sep = "\t" if suffix == ".tsv" else ","
         return next(csv.reader(lines, delimiter=sep, quoting=quoting), [])
