@@ -65,6 +65,7 @@ ATTRIBUTES = {
     "nn.RNN(1, 1)._flat_weights_names",
     "torch.optim.SGD([Tensor])._optimizer_step_post_hooks",
     "torch.optim.SGD([Tensor])._optimizer_step_pre_hooks",
+    "torch.amp.GradScaler(word)._found_inf_per_device",
     "torch.distributed.tensor.DTensor._local_tensor",
     "torch.distributed.tensor._sharding_prop.ShardingPropagator._propagate_tensor_meta_non_cached",
     "torch.nn.utils.clip_grad._clip_grads_with_norm_",
@@ -115,7 +116,7 @@ with FakeTensorMode():
     FAKE = torch.empty(1)
 EXAMPLES = {
     **{"torch": torch, "nn": nn, "submitit": submitit, "transformers": transformers},
-    **{"Tensor": torch.zeros(1), "fake": FAKE},
+    **{"Tensor": torch.zeros(1), "fake": FAKE, "word": "cpu"},
     "llama": LlamaForCausalLM(LlamaConfig(**dict.fromkeys(SIZES, 8))),
 }
 

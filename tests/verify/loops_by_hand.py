@@ -602,6 +602,61 @@ class Summing(torch.optim.AdamW):
         return super().step(closure)
 
 
+class Centralizing(torch.optim.AdamW):
+    """Its rule changes the gradients before torch's own, of the ranks as of the plain process."""
+
+    def step(self, closure: Any = None) -> Any:
+        for parameter in self.param_groups[0]["params"]:
+            if parameter.ndim == 2:
+                parameter.grad.sub_(parameter.grad.mean(1, keepdim=True))
+        return super().step(closure)
+
+
+def centralizes() -> Loop:
+    def made(model: Any) -> torch.optim.Optimizer:
+        return Centralizing(model.parameters(), lr=1e-2, weight_decay=0.1)
+
+    def train(model: nn.Module) -> Any:
+        wrapped = DistributedDataParallel(model)
+        own = made(wrapped)
+
+        def step(batches: Sequence[Batch]) -> None:
+            for batch in batches:
+                (loss_of(wrapped, batch) / len(batches)).backward()
+            own.step()
+            own.zero_grad()
+
+        return wrapped, step
+
+    return Loop(model=Model(), loss=loss_of, batch=batch_of, optimizer=made, train=train)
+
+
+def counts_labels_of_all_ranks() -> Loop:
+    """DDP takes the mean over ranks of a sum that is divided by all ranks' labels."""
+
+    def loss(model: Any, batch: Batch) -> Tensor:
+        words, targets = batch
+        number = torch.tensor(float(targets.numel()))
+        dist.all_reduce(number)
+        summed = nn.functional.cross_entropy(
+            model(words).flatten(0, 1), targets.flatten(), reduction="sum"
+        )
+        return summed / number * dist.get_world_size()
+
+    def train(model: nn.Module) -> Any:
+        wrapped, own = DistributedDataParallel(model), adamw(model)
+
+        def step(batches: Sequence[Batch]) -> None:
+            for batch in batches:
+                (loss(wrapped, batch) / len(batches)).backward()
+            own.step()
+            own.zero_grad()
+
+        return wrapped, step
+
+    return Loop(model=Model(), loss=loss, batch=batch_of, optimizer=adamw, train=train)
+
+
 def sums_in_its_step() -> Loop:
     return of_an_optimizer(lambda model: Summing(model.parameters(), lr=1e-2, weight_decay=0.1))
 

@@ -129,6 +129,8 @@ BY_HAND = {
     "logs_its_own_norm": None,
     "schedule_of_one": None,
     "sums_in_its_step": None,
+    "centralizes": None,
+    "counts_labels_of_all_ranks": None,
     "clips_in_a_hook": None,
     "overflows": None,
     "moves_as_it_overflows": "frozen",

@@ -16,6 +16,7 @@ from zeroexp.verify.compare_steps import Verdict, judge
 from zeroexp.verify.loop_to_verify import NoLoop, Source, make_loop
 from zeroexp.verify.observe import Record
 from zeroexp.verify.ranks import (
+    alone,
     prepare_for_forks,
     record_of,
     silenced,
@@ -46,7 +47,7 @@ def answers_in_turn(sources: list[Source], world_size: int) -> list[Any]:
         stand_for_ranks(world_size)
         with silenced():
             pairs = zip(sources, zip(*by_rank, strict=True), strict=True)
-            return [answer(judge(make_loop(each), list(records))) for each, records in pairs]
+            return [answer(judge(make_loop(each, alone), list(records))) for each, records in pairs]
 
     prepare_for_forks()
     by_rank = on_ranks(record_all, world_size, seconds=300)

@@ -68,7 +68,11 @@ def refresh_if_slurm_answers(jobs: Iterable[Job]) -> None:
 def _adopt_all(jobs: Iterable[Job]) -> None:
     """Note the ids of the jobs whose submitter was ended before it did. Raises SlurmSilent."""
     for job in jobs:
-        if (job.folder / SUBMITTING).exists() and adopt(job):
+        if not (job.folder / SUBMITTING).exists() or not adopt(job):
+            continue
+        if job.status == "cancelled":  # by watch --cancel, before anybody knew the id
+            slurm_state.cancel(filter(None, [slurm_id(job)]))
+        else:
             job.enter("pending")
 
 

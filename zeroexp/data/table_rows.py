@@ -76,11 +76,8 @@ def read_table(config: DataConfig, files: list[Path], scratch: Path) -> tuple[Ta
             table = _read_saved(config)
         else:
             table, names = _load(config, files, scratch)
-        for name in _read_columns(config, names or table.column_names):
-            if name in table.column_names:  # else it is refused below
-                table.data.column(name).validate(
-                    full=True
-                )  # of JSON, whose bytes nobody has looked at
+        if files and LOADERS.get(files[0].suffix.lower()) == "json":
+            _require_utf8(table, config)
     names = names or table.column_names
     _require_columns(table, config, names)
     if files and LOADERS.get(files[0].suffix.lower()) == "csv":
@@ -245,7 +242,9 @@ def _options_of_csv(config: DataConfig, files: list[Path], names: list[str]) -> 
         options |= {"sep": "\t", "quoting": _quoting(files)}
     elif _has_no_header(_header(files[0], suffix)):
         options["names"] = names
-    if "names" not in options and not all(set(read) <= {*_header(file, suffix)} for file in files):
+    quoting = options.get("quoting", csv.QUOTE_MINIMAL)
+    headers = [{*_header(file, suffix, quoting)} for file in files]
+    if "names" not in options and not all(set(read) <= header for header in headers):
         raise ConfigError(f"data.path={config.path}: {DIFFERENT}")
     return options
 
@@ -383,6 +382,12 @@ def _with_typed_labels(table: Table, config: DataConfig) -> Table:
     if all(map(_is_number, labels)) and not all(label.strip().isdecimal() for label in labels):
         return table.cast_column(name, datasets.Value("float64"))
     return table
+
+
+def _require_utf8(table: Table, config: DataConfig) -> None:
+    """Look at the bytes of texts in JSON, which the library takes as they come. Raises ValueError."""
+    for name in {*_read_columns(config, table.column_names)} & {*table.column_names}:
+        table.data.column(name).validate(full=True)
 
 
 def _other_texts(table: Table, column: str, names: list[str]) -> str:

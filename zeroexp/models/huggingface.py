@@ -7,7 +7,6 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import torch
 from huggingface_hub.errors import StrictDataclassError
@@ -120,16 +119,18 @@ def patched_for_fake_tensors() -> Iterator[None]:
     which tells the shapes of bfloat16 alone; every position goes to the same number of experts, so no size depends on
     which they are.
     """
-    about_masks: Any = {
-        "find_packed_sequence_indices": lambda _: None,
-        "is_tracing": lambda *_: True,
-    }
-    with (
-        patch.multiple(masking_utils, **about_masks),
-        patch.object(moe, "_can_use_grouped_mm", lambda *_: True),
-        patch.object(_meta_registrations, "_meta_grouped_mm_common", _grouped_product),
-    ):
+    looks, is_traced = masking_utils.find_packed_sequence_indices, masking_utils.is_tracing
+    asks, checks = moe._can_use_grouped_mm, _meta_registrations._meta_grouped_mm_common
+    masking_utils.find_packed_sequence_indices = lambda position_ids: None
+    masking_utils.is_tracing = lambda *_: True
+    moe._can_use_grouped_mm = lambda *_: True
+    _meta_registrations._meta_grouped_mm_common = _grouped_product
+    try:
         yield
+    finally:
+        masking_utils.find_packed_sequence_indices, moe._can_use_grouped_mm = looks, asks
+        masking_utils.is_tracing = is_traced
+        _meta_registrations._meta_grouped_mm_common = checks
 
 
 def _grouped_product(first: Tensor, second: Tensor, *, offs: Tensor, **further: Any) -> Tensor:

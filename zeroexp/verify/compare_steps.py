@@ -169,6 +169,12 @@ class _Judge:
         look.calls = {name: max(each.calls.get(name, 0) for each in seen) for name in exact}
         gradients = [each.gradients for each in seen]
         found = self._first(step, GRADIENT, gradients, expected, look.stories)
+        if found and any(each.inner for each in seen):
+            # Its own step sums or clips; a rule that changes gradients is the plain optimizer's too.
+            inner = [each.inner or each.gradients for each in seen]
+            found = self._first(step, GRADIENT, inner, expected, look.stories)
+            for each, own in zip(seen, inner, strict=True):
+                each.gradients = own
         return found or self._missing(step, seen, expected[0])
 
     def _unlike(self, seen: list[Seen], rows: Whole) -> str:

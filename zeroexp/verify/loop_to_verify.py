@@ -10,6 +10,7 @@ import random
 import sys
 from collections import UserDict
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, fields, is_dataclass
 from pathlib import Path
 from typing import Any
@@ -85,12 +86,21 @@ def _seed() -> None:
     torch.manual_seed(0)
 
 
-def make_loop(source: Source) -> Loop:
+def make_loop(
+    source: Source, around_loss: Callable[[], AbstractContextManager[None]] = nullcontext
+) -> Loop:
     """Make the loop, with the same random numbers in every process. Raises NoLoop for one that can not be judged."""
     loop = source.make()
     if not isinstance(loop, Loop):
         kind = type(loop).__name__
         raise NoLoop(f"{source.name}: returns {kind}; return a zeroexp.verify.Loop")
+    own = loop.loss
+
+    def loss(model: Any, batch: Any) -> Any:
+        with around_loss():
+            return own(model, batch)
+
+    loop.loss = loss
     _refuse_wrong_words(loop)
     _refuse_what_differs_by_itself(loop)
     return loop
@@ -117,7 +127,8 @@ def _refuse_wrong_words(loop: Loop) -> None:
             raise NoLoop(f"Loop({key}={value}): give {remedy}")
     if any(parameter.is_meta for parameter in loop.model.parameters()):
         raise NoLoop("Loop(model=...): weights on meta have no values; build a small model plainly")
-    if any(getattr(module, "sparse", False) is True for module in loop.model.modules()):
+    embeddings = (m for m in loop.model.modules() if isinstance(m, nn.Embedding | nn.EmbeddingBag))
+    if any(module.sparse for module in embeddings):
         raise NoLoop(
             "Loop(model=...): an embedding's gradient is sparse; build it with sparse=False"
         )

@@ -31,6 +31,8 @@ class Seen:
     # Gradients as torch's clipping finds them.
     raw: list[LocalElements] = field(default_factory=list)
     gradients: list[LocalElements] = field(default_factory=list)  # as the optimizer finds them
+    # As a step of torch's finds them inside of the optimizer's, which may have summed or changed them.
+    inner: list[LocalElements] = field(default_factory=list)
     calls: dict[str, int] = field(default_factory=dict)  # of optimizers, where more than one
     clips: dict[str, int] = field(default_factory=dict)  # calls of clipping, where more than one
     overflows: bool = False  # so that torch's GradScaler takes no step
@@ -93,9 +95,11 @@ class LoopRecorder:
         if (scale := getattr(stepping, "grad_scale", None)) is not None:
             for piece in pieces:
                 piece.values /= scale
-        if self._depth > 1:  # who called it may have summed, or clipped, since it began
+        if self._depth > 1:
             found = {(piece.name, len(piece.where)): piece for piece in pieces}
-            seen.gradients = [found.get((e.name, len(e.where)), e) for e in seen.gradients]
+            seen.inner = [
+                found.get((e.name, len(e.where)), e) for e in seen.inner or seen.gradients
+            ]
         else:
             # Optimizers may hold parts of one weight; who finds a part again steps once more.
             _count_again(seen.calls, add(seen.gradients, pieces))
