@@ -305,7 +305,7 @@ def test_another_text_than_that_of_the_checkpoint_is_refused_before_ranks_start(
 ):
     config = config_for(tmp_path)
     saved = str(write(tmp_path / "sweep" / "run", 1, config, tokens_hash="theirs labels"))
-    ours = SimpleNamespace(tokens_hash="theirs labels")
+    ours = SimpleNamespace(tokens_hash="theirs labels", vocab_size=None)
     monkeypatch.setattr(try_data, "build_data", lambda *_: ours)
     try_data.check_data(replace(config, resume=saved))
     of_none = str(write(tmp_path / "sweep" / "of_none", 1, config))  # brought in from elsewhere
