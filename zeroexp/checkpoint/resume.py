@@ -204,10 +204,8 @@ def _require_fit(config: Config, manifest: Manifest) -> None:
     key = "data.labels"
     if config.data.labels is None:  # a run keeps the classes of its data, as this one will
         theirs[key] = None
-    for settings in (
-        ours,
-        theirs,
-    ):  # a column of words may be asked for with numbers, and the other way round
+    # A column of words may be asked for with numbers, and the other way round.
+    for settings in (ours, theirs):
         settings[key] = settings.get(key) and [str(each) for each in settings[key]]
     for key in (*ours, *theirs):
         if ours.get(key) != theirs.get(key):

@@ -17,12 +17,8 @@ from zeroexp.cluster.job import Job, JobOutcome, ending_of
 from zeroexp.config.keys import ClusterConfig, Config, ConfigError
 from zeroexp.tracking import failure
 
-OF_MEMORY = (
-    signal.SIGABRT,
-    signal.SIGSEGV,
-    signal.SIGBUS,
-    signal.SIGKILL,
-)  # C++ aborts without room
+# By which a process ends that finds no memory; C++ aborts.
+OF_MEMORY = (signal.SIGABRT, signal.SIGSEGV, signal.SIGBUS, signal.SIGKILL)
 POLL_SECONDS = 0.05
 END_SECONDS = 5.0  # the server's time to end its ranks and itself
 PREPARE_SECONDS = 600.0  # its time to import and compile what ranks need, beside cluster.timeout_s

@@ -176,9 +176,8 @@ class _Run:
             with strategy.microbatch(last=last):
                 step.enter(progress.FORWARD)
                 loss = _loss_sum(strategy, microbatch, world, self._config.model.task)
-                loss = loss / max(
-                    batch.num_valid, 1
-                )  # a plugin's step may have no label that counts
+                # A step of a plugin's data may have no label that counts.
+                loss = loss / max(batch.num_valid, 1)
                 if last:
                     step.read_memory("after_forward", strategy)
                 step.enter(progress.BACKWARD)

@@ -148,9 +148,8 @@ def _refuse_what_differs_by_itself(loop: Loop) -> None:
             "and model make their tensors in the dtype of others, as weight=weight.to(logits.dtype)"
         ) from error
     again, redrawn = (_value(loop.loss(model, each)) for each in (batch, redraw))
-    if not math.isclose(
-        loss, again, rel_tol=1e-12
-    ):  # one iteration of a spectral norm changes less than 1e-6
+    # One iteration of a spectral norm changes less than 1e-6.
+    if not math.isclose(loss, again, rel_tol=1e-12):
         raise NoLoop(
             f"Loop(loss=...): the same weights and microbatch give {loss:.9g} and {again:.9g}: dropout, "
             "another draw, or a buffer that forward changes; build the model without"
