@@ -291,12 +291,15 @@ def save_each(world: World, saved: list[Any]) -> None:
 
 @pytest.mark.slow
 def test_one_tensor_of_megatron_is_in_memory_at_a_time(ranks, tmp_path):
-    """Beside what is written: the largest one, and the parts of two ranks that torch holds of it."""
+    """Beside what is written: the largest one, and the parts of two ranks that torch holds of it.
+
+    It is larger than the 4 MB that the trial of an optimizer takes before.
+    """
     num_ranks = 16
-    small = {**LLAMA, "hidden_size": 64, "intermediate_size": 64}
+    small = {**LLAMA, "hidden_size": 256, "intermediate_size": 64}
     configs = {
-        tmp_path / "fused_rows": config_of(**{**small, "head_dim": 256}),
-        tmp_path / "embedding": config_of(**{**small, "vocab_size": 4096}),
+        tmp_path / "fused_rows": config_of(**{**small, "head_dim": 1024}),
+        tmp_path / "embedding": config_of(**{**small, "vocab_size": 8192}),
     }
     saved = [(folder, *with_moments(config)) for folder, config in configs.items()]
     ranks(save_each, saved, world_size=num_ranks)
