@@ -612,39 +612,10 @@ class Centralizing(torch.optim.AdamW):
         return super().step(closure)
 
 
-def centralizes() -> Loop:
-    def made(model: Any) -> torch.optim.Optimizer:
-        return Centralizing(model.parameters(), lr=1e-2, weight_decay=0.1)
-
+def of_ddp(loss: Any, make: Any) -> Loop:
     def train(model: nn.Module) -> Any:
         wrapped = DistributedDataParallel(model)
-        own = made(wrapped)
-
-        def step(batches: Sequence[Batch]) -> None:
-            for batch in batches:
-                (loss_of(wrapped, batch) / len(batches)).backward()
-            own.step()
-            own.zero_grad()
-
-        return wrapped, step
-
-    return Loop(model=Model(), loss=loss_of, batch=batch_of, optimizer=made, train=train)
-
-
-def counts_labels_of_all_ranks() -> Loop:
-    """DDP takes the mean over ranks of a sum that is divided by all ranks' labels."""
-
-    def loss(model: Any, batch: Batch) -> Tensor:
-        words, targets = batch
-        number = torch.tensor(float(targets.numel()))
-        dist.all_reduce(number)
-        summed = nn.functional.cross_entropy(
-            model(words).flatten(0, 1), targets.flatten(), reduction="sum"
-        )
-        return summed / number * dist.get_world_size()
-
-    def train(model: nn.Module) -> Any:
-        wrapped, own = DistributedDataParallel(model), adamw(model)
+        own = make(wrapped)
 
         def step(batches: Sequence[Batch]) -> None:
             for batch in batches:
@@ -654,7 +625,24 @@ def counts_labels_of_all_ranks() -> Loop:
 
         return wrapped, step
 
-    return Loop(model=Model(), loss=loss, batch=batch_of, optimizer=adamw, train=train)
+    return Loop(model=Model(), loss=loss, batch=batch_of, optimizer=make, train=train)
+
+
+def centralizes() -> Loop:
+    return of_ddp(loss_of, lambda model: Centralizing(model.parameters(), lr=1e-2))
+
+
+def counts_labels_of_all_ranks() -> Loop:
+    """DDP takes the mean over ranks of a sum that is divided by all ranks' labels."""
+
+    def loss(model: Any, batch: Batch) -> Tensor:
+        words, targets = batch
+        number = torch.tensor(float(targets.numel()))
+        dist.all_reduce(number)
+        summed = cross_entropy(model(words).flatten(0, 1), targets.flatten(), reduction="sum")
+        return summed / number * dist.get_world_size()
+
+    return of_ddp(loss, adamw)
 
 
 def sums_in_its_step() -> Loop:

@@ -117,8 +117,9 @@ def check_warmup(config: Config) -> Iterator[Refusal]:
 
 
 def _overlap(one: str, other: str) -> bool:
-    """Tell whether two splits, each a sum of parts, have rows in common for certain: what is given in per cent and what
-    in rows may or may not.
+    """Tell whether two splits, each a sum of parts, have rows in common for certain.
+
+    What one gives in per cent and the other in rows may have some, or may not.
     """
     pairs = [(a.strip(), b.strip()) for a in one.split("+") for b in other.split("+")]
     return any(a == b or _parts_overlap(PART.fullmatch(a), PART.fullmatch(b)) for a, b in pairs)
