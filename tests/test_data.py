@@ -386,6 +386,12 @@ WRONG: list[tuple[Any, str, dict[str, Any], str]] = [
     ({"a.csv": "text\na\n", "b.txt": "b\n"}, CAUSAL, {}, r"several kinds \(.csv, .txt\); na"),
     (write_csv, "offline", {}, r"data.kind=text reads no .csv; use data=hf for tables"),
     ({"l.jsonl": '{"text": "caf\xe9"}'}, CAUSAL, {}, r"data.path=.*l.jsonl: .*; repair or"),
+    (
+        {"m.jsonl": '{"text": "a"}\n{"text": "\xe9"}'},
+        CAUSAL,
+        {},
+        r"data.path=.*m.jsonl: .*; repair or",
+    ),
     ({"l.txt": "caf\xe9"}, "offline", {}, r"l.txt: no UTF-8 \(byte 3 is 0xe9\); convert it with"),
 ]
 
