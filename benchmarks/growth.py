@@ -60,8 +60,8 @@ NUM_STEPS, NUM_STEPS_OF_OBJECTS = 5, 300
 LIMITS = {"operations": 1.0, "bytes": 1.1}
 MOST_OBJECTS = 0.5
 # Operations that one more parameter costs beyond that: autograd detaches twice what a saved-tensor hook hands back, the
-# hook detaches the activation, which would else hold its graph (zero/hooks.py, [Note: saved tensors]), and in layout
-# tensor the sum of each gradient is a tensor of its own. FSDP2 has none of these, and a view more.
+# hook detaches the activation, which would else hold its graph (zero/saved_views.py, [Note: saved tensors]), and in
+# layout tensor the sum of each gradient is a tensor of its own. FSDP2 has none of these, and a view more.
 EXPLAINED = {
     ("zero3_buffer", "parameters", "operations"): 1.0,
     ("zero3_parameter", "parameters", "operations"): 1.0,

@@ -5,7 +5,7 @@
 
 torch's `save_on_cpu` copies gathered weights as well, of which ZeRO-3 then frees nothing, and one tensor as often as it
 is saved. Here a parameter or a view of one is passed on to the saved-tensors hooks around the block: those of our
-engine keep its place (zero/hooks.py), and without any it is kept as it is.
+engine keep its place (zero/saved_views.py), and without any it is kept as it is.
 
 A block that recomputes saves its inputs alone, and these go to the host.
 """
@@ -23,7 +23,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from zeroexp.comm.bus import copy_over
 from zeroexp.measure.memory import on_host
 from zeroexp.zero.held import unguarded
-from zeroexp.zero.hooks import SavedTensor
+from zeroexp.zero.saved_views import SavedTensor
 
 
 def offload_blocks(module: nn.Module, blocks: Sequence[str]) -> None:

@@ -18,7 +18,7 @@ from zeroexp.config.keys import Config
 from zeroexp.data.synthetic import width_of
 from zeroexp.models.module import BuiltModel, patched_for_fake_tensors, without_backward
 from zeroexp.zero.grouping import Group
-from zeroexp.zero.hooks import tensors_in
+from zeroexp.zero.schedule import tensors_in
 
 MOST_TOKENS = 16  # of the forward: some models take them one by one
 

@@ -50,9 +50,10 @@ a step together, `twins` those that update the same elements, and the `bus` runs
     observer.py         events of the engine; zero_safety/ is an observer, which raises where code around the engine
                         would train another model without a word
     assemble.py         ranks start alike; units are cut and filled
+    backward_task.py    which backward runs
     gathers.py          units are gathered when they are needed, and ahead in the order of the microbatch before; freed
-    schedule.py *       events in a module become verbs, in an order that all ranks agree on
-    hooks.py            reports the events, and what autograd saves of gathered parameters
+    schedule.py *       events in a module, by hooks, become verbs, in an order that all ranks agree on
+    saved_views.py      what autograd saves of gathered parameters
     casts.py            modules that compute in a dtype of their own: what goes in and comes out is cast
     gathered_parameters.py
                         a block of code that sees every parameter whole, as FSDP's summon_full_params

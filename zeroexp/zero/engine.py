@@ -30,11 +30,11 @@ from zeroexp.zero.casts import cast_at_borders
 from zeroexp.zero.gathered_parameters import gathered
 from zeroexp.zero.grouping import group_parameters, groups_of_lists, stage_for_world
 from zeroexp.zero.held import unguarded
-from zeroexp.zero.hooks import SavedViews, attach
 from zeroexp.zero.matrices import bring_matrices_together
 from zeroexp.zero.observer import Arguments, Observer
 from zeroexp.zero.options import Dtypes, Options, own_dtypes
 from zeroexp.zero.outer import MOMENTUM, OuterStep, prefix_of
+from zeroexp.zero.saved_views import SavedViews
 from zeroexp.zero.schedule import Schedule
 from zeroexp.zero.step_sums import StepSums
 from zeroexp.zero.unit import OptimizerInput, Unit
@@ -100,7 +100,7 @@ class Engine:
         self._saved = SavedViews(self._schedule)
         for unit, group in zip(self.units, groups, strict=True):
             if unit in self._schedule.watched:
-                attach(unit, group.module, self._schedule, self._observer)
+                self._schedule.attach(unit, group.module)
         self._trainable = [p for unit in self.units for p in unit.trainable_parameters]
         masters = _masters_in_groups(self.units, param_groups)
         with self.wire.bus.at(self.wire.bus.places[0]):
@@ -132,7 +132,7 @@ class Engine:
             self._may_discard = True
 
     def backward(self, loss: Tensor) -> None:
-        """Run backward, whose hooks (hooks.py) let the schedule reduce what has its gradients.
+        """Run backward, of which hooks tell the schedule, which reduces what has its gradients.
 
         It launches a reduction when a bucket is complete (`Schedule.gradient_ready`) or, where a gather needs all
         ranks, when backward enters the module before (`Schedule.before_backward`).

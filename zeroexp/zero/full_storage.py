@@ -1,9 +1,9 @@
 """The storage of a unit's full parameters where these rest sharded: resized to nothing while they are freed, and back.
 
 [Note: one storage] It is the same for the whole training and never replaced. So a view of it, such as backward makes of
-what autograd saved (hooks.py), is right again once the unit is gathered again. Where somebody else holds a view, the
-bytes stay until that view is gone: reading it ends in no crash, and zero_safety/kept_views.py refuses to go on. Neither
-assigning `.data` nor writing into the storage advances a parameter's version counter.
+what autograd saved (saved_views.py), is right again once the unit is gathered again. Where somebody else holds a view,
+the bytes stay until that view is gone: reading it ends in no crash, and zero_safety/kept_views.py refuses to go on.
+Neither assigning `.data` nor writing into the storage advances a parameter's version counter.
 """
 
 from __future__ import annotations

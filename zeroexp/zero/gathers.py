@@ -15,14 +15,12 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 
-import torch
 from torch._C._functorch import TransformType, get_interpreter_stack
 
+from zeroexp.zero.backward_task import NO_TASK, current_task
 from zeroexp.zero.held import GatherState
 from zeroexp.zero.options import Options
 from zeroexp.zero.unit import Unit
-
-NO_TASK = -1  # autograd's task id where no backward runs
 
 
 class GatherOrder:
@@ -172,16 +170,6 @@ class Gathers:
             unit.gather()
             if not self._overlap:
                 unit.arrive()
-
-
-def current_task() -> int:
-    """Return autograd's task id of the backward that runs in this thread, or NO_TASK."""
-    return torch._C._current_graph_task_id()
-
-
-def has_ended(task: int) -> bool:
-    """Tell whether this backward has ended: one inside another has the greater id, and NO_TASK is below all."""
-    return task > current_task()
 
 
 def _refuse_in_transform(unit: Unit) -> None:

@@ -8,7 +8,14 @@
 To close a unit is to reduce its gradients, missing ones as zeros, and to free it: this microbatch needs it no more.
 
 With `overlap=False` the same moves happen in the same order and each is waited for at once: this readable twin is bit
-for bit equal and shows what overlap buys. gathers.py gathers and frees; hooks.py reports the events.
+for bit equal and shows what overlap buys. gathers.py gathers and frees. The events, by hooks (`attach`):
+
+    forward-pre hook            the unit's parameters are needed
+    forward hook                they are not needed until backward; each output tensor gets a hook
+    hook on an output tensor    backward reaches the module (module backward hooks do not fire where the output is
+                                no tuple of tensors, as at the root of a Hugging Face model); of modules that return
+                                one tensor, as where a block is skipped, the last that ran is reached first
+    post-accumulate hook        a parameter's gradient is complete
 
 [Note: one order] All ranks issue the same moves in one order. So only what the program does starts one: a forward or
 backward of a module begins, a microbatch ends, the engine is called. **No decision of one rank alone does**: which
@@ -32,28 +39,39 @@ may come several times to one parameter: its gradients are not counted, and the 
 of the root only the embedding's gradient is left. That needs no weights and comes when most memory is in use. So the
 root is freed then, where a rank can gather alone: code of the root that one rank alone runs may need it again. It is
 gathered again then, and stays in the microbatches that follow. Elsewhere it stays until the end, as in FSDP2.
+
+[Note: weak references] Autograd keeps its hooks as long as the parameter or the graph, where the cycle collector does
+not see them. A module that keeps its output in an attribute would so keep the engine, and all that it holds, for good.
+So these hooks, and the places of saved_views.py, hold weak references to the engine.
 """
 
 from __future__ import annotations
 
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
+from typing import Any, TypeVar
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from zeroexp.comm.base import Pending
 from zeroexp.comm.collectives import Collectives
 from zeroexp.cut.bucket import Bucket
-from zeroexp.zero.gathers import Gathers, current_task, has_ended
+from zeroexp.zero.backward_task import LossBackward, current_task, has_ended
+from zeroexp.zero.gathers import Gathers
 from zeroexp.zero.gradients import uses_of_leaves
 from zeroexp.zero.held import GatherState, unguarded
 from zeroexp.zero.observer import Observer
 from zeroexp.zero.options import Options
 from zeroexp.zero.unit import Unit
+
+What = TypeVar("What")
 
 # The ticks (events so far) at which a use of a module began and ended, and the number of its microbatch.
 Ticks = tuple[int, int, int]
@@ -75,7 +93,7 @@ class UnitProgress:
 
 
 class Schedule:
-    """The moves of one engine; hooks.py calls the methods of forward and backward."""
+    """The moves of one engine; its hooks call the methods of forward and backward."""
 
     def __init__(
         self,
@@ -135,6 +153,33 @@ class Schedule:
         self._reduced = False  # whether any reduction of this microbatch was launched
         # By unit, the buckets that hold elements of each trainable parameter.
         self._buckets_of = {unit: unit.buckets_of_parameters() for unit in units}
+
+    def attach(self, unit: Unit, module: nn.Module) -> None:
+        """Have what happens to `module` and its unit's parameters reported.
+
+        A copy of the module takes the hooks along, which then do nothing. The pre-hook comes first, since other
+        pre-hooks compute with the weights (`weight_norm`). The compiler does not trace the two forward hooks.
+        """
+        weakly = weakref.ref(self), weakref.ref(unit)  # [Note: weak references]
+
+        def before_forward(called: nn.Module, _args: Any) -> None:
+            if called is module:
+                self.before_forward(unit)
+
+        def after_forward(called: nn.Module, _args: Any, output: Any) -> None:
+            if called is not module:
+                return
+            ticks = self.after_forward(unit, differentiable=torch.is_grad_enabled())
+            for tensor in tensors_in(output):
+                self._observer.returned(unit, tensor)
+                if tensor.requires_grad and not tensor.is_leaf:  # nothing came before a leaf
+                    _call_first(tensor, partial(_report, Schedule.before_backward, *weakly, ticks))
+
+        module.register_forward_pre_hook(_uncompiled(before_forward), prepend=True)
+        module.register_forward_hook(_uncompiled(after_forward), always_call=True)
+        for index, parameter in enumerate(unit.trainable_parameters):
+            report = partial(_report, Schedule.gradient_ready, *weakly, index)
+            parameter.register_post_accumulate_grad_hook(report)
 
     # -- forward ----------------------------------------------------------------------------------
 
@@ -451,34 +496,44 @@ class Schedule:
             self.gathers.depth = 0
 
 
-class LossBackward:
-    """The backward of a microbatch that closes units, told from others, see [Note: which backward]."""
+def _call_first(tensor: Tensor, hook: Callable[[Tensor], None]) -> None:
+    """Register a hook that backward calls before those that the tensor has already.
 
-    def __init__(self) -> None:
-        self.is_open = False  # whether `Strategy.backward` runs
-        self._task: int | None = None  # autograd's task id of the closing backward
+    A module that returns its input shares it with the module before, which backward enters later.
+    """
+    earlier = {**(tensor._backward_hooks or {})}
+    tensor.register_hook(hook)
+    if earlier:
+        hooks: Any = tensor._backward_hooks
+        for number, each in earlier.items():  # torch calls them in order of insertion
+            del hooks[number]
+            hooks[number] = each
 
-    @contextmanager
-    def of_loss(self, loss: Tensor) -> Iterator[Tensor]:
-        """Yield a view of `loss` whose backward, inside, closes units."""
-        self.is_open = True
-        if loss.requires_grad:
-            # The hook on the view runs before any other, so that the first task seen is the closing one.
-            loss = loss.view_as(loss)
-            loss.register_hook(lambda _: self._note())
-        try:
-            yield loss
-        finally:
-            self.is_open, self._task = False, None
 
-    def is_current(self) -> bool:
-        """Tell whether the backward that runs now is the one that closes units, and not one inside it."""
-        self._note()
-        return self.is_open and self._task == current_task()
+def _uncompiled(hook: Callable[..., None]) -> Callable[..., None]:
+    """Return a hook that torch.compile calls without tracing it."""
+    return torch.compiler.disable(hook)  # pyright: ignore[reportReturnType]
 
-    def _note(self) -> None:
-        if self.is_open and self._task is None:
-            self._task = current_task()
+
+def _report(
+    event: Callable[[Schedule, Unit, What], None],
+    schedule: weakref.ref[Schedule],
+    unit: weakref.ref[Unit],
+    what: What,
+    _tensor: Tensor,
+) -> None:
+    """Report an event of backward to the schedule, see [Note: weak references]."""
+    engine, its = schedule(), unit()
+    if engine is not None and its is not None:
+        event(engine, its, what)
+
+
+def tensors_in(output: Any) -> Iterator[Tensor]:
+    """Yield the tensors of an output, in containers that pytree knows, as those of Hugging Face are.
+
+    For a tensor that it does not find the gather starts later, when autograd asks for what it saved.
+    """
+    return (leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor))
 
 
 def _outside(what: str, why: str = "") -> RuntimeError:

@@ -12,7 +12,7 @@ is `GuardedParameter`, whose `__torch_function__` sees every use from Python bef
 Reading `.grad` of a parameter whose gradient the engine has taken raises as well: plain code would find None there and,
 for example, clip nothing.
 
-[Note: uses from C++] Autograd's kernels do not pass through `__torch_function__`. zero/hooks.py handles what they
+[Note: uses from C++] Autograd's kernels do not pass through `__torch_function__`. zero/saved_views.py handles what they
 saved. A freed parameter has its shape and one element, nan, in all places: a kernel that is given one makes nan of all
 it computes, and one that writes into it raises. A parameter that rests whole has the weights of the step before until
 `publish` has ended, for which `step` waits, unless options.publish="forward": a kernel in C++ alone (a traced copy of
@@ -29,7 +29,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
-from zeroexp.zero.gathers import NO_TASK, current_task
+from zeroexp.zero.backward_task import NO_TASK, current_task
 from zeroexp.zero.held import Held, unguarded
 from zeroexp.zero.observer import Observer
 from zeroexp.zero.unit import Unit

@@ -1,15 +1,4 @@
-"""Hooks tie a unit to the forward and backward of its module, and keep places of what autograd saves of it.
-
-forward-pre hook            the unit's parameters are needed
-forward hook                they are not needed until backward; each output tensor gets a hook
-hook on an output tensor    backward reaches the module (module backward hooks do not fire where the output is
-                            no tuple of tensors, as at the root of a Hugging Face model); of modules that return
-                            one tensor, as where a block is skipped, the last that ran is reached first
-post-accumulate hook        a parameter's gradient is complete
-saved-tensors hooks         autograd saves a view of gathered parameters, or asks for it again
-
-`tensors_in` looks for tensors in outputs. For a tensor that it does not find the gather starts later, when autograd
-asks for what it saved.
+"""What autograd saves of gathered parameters between forward and backward: their places.
 
 [Note: saved places] Between forward and backward a unit is freed. So each saved view of a unit's full parameters is
 kept as its place in their storage. When backward asks for the view, the unit is gathered if need be and the view made
@@ -23,97 +12,23 @@ first. It keeps views, which keep the unit's bytes until backward has used them 
 node, would be a cycle that no collector sees, and a graph through which no backward runs (an unused output, a loss that
 is skipped) would stay for good. Where there are such hooks autograd leaves it to them to notice that a tensor was
 written since it was saved.
-
-[Note: weak references] Autograd keeps its hooks as long as the parameter or the graph, where the cycle collector does
-not see them. A module that keeps its output in an attribute would so keep the engine, and all that it holds, for good.
-So these hooks, and the places, hold weak references to the engine.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
-from torch.utils._pytree import tree_leaves
 
 from zeroexp.zero.held import GatherState
-from zeroexp.zero.observer import Observer
 from zeroexp.zero.schedule import Schedule
 from zeroexp.zero.unit import Unit
-
-What = TypeVar("What")
-
-
-def attach(unit: Unit, module: nn.Module, schedule: Schedule, observer: Observer) -> None:
-    """Report what happens to `module` and its unit's parameters to the schedule.
-
-    A copy of the module takes the hooks along, which then do nothing. The pre-hook comes first, since other pre-hooks
-    compute with the weights (`weight_norm`). The compiler does not trace the two forward hooks.
-    """
-    weakly = weakref.ref(schedule), weakref.ref(unit)  # [Note: weak references]
-
-    def before_forward(called: nn.Module, _args: Any) -> None:
-        if called is module:
-            schedule.before_forward(unit)
-
-    def after_forward(called: nn.Module, _args: Any, output: Any) -> None:
-        if called is not module:
-            return
-        ticks = schedule.after_forward(unit, differentiable=torch.is_grad_enabled())
-        for tensor in tensors_in(output):
-            observer.returned(unit, tensor)
-            if tensor.requires_grad and not tensor.is_leaf:  # nothing came before a leaf
-                _call_first(tensor, partial(_report, Schedule.before_backward, *weakly, ticks))
-
-    module.register_forward_pre_hook(_uncompiled(before_forward), prepend=True)
-    module.register_forward_hook(_uncompiled(after_forward), always_call=True)
-    for index, parameter in enumerate(unit.trainable_parameters):
-        report = partial(_report, Schedule.gradient_ready, *weakly, index)
-        parameter.register_post_accumulate_grad_hook(report)
-
-
-def _call_first(tensor: Tensor, hook: Callable[[Tensor], None]) -> None:
-    """Register a hook that backward calls before those that the tensor has already.
-
-    A module that returns its input shares it with the module before, which backward enters later.
-    """
-    earlier = {**(tensor._backward_hooks or {})}
-    tensor.register_hook(hook)
-    if earlier:
-        hooks: Any = tensor._backward_hooks
-        for number, each in earlier.items():  # torch calls them in order of insertion
-            del hooks[number]
-            hooks[number] = each
-
-
-def _uncompiled(hook: Callable[..., None]) -> Callable[..., None]:
-    """Return a hook that torch.compile calls without tracing it."""
-    return torch.compiler.disable(hook)  # pyright: ignore[reportReturnType]
-
-
-def _report(
-    event: Callable[[Schedule, Unit, What], None],
-    schedule: weakref.ref[Schedule],
-    unit: weakref.ref[Unit],
-    what: What,
-    _tensor: Tensor,
-) -> None:
-    """Report an event of backward to the schedule, see [Note: weak references]."""
-    engine, its = schedule(), unit()
-    if engine is not None and its is not None:
-        event(engine, its, what)
-
-
-def tensors_in(output: Any) -> Iterator[Tensor]:
-    """Yield the tensors of an output, in containers that pytree knows, as those of Hugging Face are."""
-    return (leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor))
 
 
 @dataclass(frozen=True, slots=True)
