@@ -30,7 +30,6 @@ from zeroexp.plan.form_of_config import form_of as form_of_config
 from zeroexp.plan.form_terms import OptimizerForm, PrecisionForm
 from zeroexp.plan.outcome import plan_point, planned_ranks
 from zeroexp.process.world import World, fake_world
-from zeroexp.zero.grouping import stage_for_world
 from zeroexp.zero.options import DTYPES, MIB, Dtypes, Options, OuterOptimizer
 
 NUM_BLOCKS = 4
@@ -108,7 +107,7 @@ def form_of(
     """Built as a planner builds it, from the layouts of the units."""
     units = [tuple(tensors.fine for tensors in unit.held) for unit in strategy.units]
     size, transport = strategy.wire.world.size, options.transport
-    row = stage_for_world(STAGES[stage], size // options.replicas, options.offload)
+    row = options.stage_for(STAGES[stage], size)
     return EngineForm(
         *(units, row, options, transport),
         world_size=size,

@@ -32,9 +32,9 @@ from tests.oracle import (
 )
 from tests.plan.real_steps import assert_as_planned
 from zeroexp.config.optimizer import optimizer_factory
-from zeroexp.cut.moment_blocks import BLOCK, ROW_BYTES
+from zeroexp.cut.moment_blocks import BLOCK, MOST_DECAY, ROW_BYTES
 from zeroexp.interface.canonical import merge
-from zeroexp.interface.quantized_moments import decode, encode
+from zeroexp.interface.quantized_moments import at_rest, decode, encode, to_step
 from zeroexp.interface.strategy import CanonicalState
 from zeroexp.plan.form_of_config import build_on_meta, form_of
 from zeroexp.process.world import World
@@ -108,6 +108,14 @@ def test_a_code_is_near_and_coding_again_changes_nothing(scale, power) -> None:
         assert bool(((once - flat).abs() <= 0.0434 * flat.abs()).all())
     largest = flat.abs().split(BLOCK)
     assert [part.abs().max() for part in once.split(BLOCK)] == [part.max() for part in largest]
+
+
+@pytest.mark.parametrize("word", MOST_DECAY)
+def test_squares_of_small_gradients_stay_above_zero(word) -> None:
+    """A step divides by their root: float16, which has nothing between 0 and 6e-8, would train to another loss."""
+    squares = (1e-7 * (0.5 + torch.rand(2 * BLOCK))).square()
+    kept = to_step(at_rest(squares, getattr(torch, word)), squares)
+    torch.testing.assert_close(kept, squares, rtol=0.05, atol=0)
 
 
 def test_what_is_too_small_for_a_code_divides_nothing() -> None:

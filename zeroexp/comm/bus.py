@@ -30,7 +30,8 @@ from torch import Tensor
 
 from zeroexp.comm.base import GatherPart
 from zeroexp.comm.offload_file import MappedFile
-from zeroexp.comm.traits import ALL, ON_DEVICE, ON_HOST, MoveOptions
+from zeroexp.comm.traits import ON_DEVICE, ON_HOST, MoveOptions
+from zeroexp.cut.chunk import Chunk
 from zeroexp.interface.strategy import ModelStates
 from zeroexp.measure.memory import on_host
 from zeroexp.measure.verb_seconds import meter
@@ -52,7 +53,7 @@ class Bus:
         """count: is told each move, `to_host` or `to_device`, and its bytes."""
         folder = options.offload_folder
         self.is_used = options.offload is not None
-        self.keeps_pieces = options.offload == ALL or (self.is_used and options.masters_rest)
+        self.keeps_pieces = options.pieces_on_host
         self._is_whole, self._in_file = options.offload_fraction == 1, folder is not None
         self._device = world.device
         self._is_on_gpu = world.device.type == "cuda" and not world.is_fake
@@ -75,6 +76,10 @@ class Bus:
             return self._empty(numel, dtype)
         self._memory.append(self._empty_in_file(numel * dtype.itemsize).view(dtype))
         return self._memory[-1]
+
+    def keeps_apart(self, chunk: Chunk) -> bool:
+        """Whether masters of a chunk lie on the host, and its pieces do not."""
+        return chunk.on_host and not self.keeps_pieces
 
     def connect(self, masters: Sequence[Tensor], compute: torch.dtype, reduce: torch.dtype) -> None:
         """Take up the memory through which gradients of these masters on the host come and their parameters go."""

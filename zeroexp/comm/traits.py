@@ -44,6 +44,11 @@ class MoveOptions:
     offload_folder: str | None = None
 
     @property
+    def pieces_on_host(self) -> bool:
+        """Whether parameters that rest sharded rest on the host where their masters do."""
+        return self.offload == ALL or (self.offload is not None and self.masters_rest)
+
+    @property
     def shares_updates(self) -> bool:
         """Whether replicas update shares of anything (replicas.py), see `Chunk.over_all`."""
         return False

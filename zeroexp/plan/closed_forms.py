@@ -30,7 +30,7 @@ from zeroexp.comm.shared_memory_sizes import (
     slot_bytes_of_sums,
     sums_of,
 )
-from zeroexp.comm.traits import ALL, TRAITS, TransportTraits
+from zeroexp.comm.traits import TRAITS, TransportTraits
 from zeroexp.cut.bucket import Bucket, cut_in_buckets
 from zeroexp.cut.chunk import FROZEN, Chunk, Span
 from zeroexp.cut.codec_bytes import encoded_bytes, encoded_chunk
@@ -67,7 +67,6 @@ class ClosedForm:
     accumulation: int = 1  # microbatches in a step
     precision: PrecisionForm = field(default_factory=PrecisionForm)
     optimizer: OptimizerForm = field(default_factory=OptimizerForm)
-    replicas = 1  # groups of ranks that hold all states each
     shares_updates = False  # whether the optimizer's state of some chunks is cut over all of them
     copies_weights = False
     at_rest: ClassVar[str] = "compute"
@@ -122,7 +121,7 @@ class ClosedForm:
 
     @property
     def grid(self) -> RankGrid:
-        return RankGrid(self.world_size, self.replicas)
+        return RankGrid(self.world_size)
 
     @property
     def group_size(self) -> int:
@@ -177,7 +176,11 @@ class EngineForm(ClosedForm):
     outer_share: tuple[int, int] = (1, 1)  # outer steps, of so many measured steps
 
     @property
-    def replicas(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
+    def grid(self) -> RankGrid:
+        return self.options.grid(self.world_size)
+
+    @property
+    def replicas(self) -> int:
         return self.options.replicas
 
     @property
@@ -246,7 +249,7 @@ class EngineForm(ClosedForm):
             _add(traffic, "norm", 1, 2 * num_bytes * (size - 1) // size)
         if self.options.offload:
             owned = self.held_elements(rank, on_host=True).owned
-            elements = self._gathered_pieces(place) if self.options.offload == ALL else owned
+            elements = self._gathered_pieces(place) if self.options.pieces_on_host else owned
             codes = self._section_bytes(rank, self.group_size)
             to_device = codes if self.options.masters_rest else self._compute * elements
             ways = {"to_host": self._reduce * owned, "to_device": to_device}
@@ -446,7 +449,7 @@ class EngineForm(ClosedForm):
             on_host = held["parameters"] - codes + held["master"] + self._reduce * there.owned
             on_host += held["optimizer"]
             return {**held, "optimizer": 0, "master": 0, "parameters": codes, HOST: on_host}
-        keeps_pieces = self.options.offload == ALL
+        keeps_pieces = self.options.pieces_on_host
         is_cast = self.precision.master != self.precision.compute
         moved = {
             "optimizer": self.optimizer.num_bytes(there, self._master),

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from zeroexp.comm.traits import ALL, TRAITS
+from zeroexp.comm.traits import TRAITS
 from zeroexp.config.engines import ENGINES
 from zeroexp.config.job_shape import job_shape_of
 from zeroexp.config.keys import Config, UndefinedCombination, resolve
@@ -26,7 +26,6 @@ from zeroexp.zero.grouping import (
     group_parameters,
     outer_names,
     specs_of,
-    stage_for_world,
 )
 
 
@@ -59,10 +58,9 @@ def _sharded_form(config: Config, model: BuiltModel, transport: str, between: st
     strategy, world_size = config.strategy, config.world_size
     of_optimizer = parameter_groups(model.module, config.optimizer, model.blocks)
     options = options_of(strategy).with_optimizer_over_of(of_optimizer)
-    group_size = options.grid(world_size).group_size
-    stage = stage_for_world(stage_of(strategy), group_size, options.offload)
+    stage = options.stage_for(stage_of(strategy), world_size)
     sends = options.gather_codec or options.reduce_codec or options.secondary_partition
-    sends = sends or options.masters_rest or options.offload == ALL
+    sends = sends or options.masters_rest or options.pieces_on_host
     if sends and not TRAITS[transport].is_collective:
         transport = between = "gloo"
     if options.shares_updates and not TRAITS[between].is_collective:

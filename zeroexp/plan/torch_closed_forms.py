@@ -21,6 +21,7 @@ from torch import nn
 
 from zeroexp.config.keys import TORCH_DDP, Config
 from zeroexp.config.optimizer import parameter_groups
+from zeroexp.cut.rank_grid import RankGrid
 from zeroexp.measure.record import Traffic
 from zeroexp.models.module import BuiltModel
 from zeroexp.plan.closed_forms import ClosedForm
@@ -131,6 +132,10 @@ class FsdpForm(ClosedForm):
     gathers: Sequence[int] = ()
     replicas: int = 1
     at_rest = "master"  # the shards are the master weights, but for those of what is frozen
+
+    @property
+    def grid(self) -> RankGrid:
+        return RankGrid(self.world_size, self.replicas)
 
     def traffic(self, rank: int) -> Traffic:
         if self.world_size == 1:

@@ -28,7 +28,7 @@ from zeroexp.process.world import World
 from zeroexp.zero.assemble import make_units, start_alike
 from zeroexp.zero.casts import cast_at_borders
 from zeroexp.zero.gathered_parameters import gathered
-from zeroexp.zero.grouping import group_parameters, groups_of_lists, stage_for_world
+from zeroexp.zero.grouping import group_parameters, groups_of_lists
 from zeroexp.zero.held import unguarded
 from zeroexp.zero.matrices import bring_matrices_together
 from zeroexp.zero.observer import Arguments, Observer
@@ -79,7 +79,7 @@ class Engine:
         carried_out_by = world, dtypes, max_grad_norm, options, values, scales_loss
         self._observer.building(Arguments(*trained, *carried_out_by))
         dtypes = (dtypes or own_dtypes(module)).with_masters_of(param_groups)
-        stage = stage_for_world(stage, options.grid(world.size).group_size, options.offload)
+        stage = options.stage_for(stage, world.size)
         if values is not None:
             make_places(module, world.device)
         # torch can not convert modules of fake tensors, and a fake world is given a model that lies on its device.

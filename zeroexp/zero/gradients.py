@@ -47,7 +47,7 @@ class ChunkGradients:
         self._scatters = stage.summing_move is Move.REDUCE_SCATTER
         self._rests = stage.gradients
         self._dtype = dtypes.reduce
-        self._is_alone = wire.group.size == 1  # grouping.py, [Note: world of one]
+        self._is_alone = wire.group.size == 1  # options.py, [Note: world of one]
         self._wide = torch.promote_types(dtypes.compute, dtypes.reduce)
         for parameter in self._parameters:
             parameter.grad_dtype = self._wide

@@ -3,10 +3,6 @@
 Every parameter is claimed once, by identity. Tied weights are one parameter. A parameter that several modules share, or
 that lies outside all of them, belongs to the root unit, whose parameters are there from the beginning of forward at
 least until backward reaches its first block.
-
-[Note: world of one] The piece of a single rank is the whole, and its own gradient is the sum. So one rank carries out
-every stage as ddp, unless its pieces are on the host: it gathers, reduces and publishes nothing, gradients stay where
-autograd left them (`ChunkGradients.owned`), and its modules run without hooks.
 """
 
 from __future__ import annotations
@@ -18,9 +14,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from zeroexp.comm.traits import ALL
 from zeroexp.cut.chunk import FROZEN, ParameterSpec
-from zeroexp.cut.stage import STAGES, Stage
 
 # These modules compute with the weights of modules inside them whose forward they never call.
 USES_ITS_PARTS = (nn.MultiheadAttention,)
@@ -38,11 +32,6 @@ class Group:
     # Of parameters of every group of the optimizer that names one.
     kinds: Mapping[nn.Parameter, str]
     layouts: Mapping[nn.Parameter, str]  # likewise
-
-
-def stage_for_world(stage: Stage, world_size: int, offload: str | None = None) -> Stage:
-    """Return the stage that `world_size` ranks carry out, see [Note: world of one]."""
-    return stage if world_size > 1 or offload == ALL else STAGES["ddp"]
 
 
 def group_parameters(

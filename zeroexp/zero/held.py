@@ -234,7 +234,7 @@ def allocate(
 def _make_masters(held: Held, dtypes: Dtypes, wire: Collectives) -> None:
     """Make masters: views of the parameters' own memory where dtypes and devices agree, else memory of their own."""
     values: Sequence[Tensor] = [elements for _, elements in held.own_elements()]
-    lies_apart = held.chunk.on_host and not wire.bus.keeps_pieces
+    lies_apart = wire.bus.keeps_apart(held.chunk)
     master = dtypes.master_of(held.chunk)
     if (master is not held.piece.dtype or lies_apart) and values:
         sizes = [span.numel for span in held.owned]

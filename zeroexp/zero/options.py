@@ -1,6 +1,10 @@
 """Dtypes and options of an engine: what a tensor is stored as, and how a stage is carried out.
 
 What the options leave open follows from transport and stage (`Options.resolved`).
+
+[Note: world of one] The piece of a single rank is the whole, and its own gradient is the sum. So one rank carries out
+every stage as ddp, unless its pieces are on the host: it gathers, reduces and publishes nothing, gradients stay where
+autograd left them (`ChunkGradients.owned`), and its modules run without hooks.
 """
 
 from __future__ import annotations
@@ -12,10 +16,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from zeroexp.comm.traits import ALL, MIB, MoveOptions, TransportTraits
+from zeroexp.comm.traits import MIB, MoveOptions, TransportTraits
 from zeroexp.cut.chunk import FROZEN, Chunk
 from zeroexp.cut.layout import Units, lay_out, place_on_host
-from zeroexp.cut.stage import Placement, Stage, default_reduce_each
+from zeroexp.cut.stage import STAGES, Placement, Stage, default_reduce_each
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -113,6 +117,11 @@ class Options(MoveOptions):
     def sums_each_step(self) -> bool:
         return self.outer is None
 
+    def stage_for(self, stage: Stage, world_size: int) -> Stage:
+        """Return the stage that these ranks carry out, see [Note: world of one]."""
+        is_alone = self.grid(world_size).group_size == 1
+        return STAGES["ddp"] if is_alone and not self.pieces_on_host else stage
+
     def lay_out(self, units: Units, world_size: int) -> list[tuple[Chunk, ...]]:
         """Return the chunks of every unit, each cut for the ranks that update it, and marked by where it rests."""
         group_size = self.grid(world_size).group_size
@@ -123,9 +132,7 @@ class Options(MoveOptions):
         ]
         if self.offload is None:
             return layout
-        return place_on_host(
-            layout, self.offload_fraction, frozen=self.offload == ALL or self.masters_rest
-        )
+        return place_on_host(layout, self.offload_fraction, frozen=self.pieces_on_host)
 
     def _merge_cuts(self, chunk: Chunk, group_size: int) -> Chunk:
         """Return the chunk cut for the ranks of a group, or still for all where replicas share its optimizer."""

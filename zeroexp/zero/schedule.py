@@ -110,7 +110,7 @@ class Schedule:
         self._observer, self._wire = observer, wire
         self._root = units[0]  # the others follow in order of definition
         self.gathers = Gathers(units, options)
-        # Units whose events matter. A rank that moves nothing (grouping.py, [Note: world of one]) needs none; by them a
+        # Units whose events matter. A rank that moves nothing (options.py, [Note: world of one]) needs none; by them a
         # loss that is not scaled is found.
         moves = bool(self.gathers.sharded) or any(unit.reduces for unit in units)
         self.watched = list(units) if moves or scales_loss else []

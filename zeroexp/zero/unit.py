@@ -73,7 +73,7 @@ class Unit:
         self.trainable_parameters = [p for held in self.trainable for p in held.parameters]
         # Each parameter with the master weights that this rank updates of it, by chunk.
         self._updated = [[*held.parameters_with_masters()] for held in self.trainable]
-        # One rank's gradients are the sums already: grouping.py, [Note: world of one].
+        # One rank's gradients are the sums already: options.py, [Note: world of one].
         self.reduces = bool(self.trainable) and wire.group.size > 1
         # Gradients that rest partial are summed on the way to the optimizer.
         self.reduces_for_hand_over = stage.hand_over is Move.REDUCE_SCATTER

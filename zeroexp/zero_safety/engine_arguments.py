@@ -13,7 +13,6 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from zeroexp.comm.collectives import TRANSPORTS
-from zeroexp.comm.traits import ALL
 from zeroexp.config.keys import ENGINE_SETTINGS
 from zeroexp.cut.engine_rules import problems, why_not_over_all
 from zeroexp.cut.layout import LAYOUTS
@@ -246,7 +245,7 @@ def _of_direct(options: Options) -> Problems:
     for what, is_set in (
         ("a codec saves nothing", options.gather_codec or options.reduce_codec),
         ("a secondary copy saves nothing", options.secondary_partition),
-        ("no piece can be on the host", options.offload == ALL),
+        ("no piece can be on the host", options.pieces_on_host),
         ("masters are not cast on their way", options.masters_rest),
     ):
         if is_set and options.transport == "direct":
