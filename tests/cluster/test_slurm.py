@@ -80,14 +80,15 @@ class Scenario:
     # What starts Python: an image without Slurm's commands has a PATH where they are not.
     python: str | None = None
     stuck: bool = False  # tasks but that of rank 0 do not get as far as Python
+    export: str = "ALL"  # what sbatch takes of the submitter's environment
 
     @property
     def sbatch(self) -> dict[str, str]:
         """All nodes of a list that is as long as the job, else those that it needs."""
         if self.nodes not in (HEALTHY, FORGOTTEN, HALVED):
-            return {"nodelist": self.nodes}
+            return {"nodelist": self.nodes, "export": self.export}
         others = {each.nodes for each in SCENARIOS.values()} - {self.nodes}
-        return {"exclude": ",".join(sorted(others))}
+        return {"exclude": ",".join(sorted(others)), "export": self.export}
 
 
 HANG_SECONDS = 15
@@ -105,7 +106,7 @@ SCENARIOS = {
     "rank_is_stopped": Scenario(TRAINS, 2, heartbeat_s=9, hang_s=HANG_SECONDS),
     "disk_full": Scenario("light_ranks:fill_the_disk", 1),
     "one": Scenario("slurm_ranks:meet", 1),
-    "two": Scenario("slurm_ranks:meet", 2),
+    "two": Scenario("slurm_ranks:meet", 2, export="NONE"),
     "four": Scenario("slurm_ranks:meet", 4, ranks_per_node=2),
     "gpus": Scenario("light_ranks:note_gpus", 4, ranks_per_node=2, device="cuda"),
     "raises": Scenario("light_ranks:raise_on_rank_1", 2),

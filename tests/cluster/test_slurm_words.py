@@ -87,6 +87,14 @@ def test_that_a_job_made_room_is_known_after_squeue_forgot(tmp_path: Path) -> No
     assert conclude_state(job, None) == ("failed", PREEMPTED)
 
 
+def test_a_job_that_slurm_holds_after_a_failed_start_says_so(tmp_path: Path) -> None:
+    """Nobody but a user or an admin starts it again."""
+    seen = Sighting("PENDING", "launch failed requeued held", "", preempted=False, restarts=1)
+    job = make_job(tmp_path)
+    assert conclude_state(job, seen) == ("requeued", "launch failed requeued held")
+    assert conclude_state(job, replace(seen, reason="BeginTime")) == ("requeued", "")
+
+
 def test_words_of_squeue_and_of_sacct_are_read_alike() -> None:
     squeue = "7|PENDING|Resources||N/A|2|\n8|FAILED|NonZeroExitCode|n[1-2]|2026-01-01T00:00:00|0|\n"
     assert slurm_state.parse_job_lines(squeue, {"7", "8"}) == {
@@ -486,6 +494,26 @@ def test_what_watch_cancels_while_it_is_submitted_is_cancelled_in_slurm(slurm, t
     assert [job.status for job in jobs] == ["cancelled", "cancelled"]
 
 
+def test_a_job_whose_submitter_died_behind_sbatch_goes_on(slurm, tmp_path):
+    """A look finds it by its name: the death of who ran the sweep is no reason to cancel it."""
+    slurm(
+        squeue=f"case $* in *Comment*) {NAME_OF.format(here=tmp_path)} ;; *) echo '7|RUNNING|None|n1|N/A|0|' ;; esac",
+        scancel=f"touch {tmp_path}/cancelled",
+    )
+    job, _ = slurm_jobs(tmp_path)
+    write_json(job.folder / SUBMITTING, {"name": "of the one that died"})
+    owned_by_a_dead_process(tmp_path)
+    refresh([job])
+    assert job.status == "running" and slurm_id(job) == "7"
+    assert not (tmp_path / "cancelled").exists()
+
+
+def owned_by_a_dead_process(sweep: Path) -> None:
+    dead = {"host": socket.gethostname(), "pid": 1, "locked": True}
+    write_json(sweep / "owner.json", dead)
+    (sweep / ".owner.json.lock").touch()
+
+
 def test_a_held_point_that_slurm_refuses_later_is_told(slurm, tmp_path):
     """By the watch that submits it, as nobody follows it otherwise."""
     slurm(sbatch=SAYS.format("Invalid account"), squeue="true")
@@ -544,9 +572,7 @@ def test_two_that_run_a_sweep_again_at_once_submit_each_point_once(slurm, tmp_pa
     job.enter("failed", "rank 0: no")
     write_json(job.folder / "slurm.json", {"job_id": "1"})
     write_json(job.folder / "environment.json", {"folder": str(tmp_path)})
-    dead = {"host": socket.gethostname(), "pid": 1, "locked": True}
-    write_json(sweep / "owner.json", dead)
-    (sweep / ".owner.json.lock").touch()
+    owned_by_a_dead_process(sweep)
     command = [sys.executable, "-m", "zeroexp", "--rerun", "sweep"]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
@@ -565,8 +591,9 @@ SAYS = "echo 'sbatch: error: Batch job submission failed: {}' >&2; exit 1"
         ("Socket timed out on send/recv operation", "exit 1", "failed", True),
         ("Socket timed out on send/recv operation", "true", "failed", False),
         ("Unable to contact slurm controller (connect failure)", "exit 1", "pending", False),
+        ("AssocGrpSubmitJobsLimit", "exit 1", "pending", False),
     ],
-    ids=["perhaps queued", "not queued", "held"],
+    ids=["perhaps queued", "not queued", "held", "held by the account"],
 )
 def test_a_job_that_slurm_may_have_queued_is_looked_for_later(
     slurm, monkeypatch, tmp_path, sbatch, squeue, status, is_remembered

@@ -229,7 +229,8 @@ def _export_lines(job: Job, config: ClusterConfig) -> list[str]:
     host = "127.0.0.1" if one_node else f"${{{HOSTS}%%[[:space:]]*}}"
     restarts = "${SLURM_RESTART_COUNT:-0}"
     lines = [
-        "unset RANK WORLD_SIZE LOCAL_RANK MASTER_ADDR MASTER_PORT",
+        # The last would keep these exports from the tasks, where a site or user has SBATCH_EXPORT=NONE.
+        "unset RANK WORLD_SIZE LOCAL_RANK MASTER_ADDR MASTER_PORT SLURM_EXPORT_ENV",
         "unset ${!SQUEUE_*} ${!SCONTROL_*}",  # the user's, which would hide the job from itself
         *(f"export {key}={shlex.quote(value)}" for key, value in exports.items()),
         # The last element of an array has the array's id as its own, by which Slurm means all elements.

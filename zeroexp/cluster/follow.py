@@ -44,12 +44,13 @@ def unfinished(jobs: Iterable[Job]) -> dict[str, Job]:
 def refresh(jobs: Iterable[Job]) -> None:
     """Bring the state.json of these runs up to date, once. Raises SlurmSilent."""
     jobs = list(jobs)
+    # First: Slurm has the job of a submitter that died before it could note the id.
+    _adopt_all(jobs)
     for job in jobs:
         state = read_state(job.folder)  # once: its own process may write the end meanwhile
         reason = why_abandoned(job.folder, state)
         if reason and job.status in UNFINISHED:  # again: it may have died behind that
             job.enter("cancelled", reason)
-    _adopt_all(jobs)
     open_jobs = unfinished(jobs)
     if open_jobs:
         seen = slurm_state.look_up_jobs(open_jobs)

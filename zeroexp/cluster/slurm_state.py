@@ -166,7 +166,9 @@ def _state_of_waiting(job: Job, seen: Sighting) -> tuple[Status, str | None]:
     if not seen.restarts:
         return "pending", None if seen.reason == "None" else seen.reason
     status = "preempted" if job.status == "preempted" else "requeued"
-    return status, _last_reason(job)
+    # One that is held is started once somebody releases it.
+    told = [_last_reason(job), seen.reason if "held" in seen.reason.lower() else ""]
+    return status, "; ".join(filter(None, told))
 
 
 def _last_reason(job: Job) -> str:

@@ -35,7 +35,7 @@ NO_GPUS = (
 # Slurm refuses such a job now and takes it once other jobs of this user have ended. The words "Job violates
 # accounting/QOS policy" alone are no sign of that: Slurm also says them of jobs that it never takes.
 QUEUE_IS_FULL = re.compile(
-    r"MaxSubmit|temporarily unable|MaxJobCount|maximum number of jobs|connect failure"
+    r"(Max|Grp)Submit|temporarily unable|MaxJobCount|maximum number of jobs|connect failure"
 )
 UNSURE = re.compile(r"[Tt]imed out|Zero Bytes|Unexpected message|(send|receive|shutdown) failure")
 
