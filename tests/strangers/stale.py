@@ -205,9 +205,9 @@ def a_functional_call(lab: Lab) -> None:
             t.backward(batch.loss(output))
 
 
-@scenario(may_refuse=r"func|transform|vmap|gathered|microbatch")
-def per_sample_gradients(lab: Lab) -> None:
-    """vmap over grad over functional_call, beside the step that trains."""
+@scenario()
+def gradients_that_are_read(lab: Lab) -> None:
+    """Those of each sample, by vmap over grad over functional_call, and of all, beside the step that trains."""
     t = lab.wrap(Net())
     for step in range(2):
         for batch in lab.batches(step):
@@ -220,6 +220,10 @@ def per_sample_gradients(lab: Lab) -> None:
 
                 each = torch.vmap(torch.func.grad(one), (None, 0, 0))(weights, batch.x, batch.y)
                 batch.note(torch.stack([g.flatten(1).norm(dim=1) for g in each.values()]))
+                loss = batch.loss(t.model(batch.x))
+                of_all = torch.autograd.grad(loss, list(t.model.parameters()))
+                batch.note(torch.stack([g.norm() for g in of_all]))
+                del loss, of_all
                 del weights, each
         lab.train(t, steps=[step])
 

@@ -245,6 +245,8 @@ class Schedule:
     def before_backward(self, unit: Unit, ticks: Ticks) -> None:
         """Close the units used later and gather `unit`, since the gradient of its output is about to be used."""
         began, ended, microbatch = ticks
+        if self._is_read(unit):
+            return
         if not self.in_microbatch or microbatch != self._microbatch:
             raise RuntimeError(
                 f"backward of {unit} outside of the microbatch in which its forward ran: run forward and backward "
@@ -284,6 +286,8 @@ class Schedule:
 
     def make_ready_for_backward(self, unit: Unit) -> None:
         """Gather the unit if need be, also where no output told that backward reaches it, or reaches it again."""
+        if self._is_read(unit):
+            return
         if not self.in_microbatch:
             raise _outside(f"backward of {unit}")
         self._in_backward[unit] = self._open[unit] = None
@@ -411,6 +415,10 @@ class Schedule:
                 del self._inner[unit]
                 if not self._progress[unit].open_forwards:
                     self._after_backward(unit)
+
+    def _is_read(self, unit: Unit) -> bool:
+        """Tell whether the unit is shown whole to code outside of training, whose backward needs nothing of us."""
+        return unit.is_pinned and not self.in_microbatch
 
     def _is_idle(self, unit: Unit) -> bool:
         """Tell whether the unit is gathered for use and none of its forwards runs."""
