@@ -14,7 +14,8 @@ import torch
 
 from benchmarks.engines import model_config
 from zeroexp.config.keys import OptimizerConfig
-from zeroexp.config.optimizer import optimizer_factory, parameter_groups
+from zeroexp.config.optimizer import optimizer_factory
+from zeroexp.config.parameter_groups import parameter_groups
 from zeroexp.cut.stage import STAGES
 from zeroexp.engines.sharded import Sharded
 from zeroexp.measure.memory import AllocationMeter, bytes_by_kind, count_cpu_allocations

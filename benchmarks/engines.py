@@ -26,7 +26,8 @@ from zeroexp.config.keys import (
     StatePlacement,
     StrategyConfig,
 )
-from zeroexp.config.optimizer import optimizer_factory, parameter_groups
+from zeroexp.config.optimizer import optimizer_factory
+from zeroexp.config.parameter_groups import parameter_groups
 from zeroexp.cut.stage import STAGES
 from zeroexp.engines.build import build_strategy
 from zeroexp.engines.sharded import Sharded

@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import AdamW, Muon
 
 from zeroexp.config.keys import OptimizerConfig
-from zeroexp.config.optimizer import parameter_groups
+from zeroexp.config.parameter_groups import parameter_groups
 from zeroexp.cut.chunk import MATRIX
 from zeroexp.models.module import BuiltModel
 from zeroexp.process.world import World

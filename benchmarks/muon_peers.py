@@ -33,7 +33,8 @@ from benchmarks.links import Link
 from benchmarks.muon_loops import CONFIG, Fsdp2Gather, Layerwise, Peer
 from benchmarks.ranks import Ranks, Spec, StepRunner, tokens_of
 from zeroexp.config.keys import ModelConfig
-from zeroexp.config.optimizer import optimizer_factory, parameter_groups
+from zeroexp.config.optimizer import optimizer_factory
+from zeroexp.config.parameter_groups import parameter_groups
 from zeroexp.cut.stage import STAGES
 from zeroexp.engines.sharded import Sharded
 from zeroexp.models.loss import loss_sum

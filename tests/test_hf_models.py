@@ -26,7 +26,8 @@ from zeroexp.checkpoint.load import load
 from zeroexp.checkpoint.save import Saver
 from zeroexp.config.families import shape_of
 from zeroexp.config.keys import Config, ConfigError, ModelConfig
-from zeroexp.config.optimizer import optimizer_factory, parameter_groups
+from zeroexp.config.optimizer import optimizer_factory
+from zeroexp.config.parameter_groups import parameter_groups
 from zeroexp.data.batches import build_data
 from zeroexp.interface.canonical import BUFFER
 from zeroexp.interface.module_buffers import persistent_buffers

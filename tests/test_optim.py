@@ -11,7 +11,8 @@ from torch import nn
 
 from tests.composing import composed
 from zeroexp.config.keys import ConfigError, OptimizerConfig
-from zeroexp.config.optimizer import OPTIMIZERS, optimizer_factory, parameter_groups
+from zeroexp.config.optimizer import OPTIMIZERS, optimizer_factory
+from zeroexp.config.parameter_groups import parameter_groups
 from zeroexp.training.learning_rate import learning_rate
 
 CONFIG = OptimizerConfig(weight_decay=0.1)

@@ -19,7 +19,8 @@ from tests.test_rank import make_job
 from zeroexp.comm.collectives import Collectives
 from zeroexp.config import keys as configs
 from zeroexp.config.keys import Config, ConfigError, DataConfig
-from zeroexp.config.optimizer import optimizer_factory, parameter_groups
+from zeroexp.config.optimizer import optimizer_factory
+from zeroexp.config.parameter_groups import parameter_groups
 from zeroexp.data import Microbatch, ValidationTurn
 from zeroexp.data.batches import Data
 from zeroexp.data.synthetic import NUM_SAMPLES, SyntheticTokens

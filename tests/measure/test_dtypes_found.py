@@ -10,7 +10,7 @@ from tests.composing import composed
 from tests.plain_strategy import PlainStrategy
 from tests.plan.real_steps import one_step
 from tests.test_train import Linear, Numbers, make_config
-from zeroexp.config.optimizer import parameter_groups
+from zeroexp.config.parameter_groups import parameter_groups
 from zeroexp.engines.build import build_strategy
 from zeroexp.interface.strategy import ModelStates
 from zeroexp.measure.dtypes_found import DtypeRecorder, dtypes_asked

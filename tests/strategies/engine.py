@@ -7,7 +7,8 @@ from dataclasses import dataclass, replace
 import torch
 
 from tests.oracle import PRECISIONS, Recipe
-from zeroexp.config.optimizer import optimizer_factory, parameter_groups
+from zeroexp.config.optimizer import optimizer_factory
+from zeroexp.config.parameter_groups import parameter_groups
 from zeroexp.cut.stage import STAGES
 from zeroexp.engines.sharded import Sharded
 from zeroexp.models.module import BuiltModel

@@ -21,7 +21,8 @@ from tests.oracle import Recipe, assembled, pieces_of
 from tests.shrunk import loss_of, shrunk
 from tests.strategies.engine import Ours
 from zeroexp.config.keys import TrainConfig
-from zeroexp.config.optimizer import optimizer_factory, parameter_groups
+from zeroexp.config.optimizer import optimizer_factory
+from zeroexp.config.parameter_groups import parameter_groups
 from zeroexp.interface.strategy import CanonicalState
 from zeroexp.models.checkpointing import checkpoint_as_configured
 from zeroexp.models.module import BuiltModel, build_model

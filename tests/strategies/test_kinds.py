@@ -29,7 +29,8 @@ from tests.strategies.engine import Ours
 from tests.strategies.pairwise import Row, pairwise
 from tests.strategies.test_muon import make, make_of, momenta
 from tests.strategies.test_parity import train_rows
-from zeroexp.config.optimizer import describe_groups, optimizer_factory, parameter_groups
+from zeroexp.config.optimizer import optimizer_factory
+from zeroexp.config.parameter_groups import describe_groups, parameter_groups
 from zeroexp.config.parameter_kinds import kinds_of_parameters
 from zeroexp.cut.chunk import Chunk
 from zeroexp.cut.stage import STAGES

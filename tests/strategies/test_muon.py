@@ -40,7 +40,8 @@ from tests.strategies.engine import Ours
 from tests.strategies.pairwise import Row, pairwise
 from zeroexp.comm.collectives import TRANSPORTS
 from zeroexp.config.keys import OptimizerConfig
-from zeroexp.config.optimizer import optimizer_factory, parameter_groups
+from zeroexp.config.optimizer import optimizer_factory
+from zeroexp.config.parameter_groups import parameter_groups
 from zeroexp.cut.matrix_step import orthogonalizing_cost
 from zeroexp.cut.stage import STAGES
 from zeroexp.interface.canonical import merge

@@ -20,7 +20,8 @@ from tests.engines import HSDP, NATIVE, check
 from tests.models_for_tests import MODELS
 from tests.oracle import Recipe, assembled, build_on_rank, configured, pieces_of, run_steps
 from tests.ranks import RankError
-from zeroexp.config.optimizer import optimizer_factory, parameter_groups
+from zeroexp.config.optimizer import optimizer_factory
+from zeroexp.config.parameter_groups import parameter_groups
 from zeroexp.engines import torch_fsdp2
 from zeroexp.engines.torch_ddp import TorchDDP
 from zeroexp.engines.torch_fsdp2 import TorchFSDP2

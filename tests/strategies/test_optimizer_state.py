@@ -26,7 +26,7 @@ from tests.oracle import (
     train_two_steps,
 )
 from tests.strategies.engine import Ours
-from zeroexp.config.optimizer import parameter_groups
+from zeroexp.config.parameter_groups import parameter_groups
 from zeroexp.cut.stage import STAGES
 from zeroexp.engines.sharded import Sharded
 from zeroexp.interface.canonical import merge

@@ -27,7 +27,8 @@ from tests.oracle import _loss as loss_of
 from tests.strategies.engine import Ours
 from tests.strategies.test_replicas import Backend, same_state, train_on
 from zeroexp.comm.base import Pending
-from zeroexp.config.optimizer import optimizer_factory, parameter_groups
+from zeroexp.config.optimizer import optimizer_factory
+from zeroexp.config.parameter_groups import parameter_groups
 from zeroexp.interface.canonical import merge
 from zeroexp.interface.strategy import CanonicalState
 from zeroexp.process.world import World, fake_world

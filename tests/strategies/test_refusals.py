@@ -19,7 +19,7 @@ from tests.strategies.engine import Ours
 from zeroexp.check import check
 from zeroexp.check.try_strategy import check_custom_layout_and_optimizer
 from zeroexp.config.keys import ConfigError, OptimizerConfig
-from zeroexp.config.optimizer import parameter_groups
+from zeroexp.config.parameter_groups import parameter_groups
 from zeroexp.cut.stage import STAGES
 from zeroexp.engines.sharded import Sharded
 from zeroexp.process.world import fake_world

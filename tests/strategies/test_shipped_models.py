@@ -16,7 +16,8 @@ from tests.composing import options
 from tests.oracle import Recipe
 from tests.shrunk import loss_of, shrunk
 from tests.strategies.engine import Ours
-from zeroexp.config.optimizer import optimizer_factory, parameter_groups
+from zeroexp.config.optimizer import optimizer_factory
+from zeroexp.config.parameter_groups import parameter_groups
 from zeroexp.models.module import build_model
 from zeroexp.process.world import World
 from zeroexp.zero.options import Options

@@ -3,13 +3,8 @@
 from __future__ import annotations
 
 from zeroexp.config.keys import TORCH_DDP, Config, ConfigError, UndefinedCombination, resolve
-from zeroexp.config.optimizer import (
-    OPTIMIZERS,
-    layouts_of,
-    optimizer_factory,
-    parameter_groups,
-    rows_of,
-)
+from zeroexp.config.optimizer import OPTIMIZERS, layouts_of, optimizer_factory, rows_of
+from zeroexp.config.parameter_groups import parameter_groups
 from zeroexp.config.vocabulary import vocabulary_of_data
 from zeroexp.cut.chunk import FROZEN
 from zeroexp.cut.layout import LAYOUTS

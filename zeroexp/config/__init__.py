@@ -2,8 +2,9 @@
 
 keys.py            the keys, as dataclasses, and how they become a run's config.yaml
 families.py        what `model.family` may name; data_sources.py: `data.kind`; engines.py: native engines, of which
-                   deepspeed_settings.py says what DeepSpeed's may be asked; optimizer.py: `optimizer.name` and
-                   parameter groups; parameter_kinds.py: rows of `optimizer.kinds`; gpus.py: GPUs and networks of plans
+                   deepspeed_settings.py says what DeepSpeed's may be asked; optimizer.py: `optimizer.name`;
+                   parameter_kinds.py: rows of `optimizer.kinds`; gpus.py: GPUs and networks of plans
+parameter_groups.py which parameters are stepped alike, and which have no weight decay
 plugins.py         code that others add: the modules of `plugins=[...]`, and the settings of their words
 job_shape.py       how the ranks of a point share nodes
 paths.py           where a run's local files and caches lie; vocabulary.py: the tokenizer of its data, and its size

@@ -8,7 +8,8 @@ from typing import Any
 from zeroexp.config.engines import ENGINES
 from zeroexp.config.families import MODELS
 from zeroexp.config.keys import TORCH_DDP, Config, ConfigError, StrategyConfig, resolve
-from zeroexp.config.optimizer import optimizer_factory, parameter_groups
+from zeroexp.config.optimizer import optimizer_factory
+from zeroexp.config.parameter_groups import parameter_groups
 from zeroexp.cut.layout import LAYOUTS
 from zeroexp.cut.stage import Stage
 from zeroexp.engines.activation_offload import offload_blocks

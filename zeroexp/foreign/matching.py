@@ -16,7 +16,8 @@ from torch import nn
 
 from zeroexp.checkpoint.manifest import CheckpointError
 from zeroexp.config.keys import Config
-from zeroexp.config.optimizer import optimizer_factory, parameter_groups
+from zeroexp.config.optimizer import optimizer_factory
+from zeroexp.config.parameter_groups import parameter_groups
 from zeroexp.foreign.found import Found, Place
 from zeroexp.interface.canonical import BUFFER, WEIGHT
 from zeroexp.interface.elementwise import moments_kept

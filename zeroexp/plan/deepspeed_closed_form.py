@@ -18,7 +18,7 @@ from torch import nn
 
 from zeroexp.config.deepspeed_settings import SETTINGS, bucket_numel
 from zeroexp.config.keys import Config, UndefinedCombination
-from zeroexp.config.optimizer import parameter_groups
+from zeroexp.config.parameter_groups import parameter_groups
 from zeroexp.measure.record import Traffic
 from zeroexp.models.checkpointing import recomputed_blocks
 from zeroexp.models.module import BuiltModel

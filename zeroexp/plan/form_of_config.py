@@ -10,7 +10,8 @@ from zeroexp.comm.traits import TRAITS
 from zeroexp.config.engines import ENGINES
 from zeroexp.config.job_shape import job_shape_of
 from zeroexp.config.keys import Config, UndefinedCombination, resolve
-from zeroexp.config.optimizer import OPTIMIZERS, master_of_kind, optimizers_of, parameter_groups
+from zeroexp.config.optimizer import OPTIMIZERS, master_of_kind, optimizers_of
+from zeroexp.config.parameter_groups import parameter_groups
 from zeroexp.config.vocabulary import vocabulary_of_data
 from zeroexp.cut.layout import LAYOUTS
 from zeroexp.cut.matrix_step import CutMatrix, cut_matrices

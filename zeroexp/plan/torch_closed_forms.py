@@ -20,7 +20,7 @@ from typing import NamedTuple, TypeVar
 from torch import nn
 
 from zeroexp.config.keys import TORCH_DDP, Config
-from zeroexp.config.optimizer import parameter_groups
+from zeroexp.config.parameter_groups import parameter_groups
 from zeroexp.cut.rank_grid import RankGrid
 from zeroexp.measure.record import Traffic
 from zeroexp.models.module import BuiltModel

@@ -28,12 +28,8 @@ from zeroexp.comm.collectives import held_shared_bytes
 from zeroexp.config import keys as configs
 from zeroexp.config import plugins
 from zeroexp.config.keys import Config, ConfigError
-from zeroexp.config.optimizer import (
-    describe_groups,
-    optimizer_factory,
-    parameter_groups,
-    rows_of,
-)
+from zeroexp.config.optimizer import optimizer_factory, rows_of
+from zeroexp.config.parameter_groups import describe_groups, parameter_groups
 from zeroexp.data.batches import Data, build_data
 from zeroexp.engines.build import build_strategy, row_dtypes
 from zeroexp.interface.strategy import Strategy

@@ -3,7 +3,7 @@
 Muon orthogonalizes the momentum of a whole matrix (Jordan et al. 2024), and all else of its step is of each element by
 itself. So a rank that holds a piece keeps the momentum of that piece, and the engine brings the pieces together for the
 orthogonalization alone (interface/whole_matrices.py). Which parameters are matrices of blocks is decided by
-`parameter_groups` in config/optimizer.py.
+`parameter_groups` in config/parameter_groups.py.
 """
 
 from __future__ import annotations

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from zeroexp.config.keys import Config, resolve
-from zeroexp.config.optimizer import optimizer_factory, parameter_groups
+from zeroexp.config.optimizer import optimizer_factory
+from zeroexp.config.parameter_groups import parameter_groups
 from zeroexp.data.batches import build_data
 from zeroexp.engines.build import build_strategy
 from zeroexp.models.checkpointing import checkpoint_as_configured
