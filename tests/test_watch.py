@@ -16,7 +16,7 @@ from zeroexp.cluster.job import Job
 from zeroexp.config.keys import load, save
 from zeroexp.process.json_output import REFUSED
 from zeroexp.sync import jobs_of
-from zeroexp.tracking import owner
+from zeroexp.tracking import sweep_owner
 from zeroexp.tracking.files import write_json
 
 
@@ -67,7 +67,7 @@ def test_a_look_leaves_an_end_that_is_written_meanwhile(
     run_of(tmp_path, "zero2", "running")
     (job,) = jobs_of(tmp_path)
     ends = lambda _: job.enter("failed", "rank 0: no") or died  # noqa: E731
-    monkeypatch.setattr(owner, "is_abandoned", ends)
+    monkeypatch.setattr(sweep_owner, "death_of_owner", ends)
     refresh([job])
     assert job.status == "failed"
 

@@ -29,7 +29,7 @@ from zeroexp.report.reading import readable_runs
 from zeroexp.report.results_table import print_table
 from zeroexp.report.sweep_progress import SweepProgress
 from zeroexp.sync import jobs_of, sync
-from zeroexp.tracking import owner
+from zeroexp.tracking import sweep_owner
 from zeroexp.tracking.mlflow_uploads import UploadsOfSweep
 from zeroexp.tracking.run import FINE, UNFINISHED
 
@@ -113,13 +113,13 @@ def submitter_of(jobs: list[Job]) -> Generator[dict[int, Job]]:
     sweep = jobs[0].folder.parent
     try:
         if held:
-            owner.take_ownership(sweep)
+            sweep_owner.take_ownership(sweep)
     except ConfigError:
         held = {}
     try:
         yield held
     finally:
-        owner.release_ownership(sweep)
+        sweep_owner.release_ownership(sweep)
 
 
 if __name__ == "__main__":

@@ -33,7 +33,7 @@ from zeroexp.interface.strategy import CanonicalState
 from zeroexp.measure.record import MOMENTS
 from zeroexp.measure.tcp_bytes import sent_bytes
 from zeroexp.models.module import build_model
-from zeroexp.models.weight_files import read_headers, read_tensor
+from zeroexp.models.read_weight_files import read_headers, read_tensor
 from zeroexp.plan.form_of_config import build_on_meta, form_of
 from zeroexp.process.world import RankInfo, World, barrier, environment_of_rank
 

@@ -48,7 +48,7 @@ from zeroexp.report.reading import readable_runs
 from zeroexp.report.results_table import print_lines, print_table
 from zeroexp.report.statistics import AGAIN, in_doubt
 from zeroexp.report.sweep_progress import SweepProgress
-from zeroexp.tracking import owner
+from zeroexp.tracking import sweep_owner
 from zeroexp.tracking.files import (
     read_json,
     read_summary,
@@ -91,7 +91,7 @@ class Sweep:
     def __exit__(self, *_: object) -> None:
         self._exits.close()
         if self._folder:
-            owner.release_ownership(self._folder)
+            sweep_owner.release_ownership(self._folder)
 
     # ---- what the launcher calls
 
@@ -152,7 +152,7 @@ class Sweep:
             print(f"zeroexp: {folder}: it was {ended}; {remedy}", file=sys.stderr)
         refresh(jobs)
         try:  # a dead owner's file would have others call what is put back cancelled
-            owner.take_ownership(folder)
+            sweep_owner.take_ownership(folder)
             self._folder = folder
         except ConfigError:
             if not all(slurm_id(job) for job in jobs):
@@ -264,7 +264,7 @@ class Sweep:
         if self._folder is None:
             name = first.config.study.name or time.strftime("%Y-%m-%d_%H-%M-%S")
             self._folder = _new_folder(Path(first.config.outputs).resolve(), name)
-            owner.take_ownership(self._folder)
+            sweep_owner.take_ownership(self._folder)
         making = self._folder / MAKING
         making.touch()
         try:
@@ -274,7 +274,7 @@ class Sweep:
                 shutil.rmtree(job.folder)
             del jobs[num_before:]
             if begun is None:
-                owner.release_ownership(self._folder)
+                sweep_owner.release_ownership(self._folder)
                 shutil.rmtree(self._folder)
                 self._folder = None
             raise

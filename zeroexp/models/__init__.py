@@ -14,7 +14,7 @@ Of a published model, in the order in which its questions come:
 published_config.py           config.json, which becomes part of the run's config
 find_weights.py               the folder, here, in a cache or on the hub
 huggingface_keys.py           which keys a family knows and uses
-weight_files.py               names and shapes of the files' tensors, and ranges of their values
+read_weight_files.py          names and shapes of the files' tensors, and ranges of their values
 huggingface_tensor_names.py   under which names and in which parts a parameter is published
 huggingface_weights_check.py  are they the weights of exactly this model?
 huggingface_weights_read.py   the values that a rank holds

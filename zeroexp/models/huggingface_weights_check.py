@@ -25,7 +25,7 @@ from zeroexp.config.keys import ConfigError, ModelConfig
 from zeroexp.models.huggingface_keys import IDLE, RANDOMNESS
 from zeroexp.models.huggingface_tensor_names import publish, saved_tensors
 from zeroexp.models.published_config import read_folder
-from zeroexp.models.weight_files import Header, UnreadableWeights, read_headers, read_tensor
+from zeroexp.models.read_weight_files import Header, UnreadableWeights, read_headers, read_tensor
 
 # These keys of a folder do not matter: idle ones, token ids, which the data decides here, and how random weights are
 # drawn. Neither does RANDOMNESS.

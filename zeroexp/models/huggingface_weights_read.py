@@ -20,7 +20,7 @@ from zeroexp.interface.module_buffers import persistent_buffers
 from zeroexp.interface.values import Read
 from zeroexp.models.deferred import Drawn, ranges_of
 from zeroexp.models.huggingface_tensor_names import Together, elements_of_parts, published_together
-from zeroexp.models.weight_files import Header, read_range, read_tensor
+from zeroexp.models.read_weight_files import Header, read_range, read_tensor
 
 
 class Stored:

@@ -12,7 +12,7 @@ from typing import Any
 
 from zeroexp.config.keys import DamagedFile, parse, read_whole
 from zeroexp.measure.record import RunSummary
-from zeroexp.tracking import attempt, owner
+from zeroexp.tracking import attempt, sweep_owner
 from zeroexp.tracking.files import ENGINE, read_json, read_summary, require_results
 
 SLURM_FILE = "slurm.json"  # exists in the folder of a run that was submitted to Slurm
@@ -125,7 +125,7 @@ def why_abandoned(folder: Path, state: dict[str, Any]) -> str | None:
     """Return a message if the process of a point in this unfinished state is known to be dead; else None."""
     by_slurm = (folder / SLURM_FILE).exists() or (folder / HELD_FILE).exists()
     ended = state["status"] not in UNFINISHED
-    return None if ended or by_slurm else owner.is_abandoned(folder)
+    return None if ended or by_slurm else sweep_owner.death_of_owner(folder)
 
 
 def _read_config(path: Path) -> dict[str, str]:

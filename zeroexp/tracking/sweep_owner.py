@@ -77,7 +77,7 @@ def release_ownership(sweep: Path) -> None:
             held.close()
 
 
-def is_abandoned(run: Path) -> str | None:
+def death_of_owner(run: Path) -> str | None:
     """Return a message if the process that was to run this point is known to be dead; else None."""
     owner = Owner.of(run.parent)
     if owner and owner.locked and owner.host == socket.gethostname():

@@ -23,16 +23,16 @@ from zeroexp.cluster.job import Job
 from zeroexp.config.keys import ConfigError
 from zeroexp.measure.memory import compile_allocator
 from zeroexp.process import locks
-from zeroexp.tracking import owner
+from zeroexp.tracking import sweep_owner
 from zeroexp.tracking.files import write_json
-from zeroexp.tracking.owner import OWNER, Owner
 from zeroexp.tracking.run import SLURM_FILE, read_run
+from zeroexp.tracking.sweep_owner import OWNER, Owner
 
 TAKE = """
 import sys, time
 from pathlib import Path
-from zeroexp.tracking import owner
-owner.take_ownership(Path(sys.argv[1]))
+from zeroexp.tracking import sweep_owner
+sweep_owner.take_ownership(Path(sys.argv[1]))
 print(flush=True)
 time.sleep(600)
 """
@@ -53,7 +53,7 @@ def test_a_living_process_keeps_its_sweep_and_a_dead_one_loses_it(
 ) -> None:
     run = write_run(tmp_path / "run", status="running", num_steps=4)
     with pytest.raises(ConfigError, match=rf"process {other.pid} on \S+ runs its points; wait"):
-        owner.take_ownership(tmp_path)
+        sweep_owner.take_ownership(tmp_path)
     assert read_run(run).status == "running"
     other.kill()
     os.waitid(os.P_PID, other.pid, os.WEXITED | os.WNOWAIT)  # dead, but still in the table
@@ -63,19 +63,20 @@ def test_a_living_process_keeps_its_sweep_and_a_dead_one_loses_it(
     assert f"process {other.pid} " in (read_run(run).reason or "")
     write_json(run / SLURM_FILE, {"job_id": "17"})
     assert read_run(run).status == "running", "Slurm goes on with it"
-    owner.take_ownership(tmp_path)
-    owner.release_ownership(tmp_path)
+    sweep_owner.take_ownership(tmp_path)
+    sweep_owner.release_ownership(tmp_path)
     assert not (tmp_path / OWNER).exists()
 
 
 def test_the_lock_decides_and_not_the_pid(tmp_path: Path) -> None:
     """A living process of that number is another one if nobody holds the lock."""
     write_json(tmp_path / OWNER, asdict(Owner(socket.gethostname(), os.getpid(), locked=True)))
-    assert owner.is_abandoned(tmp_path / "run") == f"{Owner.of(tmp_path)}, which ran it, has died"
-    owner.take_ownership(tmp_path)
-    owner.take_ownership(tmp_path)
-    assert owner.is_abandoned(tmp_path / "run") is None
-    owner.release_ownership(tmp_path)
+    died = f"{Owner.of(tmp_path)}, which ran it, has died"
+    assert sweep_owner.death_of_owner(tmp_path / "run") == died
+    sweep_owner.take_ownership(tmp_path)
+    sweep_owner.take_ownership(tmp_path)
+    assert sweep_owner.death_of_owner(tmp_path / "run") is None
+    sweep_owner.release_ownership(tmp_path)
 
 
 def test_a_file_system_without_locks_costs_a_line_where_it_matters(
@@ -88,25 +89,26 @@ def test_a_file_system_without_locks_costs_a_line_where_it_matters(
 
     monkeypatch.setattr(fcntl, "flock", flock)
     run = write_run(tmp_path / "run", status="running", num_steps=4)
-    owner.take_ownership(tmp_path)
+    sweep_owner.take_ownership(tmp_path)
     assert read_run(run).status == "running"
-    monkeypatch.setattr(owner, "_owned", {})  # as another process, or this one after it was killed
+    # as another process, or this one after it was killed
+    monkeypatch.setattr(sweep_owner, "_owned", {})
     assert read_run(run).status == "running", "nobody knows better"
     with pytest.raises(
         ConfigError, match=r"ran its points, and no lock tells .* remove (\S+)"
     ) as no:
-        owner.take_ownership(tmp_path)
+        sweep_owner.take_ownership(tmp_path)
     Path(str(no.value).rpartition(" ")[2]).unlink()
-    owner.take_ownership(tmp_path)
-    owner.release_ownership(tmp_path)
+    sweep_owner.take_ownership(tmp_path)
+    sweep_owner.release_ownership(tmp_path)
     assert not (tmp_path / OWNER).exists()
 
 
 def test_of_another_host_nothing_is_known(tmp_path: Path) -> None:
     write_json(tmp_path / OWNER, asdict(Owner("another-host", 2**22 + 1, locked=True)))
     with pytest.raises(ConfigError, match="if that machine is gone, remove "):
-        owner.take_ownership(tmp_path)
-    assert owner.is_abandoned(tmp_path / "run") is None
+        sweep_owner.take_ownership(tmp_path)
+    assert sweep_owner.death_of_owner(tmp_path / "run") is None
 
 
 # -- what a killed process leaves behind -------------------------------------------------------------
@@ -129,10 +131,10 @@ with locks.temporary_folder(Path(sys.argv[1])):
 DIE = """
 import os, sys
 from pathlib import Path
-from zeroexp.tracking import attempt, owner
+from zeroexp.tracking import attempt, sweep_owner
 Path.replace = lambda *_: os.kill(os.getpid(), 9)
 sweep = Path(sys.argv[1])
-attempt.begin(sweep / "run", 1) if sys.argv[2] == "attempt" else owner.take_ownership(sweep)
+attempt.begin(sweep / "run", 1) if sys.argv[2] == "attempt" else sweep_owner.take_ownership(sweep)
 """
 
 
@@ -223,7 +225,7 @@ def test_what_a_killed_process_was_writing_is_removed_by_the_next_start(tmp_path
         died = subprocess.run([sys.executable, "-c", DIE, str(tmp_path), writing])
         assert died.returncode == -signal.SIGKILL
     assert len([*run.glob(".attempts.json.*")]) == len([*tmp_path.glob(".owner.json.*[0-9]")]) == 1
-    owner.take_ownership(tmp_path)
+    sweep_owner.take_ownership(tmp_path)
     Job(run).set_aside()
     assert [*run.glob(".*.json.*"), *tmp_path.glob(".owner.json.*[0-9]")] == []
-    owner.release_ownership(tmp_path)
+    sweep_owner.release_ownership(tmp_path)

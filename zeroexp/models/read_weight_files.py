@@ -1,4 +1,4 @@
-"""Read the name, shape and dtype of every tensor in a folder of weights, without reading its values."""
+"""Read a folder of weights: name, shape and dtype of every tensor, then the values of one, or a range of them."""
 
 from __future__ import annotations
 
