@@ -64,7 +64,7 @@ class Ours:
 
     def save(self) -> Finish:
         self._step += 1
-        self._saver.save(self._step)
+        self._saver.async_save(self._step)
         return self._saver.finish
 
     def load(self) -> None:

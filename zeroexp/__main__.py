@@ -120,7 +120,7 @@ def _run(sweep: Sweep, arguments: list[str]) -> None:
             raise ConfigError("--rerun: needs one folder and nothing else; --rerun outputs/<sweep>")
         if not arguments[1] or not Path(arguments[1]).is_dir():  # "" would be the folder one is in
             raise ConfigError(f"--rerun {arguments[1]}: no such folder; use one that exists")
-        sweep.rerun(Path(arguments[-1]).resolve())
+        sweep.rerun_unfinished(Path(arguments[-1]).resolve())
     else:
         compose(sweep, arguments)
 

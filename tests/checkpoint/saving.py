@@ -41,7 +41,7 @@ def train_and_save(
         more = run_steps(strategy, world, recipe, range(step, step + 1))
         outcome.losses += more.losses
         outcome.norms += more.norms
-        saver.save(step + 1)
+        saver.async_save(step + 1)
         states.append(pieces_of(strategy))
     saver.finish()
     saver.close()

@@ -73,7 +73,7 @@ def steps_of(run: Path) -> list[int]:
 def test_what_is_saved_is_the_state_when_save_was_called(world, strategy, saver, tmp_path):
     for step in (1, 2):
         strategy.model.weight.data.fill_(step)
-        saver.save(step)
+        saver.async_save(step)
     strategy.model.weight.data.fill_(3.0)  # the next step, while the thread writes
     saver.finish()
     for step in (1, 2):
@@ -182,8 +182,8 @@ def test_a_save_that_fails_on_the_disk_of_its_log_ends_all_the_same(saver, tmp_p
     with monkeypatch.context() as patch:
         patch.setattr(sys, "stderr", FullDisk())
         patch.setattr(folders, "commit", out_of_room)
-        saver.save(1)
-        saver.save(2)  # waits for the one before
+        saver.async_save(1)
+        saver.async_save(2)  # waits for the one before
         with pytest.raises(CheckpointError, match=r"step 2 failed: .*No space left"):
             saver.finish()
     saver.save_now(3)

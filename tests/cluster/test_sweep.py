@@ -350,7 +350,7 @@ def test_after_a_power_cut_a_damaged_run_is_named_and_the_others_run_again(
     begun: list[Job] = []
     monkeypatch.setattr(Sweep, "_execute", lambda _, again: begun.extend(again))
     with Sweep([]) as sweep:
-        sweep.rerun(tmp_path)
+        sweep.rerun_unfinished(tmp_path)
         assert {job.name for job in begun} == {*names} - {"done", "config"}
         assert sweep.conclude() == 1
     told = capsys.readouterr().err.splitlines()
@@ -394,7 +394,7 @@ def test_a_batch_gets_all_of_its_folders_or_none(tmp_path, monkeypatch, ends):
 
 def rerun(folder: Path) -> None:
     with Sweep([]) as sweep:
-        sweep.rerun(folder)
+        sweep.rerun_unfinished(folder)
 
 
 @pytest.mark.parametrize("read", [rerun, jobs_of, reading.read_runs])
@@ -410,7 +410,7 @@ def test_a_rerun_says_that_a_kill_left_points_without_a_folder(tmp_path, monkeyp
     (tmp_path / MAKING).touch()
     monkeypatch.setattr(Sweep, "_execute", lambda *_: None)
     with Sweep([]) as sweep:
-        sweep.rerun(tmp_path)
+        sweep.rerun_unfinished(tmp_path)
         assert sweep.conclude() == 1
     assert "never ran; start the sweep again for them" in capsys.readouterr().err
 

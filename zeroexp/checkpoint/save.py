@@ -86,7 +86,7 @@ class Saver:
         last = train.warmup_steps + train.steps
         return every is not None and steps_done % every == 0 and steps_done < last
 
-    def save(self, steps_done: int) -> None:
+    def async_save(self, steps_done: int) -> None:
         """Copy the state after `steps_done` steps; training may change the state once this returns."""
         began = time.perf_counter()
         self._settle()
@@ -104,7 +104,7 @@ class Saver:
 
     def save_now(self, steps_done: int) -> None:
         """Save and return when the checkpoint is complete on the disk. Raises CheckpointError if the save failed."""
-        self.save(steps_done)
+        self.async_save(steps_done)
         self.finish()
 
     def finish(self) -> None:

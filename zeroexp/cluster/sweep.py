@@ -132,7 +132,7 @@ class Sweep:
         self._execute(self._jobs[num_before:])
         return [_final_loss(one) for one in jobs]
 
-    def rerun(self, folder: Path) -> None:
+    def rerun_unfinished(self, folder: Path) -> None:
         """Run again, in their folders, the unfinished points of an earlier sweep.
 
         Raises ConfigError if the process that runs them may be alive, or if no point is unfinished.
@@ -257,7 +257,7 @@ class Sweep:
     def _all_or_none(self, first: SweepPoint) -> Generator[None]:
         """Make the folders of a batch in here. Whatever ends this early leaves none of them.
 
-        A kill leaves some, with the file MAKING, by which `rerun` knows that there were to be more.
+        A kill leaves some, with the file MAKING, by which `rerun_unfinished` knows that there were to be more.
         """
         jobs, begun = self._jobs, self._folder
         num_before = len(jobs)

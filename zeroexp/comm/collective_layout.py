@@ -54,7 +54,7 @@ class CollectiveLayout:
         return len(self.chunks[0].cuts) - 1
 
     @cached_property
-    def owners(self) -> list[int]:
+    def nonempty_ranks(self) -> list[int]:
         """The ranks that have something."""
         return [rank for rank, numel in enumerate(self._section_numels) if numel]
 
@@ -62,7 +62,7 @@ class CollectiveLayout:
     def in_rows(self) -> bool:
         """Whether the parts are padded to one size, where they have not got one, and travel by an even collective."""
         padding = self.num_ranks * self._longest - sum(self._section_numels)
-        return padding * self.itemsize <= OPERATION_BYTES * (len(self.owners) - 1)
+        return padding * self.itemsize <= OPERATION_BYTES * (len(self.nonempty_ranks) - 1)
 
     def part_numel(self, rank: int) -> int:
         """Return the elements of a rank's part of the message, padding included."""
@@ -107,7 +107,7 @@ class CollectiveLayout:
         return runs
 
     def _section_of_each_chunk(self) -> Iterator[MessageRun]:
-        for rank in self.owners:
+        for rank in self.nonempty_ranks:
             at = self._starts[rank]
             for index, chunk in enumerate(self.chunks):
                 start, stop = chunk.cuts[rank], chunk.cuts[rank + 1]

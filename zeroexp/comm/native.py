@@ -118,7 +118,7 @@ class Native(Transport):
         group = self._world.process_group
         if layout.in_rows:
             return [_all_gather(message, mine, group)]
-        parts = self._parts_of_owners(layout, message)
+        parts = self._nonempty_parts(layout, message)
         if self._rank in parts and not begin_alike(parts[self._rank], mine):
             parts[self._rank].copy_(mine)
         calls = [partial(dist.broadcast, part, group_src=owner) for owner, part in parts.items()]
@@ -132,13 +132,13 @@ class Native(Transport):
         if layout.in_rows:
             own = message.new_empty(layout.part_numel(self._rank)) if room is None else room
             return own, [_reduce_scatter(own, message, group)]
-        parts = self._parts_of_owners(layout, message)
+        parts = self._nonempty_parts(layout, message)
         calls = [partial(dist.reduce, part, group_dst=owner) for owner, part in parts.items()]
         return parts.get(self._rank, message[:0]), self._launch(calls, group)
 
-    def _parts_of_owners(self, layout: CollectiveLayout, message: Tensor) -> dict[int, Tensor]:
-        places = [layout.part(owner) for owner in layout.owners]
-        return dict(zip(layout.owners, views_of(message, places), strict=True))
+    def _nonempty_parts(self, layout: CollectiveLayout, message: Tensor) -> dict[int, Tensor]:
+        places = [layout.part(rank) for rank in layout.nonempty_ranks]
+        return dict(zip(layout.nonempty_ranks, views_of(message, places), strict=True))
 
     def _launch(self, calls: Sequence[Callable[..., Any]], group: dist.ProcessGroup) -> list[Any]:
         """Launch collectives as one; gloo has no such thing."""

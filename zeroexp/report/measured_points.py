@@ -151,13 +151,13 @@ class MeasuredPoint:
         return replace(run, summary=summary)
 
 
-def settings_of(run: Run, apart: Collection[str] = ()) -> tuple[str, ...]:
-    """Return the settings of what ran, and these of APART, that are no defaults: older runs lack keys of newer ones."""
+def settings_of(run: Run, also: Collection[str] = ()) -> tuple[str, ...]:
+    """Return the settings of what ran, and also these, that are no defaults: older runs lack keys of newer ones."""
     defaults = _defaults()
     return tuple(
         f"{key}={value}"
         for key, value in run.config.items()
-        if key in apart or not key.startswith(OUTSIDE)
+        if key in also or not key.startswith(OUTSIDE)
         if value != defaults.get(key, "null")
     )
 

@@ -364,7 +364,7 @@ def _run_steps(
             progress.note_phase(record.step + 1, progress.SAVING)
             if writer:
                 writer.sync()
-            saver.save(record.step + 1)
+            saver.async_save(record.step + 1)
     return [pickle.loads(record) for record in records]
 
 
