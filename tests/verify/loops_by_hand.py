@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed import get_world_size
 from torch.nn.functional import cross_entropy, pad
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
@@ -632,17 +633,75 @@ def centralizes() -> Loop:
     return of_ddp(loss_of, lambda model: Centralizing(model.parameters(), lr=1e-2))
 
 
-def counts_labels_of_all_ranks() -> Loop:
-    """DDP takes the mean over ranks of a sum that is divided by all ranks' labels."""
+def by_all_labels(num_ranks: Any) -> Any:
+    """A sum over labels that is divided by all ranks' labels, and multiplied by what is said to be their number."""
 
     def loss(model: Any, batch: Batch) -> Tensor:
         words, targets = batch
         number = torch.tensor(float(targets.numel()))
         dist.all_reduce(number)
         summed = cross_entropy(model(words).flatten(0, 1), targets.flatten(), reduction="sum")
-        return summed / number * dist.get_world_size()
+        return summed / number * num_ranks()
 
-    return of_ddp(loss, adamw)
+    return loss
+
+
+def counts_labels_of_all_ranks() -> Loop:
+    """DDP takes the mean over ranks of a sum that is divided by all ranks' labels."""
+    return of_ddp(by_all_labels(lambda: dist.get_world_size()), adamw)
+
+
+def counts_by_the_environment() -> Loop:
+    return of_ddp(by_all_labels(lambda: int(os.environ["WORLD_SIZE"])), adamw)
+
+
+def counts_by_an_import() -> Loop:
+    return of_ddp(by_all_labels(get_world_size), adamw)
+
+
+def counts_by_a_group() -> Loop:
+    return of_ddp(by_all_labels(lambda: dist.GroupMember.WORLD.size()), adamw)
+
+
+def counts_as_it_was_made() -> Loop:
+    """As accelerate's `num_processes`."""
+    ranks = dist.get_world_size()
+    return of_ddp(by_all_labels(lambda: ranks), adamw)
+
+
+def counts_and_shares() -> Loop:
+    """Ranks share rows, so that one process has other microbatches and nothing to compare the loss with."""
+
+    def share(generator: torch.Generator) -> Batch:
+        text = torch.randint(VOCAB, (6 // get_world_size(), 7), generator=generator)
+        return text[:, :-1].contiguous(), text[:, 1:].contiguous()
+
+    loop = counts_by_an_import()
+    loop.batch = share
+    return loop
+
+
+def counts_and_sums() -> Loop:
+    """Gradients are summed, for which the loss that is meant multiplies by nothing."""
+    loop = spoilt(loss=by_all_labels(get_world_size), clip=None)
+    loop.loss = by_all_labels(lambda: 1)
+    return loop
+
+
+def counts_and_takes_a_mean() -> Loop:
+    """Gradients are a mean over ranks, and nobody multiplies."""
+    return of_ddp(by_all_labels(lambda: 1), adamw)
+
+
+def sums_in_a_group_of_its_own() -> Loop:
+    group = dist.new_group(backend="gloo")
+
+    def summed(model: Any) -> None:
+        for parameter in model.parameters():
+            dist.all_reduce(parameter.grad, group=group)
+            parameter.grad /= dist.get_world_size()
+
+    return spoilt(summed=summed)
 
 
 def sums_in_its_step() -> Loop:

@@ -15,8 +15,8 @@ from zeroexp.verify.__main__ import source_of
 from zeroexp.verify.compare_steps import Verdict, judge
 from zeroexp.verify.loop_to_verify import NoLoop, Source, make_loop
 from zeroexp.verify.observe import Record
+from zeroexp.verify.oracle import first_norm
 from zeroexp.verify.ranks import (
-    alone,
     prepare_for_forks,
     record_of,
     silenced,
@@ -43,14 +43,19 @@ def answers_in_turn(sources: list[Source], world_size: int) -> list[Any]:
         with silenced():
             return [record_of(world, each, NUM_STEPS) for each in sources]
 
+    def on_one_rank(_: Any) -> list[float]:
+        with silenced():
+            return [first_norm(make_loop(each)) for each in sources]
+
     def judge_all(_: Any) -> list[Any]:
         stand_for_ranks(world_size)
         with silenced():
-            pairs = zip(sources, zip(*by_rank, strict=True), strict=True)
-            return [answer(judge(make_loop(each, alone), list(records))) for each, records in pairs]
+            of_each = zip(sources, zip(*by_rank, strict=True), of_one, strict=True)
+            return [answer(judge(make_loop(each), [*seen], one)) for each, seen, one in of_each]
 
     prepare_for_forks()
     by_rank = on_ranks(record_all, world_size, seconds=300)
+    (of_one,) = on_ranks(on_one_rank, 1, seconds=300)
     return on_ranks(judge_all, 1, seconds=300)[0]
 
 

@@ -54,21 +54,24 @@ class Verdict:
     notes: list[str] = field(default_factory=list)
 
 
-def judge(loop: Loop, records: list[Record]) -> Verdict:
-    """Return the first difference of what ranks saw, or none. Raises NoLoop where they drew other microbatches."""
+def judge(loop: Loop, records: list[Record], of_one: float = 0.0) -> Verdict:
+    """Return the first difference of what ranks saw, or none. Raises NoLoop where they drew other microbatches.
+
+    of_one: what `first_norm` of this loop is where it is made on one rank.
+    """
     for rank, record in enumerate(records):
         if record.drawn != drawn_by(loop, rank, len(record.steps)):
             raise NoLoop(
                 f"Loop(batch=...): rank {rank} draws others than the plain process from equal generators, or another "
                 "number of them: let no rank, and no random numbers but the generator's, decide"
             )
-    return _Judge(loop, records).judge()
+    return _Judge(loop, records, of_one).judge()
 
 
 class _Judge:
-    def __init__(self, loop: Loop, records: list[Record]) -> None:
+    def __init__(self, loop: Loop, records: list[Record], of_one: float) -> None:
         self.loop, self.records = loop, records
-        self.oracle, self.updates = Oracle(loop, len(records)), Updates(loop)
+        self.oracle, self.updates = Oracle(loop, len(records), of_one), Updates(loop)
         num_steps = len(records[0].steps)
         self.verdict = Verdict(len(records), num_steps, len(self.oracle.shapes))
         self.weights = [self._whole(self._held(step)) for step in range(num_steps + 1)]

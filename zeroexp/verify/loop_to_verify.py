@@ -10,7 +10,6 @@ import random
 import sys
 from collections import UserDict
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, fields, is_dataclass
 from pathlib import Path
 from typing import Any
@@ -86,21 +85,12 @@ def _seed() -> None:
     torch.manual_seed(0)
 
 
-def make_loop(
-    source: Source, around_loss: Callable[[], AbstractContextManager[None]] = nullcontext
-) -> Loop:
+def make_loop(source: Source) -> Loop:
     """Make the loop, with the same random numbers in every process. Raises NoLoop for one that can not be judged."""
     loop = source.make()
     if not isinstance(loop, Loop):
         kind = type(loop).__name__
         raise NoLoop(f"{source.name}: returns {kind}; return a zeroexp.verify.Loop")
-    own = loop.loss
-
-    def loss(model: Any, batch: Any) -> Any:
-        with around_loss():
-            return own(model, batch)
-
-    loop.loss = loss
     _refuse_wrong_words(loop)
     _refuse_what_differs_by_itself(loop)
     return loop

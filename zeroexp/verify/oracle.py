@@ -8,7 +8,9 @@ about as much.
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Mapping
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
@@ -35,8 +37,13 @@ Expected = tuple[Whole, dict[str, float]]  # and how far from it a right loop ma
 class Oracle:
     """Gradients of the plain model at any weights, for the batches of all ranks."""
 
-    def __init__(self, loop: Loop, world_size: int) -> None:
+    def __init__(self, loop: Loop, world_size: int, of_one: float = 0.0) -> None:
+        """of_one: what `first_norm` is on one rank, where the loss is the mean over its labels whatever is summed."""
         self.loop, self.world_size = loop, world_size
+        factors = (world_size, 1 / world_size) if of_one else ()
+        found = [k for k in factors if math.isclose(first_norm(loop) * k, of_one, rel_tol=1e-6)]
+        # A loss may divide by all ranks' labels alone, for gradients that are summed.
+        self.scale = found[0] if found else 1.0
         self.shapes = {name: each.shape for name, each in loop.model.named_parameters()}
         self.initial = _flat_weights(loop.model)
         # Labels of each microbatch.
@@ -62,7 +69,8 @@ class Oracle:
             loss.backward()
             for name, each in rows.items():
                 each += [_gradient(parameter) for parameter in uses[name]]
-        return {name: torch.stack(each) / self.counts.sum() for name, each in rows.items()}
+        scale = self.scale / self.counts.sum()
+        return {name: torch.stack(each) * scale for name, each in rows.items()}
 
     def rounding(
         self, weights: Whole, step: int, exact: Whole, dtype: torch.dtype
@@ -91,6 +99,13 @@ class Oracle:
         )
         of_adding = exact * 1e-6 / (float(flat.norm()) + 1e-6) if exact < 1 else 0.0
         return exact, MARGIN * abs(worked - exact) + of_adding
+
+
+def first_norm(loop: Loop) -> float:
+    """Return the norm of the gradient of rank 0's first microbatch."""
+    oracle = Oracle(replace(loop, microbatches=1), 1)
+    rows = oracle.contributions(oracle.initial, 0)
+    return float(torch.cat([each.flatten() for each in rows.values()]).norm())
 
 
 class Updates:

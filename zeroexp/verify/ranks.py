@@ -5,14 +5,18 @@ from __future__ import annotations
 import os
 import traceback
 from collections.abc import Callable, Generator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import TypeVar
+from types import SimpleNamespace
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 import torch.distributed.fsdp  # here, so that ranks, which are forks, need not import it
 import torch.distributed.optim
+from torch import Tensor
+from torch._C._distributed_c10d import FakeProcessGroup, FakeWork
+from torch.distributed import ReduceOp, distributed_c10d
 
 from zeroexp.process.on_ranks import RankFailed, on_ranks
 from zeroexp.process.world import RankInfo, World, environment_of_rank
@@ -20,6 +24,7 @@ from zeroexp.verify.compare_steps import Verdict, judge
 from zeroexp.verify.local_elements import Places
 from zeroexp.verify.loop_to_verify import NoLoop, Source, batch_of, drawn_by, make_loop
 from zeroexp.verify.observe import LoopRecorder, Record, listen_to_clipping
+from zeroexp.verify.oracle import first_norm
 
 Found = TypeVar("Found")
 
@@ -34,25 +39,28 @@ def verify_world(source: Source, size: int, num_steps: int, seconds: float) -> V
     """Return how the loop on `size` ranks compares with one process. Raises NoLoop if it can not be run."""
     prepare_for_forks()
 
-    def on_forks(task: Callable[[World], Found], num_ranks: int, plain: str = "") -> list[Found]:
+    def on_forks(task: Callable[[World], Found], num_ranks: int, plain: int = 0) -> list[Found]:
+        """plain: for how many ranks a plain process stands."""
+
         def describe(error: BaseException, rank: int) -> str:
-            who = plain or f"rank {rank} of {num_ranks}"
+            who = "the plain process" if plain else f"rank {rank} of {num_ranks}"
             line = _one_line(error, source.file)
             return str(error) if isinstance(error, NoLoop) else f"{who}: {line}"
 
         def quietly(world: World) -> Found:
-            if plain:
-                stand_for_ranks(size)
+            if plain > 1:
+                stand_for_ranks(plain)
             with silenced():
                 return task(world)
 
         return on_ranks(quietly, num_ranks, seconds=seconds, describe=describe)
 
+    of_one = [0.0]
     try:
         records = on_forks(lambda world: record_of(world, source, num_steps), size)
-        (verdict,) = on_forks(
-            lambda _: judge(make_loop(source, alone), records), 1, "the plain process"
-        )
+        with suppress(RankFailed):  # a loop may need several ranks
+            of_one = on_forks(lambda _: first_norm(make_loop(source)), 1, plain=1)
+        (verdict,) = on_forks(lambda _: judge(make_loop(source), records, *of_one), 1, plain=size)
     except RankFailed as problem:
         raise NoLoop(str(problem)) from None
     return verdict
@@ -61,18 +69,30 @@ def verify_world(source: Source, size: int, num_steps: int, seconds: float) -> V
 def stand_for_ranks(size: int) -> None:
     """Be for a loop's own code the first of `size` ranks, of whose number its rate or microbatches may be made."""
     dist.destroy_process_group()
-    dist.init_process_group("fake", rank=0, world_size=size)
+    distributed_c10d.ProcessGroupGloo = EqualRanks  # pyright: ignore[reportAttributeAccessIssue]
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=size)
     os.environ.update(environment_of_rank(RankInfo(0, size, 0)))
 
 
-@contextmanager
-def alone() -> Generator[None]:
-    """Let the plain loss ask for one rank: it has the labels that it sums up, and no other rank's."""
-    of_all, dist.get_world_size = dist.get_world_size, lambda *_, **__: 1
-    try:
-        yield
-    finally:
-        dist.get_world_size = of_all
+class EqualRanks(dist.ProcessGroup):
+    """Stands for torch's gloo: all ranks have what this one has, so that a sum is a multiple, and a gather copies.
+
+    A loss that divides by labels of all ranks, and multiplies by their number wherever it knows that from, is so the
+    mean over this rank's labels.
+    """
+
+    def __init__(self, store: dist.Store, rank: int, size: int, timeout: Any) -> None:
+        super().__init__(rank, size)  # pyright: ignore[reportCallIssue]
+        self.options = SimpleNamespace()  # in which torch notes the group's name
+        copying = FakeProcessGroup._create_internal(rank, size)  # pyright: ignore[reportPrivateUsage]
+        self._register_backend(torch.device("cpu"), self.BackendType.CUSTOM, copying)
+
+    def _set_sequence_number_for_group(self) -> None: ...
+
+    def allreduce(self, tensors: list[Tensor], options: Any) -> FakeWork:
+        for tensor in tensors if options.reduceOp == ReduceOp.SUM else ():
+            tensor.data *= self.size()  # as gloo, unseen by autograd
+        return FakeWork()
 
 
 @contextmanager
