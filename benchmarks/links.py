@@ -1,4 +1,4 @@
-"""Links between ranks: loopback, or links with a speed, of nodes that zeroexp/cluster/simulated_nodes.py makes."""
+"""Links between ranks: loopback, or links with a speed, of nodes that zeroexp/cluster/emulated_network.py makes."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from zeroexp.cluster.simulated_nodes import open_nodes
+from zeroexp.cluster.emulated_network import open_nodes
 from zeroexp.config.keys import ClusterConfig, ConfigError
 from zeroexp.measure.tcp_bytes import LINK, payload_rate
 

@@ -90,7 +90,7 @@ def _redundant_optimizers() -> str:
     lines = [
         "## K redundant optimizers, N = 8 ranks in 4 slow groups of 2 fast ones, K = 4",
         _wrapped(
-            "`strategy=zero1 strategy.replicas=4`, by arithmetic. tests/cluster/test_simulated_nodes.py reads 6P/8 a "
+            "`strategy=zero1 strategy.replicas=4`, by arithmetic. tests/cluster/test_emulated_network.py reads 6P/8 a "
             "rank, within 1 %, from the interfaces of four nodes of two behind a `cluster.link`; without "
             "groups it would be 12P/8."
         ),

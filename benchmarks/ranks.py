@@ -21,7 +21,7 @@ from torch import Tensor
 
 from benchmarks.engines import SEQ_LEN, Timed, build_engine, model_config
 from benchmarks.links import Link
-from zeroexp.cluster.simulated_nodes import enter
+from zeroexp.cluster.emulated_network import enter
 from zeroexp.comm.collectives import held_shared_bytes, take_traffic
 from zeroexp.measure.memory import AllocationMeter, count_cpu_allocations
 from zeroexp.measure.tcp_bytes import wire_meter

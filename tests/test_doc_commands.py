@@ -56,7 +56,7 @@ ELSEWHERE = {
     "--advise": "it takes a minute; tests/plan/test_advise.py asks for a small model",
     "verify": "tests/verify/test_verify_page.py runs it",
     "data=yelp": "it asks the network for the data",
-    "cluster.link=": "a link needs root; tests/cluster/test_simulated_nodes.py makes one",
+    "cluster.link=": "a link needs root; tests/cluster/test_emulated_network.py makes one",
     "study=slow_link": "as above",
 }
 

@@ -286,7 +286,7 @@ OPTIMIZERS.add("optimizer_of_test", OptimizerKind(CODE, num_moments=lambda confi
         """
 import numpy as np, torch
 from zeroexp.data import Microbatch
-from zeroexp.config.data_sources import DATA, DataKind
+from zeroexp.config.data_kinds import DATA, DataKind
 
 class Source:
     vocab_size, source = 50, "a test"

@@ -20,7 +20,7 @@ from zeroexp.verify.compare_steps import CLIPPED
 from zeroexp.verify.local_elements import Places
 from zeroexp.verify.loop_to_verify import Loop
 from zeroexp.verify.observe import LoopRecorder
-from zeroexp.verify.oracle import Oracle, Updates
+from zeroexp.verify.rounding_oracle import Oracle, Updates
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]

@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator
 
 from zeroexp.check.refusal import Refusal
-from zeroexp.config.data_sources import DATA
+from zeroexp.config.data_kinds import DATA
 from zeroexp.config.families import MODELS, shape_of, vocabulary
 from zeroexp.config.keys import Config
 from zeroexp.config.paths import TRAIN

@@ -12,7 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from zeroexp.checkpoint.manifest import read_manifest, require_same_tokens
-from zeroexp.config.data_sources import DATA
+from zeroexp.config.data_kinds import DATA
 from zeroexp.config.keys import Config, ConfigError, DataConfig
 from zeroexp.config.paths import data_files, is_hub_id
 from zeroexp.data import sources

@@ -30,15 +30,15 @@ from multiprocessing.connection import Connection, Pipe, wait
 from pathlib import Path
 from typing import Any
 
-from zeroexp.cluster import simulated_nodes
+from zeroexp.cluster import emulated_network
 from zeroexp.process.cheap_imports import importing_cheaply
 
 with importing_cheaply():
     import torch
 
+from zeroexp.cluster.emulated_network import open_nodes
 from zeroexp.cluster.job import Ending
 from zeroexp.cluster.rank_entry import run_and_leave
-from zeroexp.cluster.simulated_nodes import open_nodes
 from zeroexp.cluster.supervise import end_processes, supervise
 from zeroexp.config import plugins
 from zeroexp.config.keys import Config, ConfigError, load
@@ -233,7 +233,7 @@ def _fork_rank(
         os.environ.update(environment_of_rank(place), ZEROEXP_RENDEZVOUS=rendezvous)
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
         if node is not None:
-            simulated_nodes.enter(node)
+            emulated_network.enter(node)
             os.environ["GLOO_SOCKET_IFNAME"] = LINK
         main(folder, device=device)
 

@@ -1,7 +1,7 @@
 """Every word an experiment may say, as plain data and registries.
 
 keys.py            the keys, as dataclasses, and how they become a run's config.yaml
-families.py        what `model.family` may name; data_sources.py: `data.kind`; engines.py: native engines, of which
+families.py        what `model.family` may name; data_kinds.py: `data.kind`; engines.py: native engines, of which
                    deepspeed_settings.py says what DeepSpeed's may be asked; optimizer.py: `optimizer.name`;
                    parameter_kinds.py: rows of `optimizer.kinds`; gpus.py: GPUs and networks of plans
 parameter_groups.py which parameters are stepped alike, and which have no weight decay

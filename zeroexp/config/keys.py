@@ -138,7 +138,7 @@ class ModelConfig:
 @dataclass
 class DataConfig:
     name: str = text("offline", NAME)  # how tables name it
-    kind: str = "text"  # a word of DATA (config/data_sources.py)
+    kind: str = "text"  # a word of DATA (config/data_kinds.py)
     task: str = choice(*TASKS)  # what the samples train
     seq_len: int = number(128, least=1, most=1 << 24)  # tokens per sample
     # samples per optimizer step over all ranks

@@ -6,7 +6,7 @@ import os
 import re
 from pathlib import Path
 
-from zeroexp.config.data_sources import DATA, TABLES
+from zeroexp.config.data_kinds import DATA, TABLES
 from zeroexp.config.keys import ConfigError, DataConfig
 
 TRAIN = "train"

@@ -16,7 +16,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from zeroexp.config.data_sources import DATA
+from zeroexp.config.data_kinds import DATA
 from zeroexp.config.engines import ENGINES
 from zeroexp.config.families import MODELS
 from zeroexp.config.keys import Config, ConfigError

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from zeroexp.config.data_sources import DATA
+from zeroexp.config.data_kinds import DATA
 from zeroexp.config.families import vocabulary
 from zeroexp.config.keys import Config
 

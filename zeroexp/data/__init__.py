@@ -8,7 +8,7 @@ rank that reads it, so a global batch is the same at every world size, and a run
 
 `tokenize_and_pack.py` tokenizes the rows that `table_rows.py` reads and packs them into sequences, once, into the
 folder of `packed_cache.py`, which a rank maps into memory; `synthetic.py` makes samples from their index; `batches.py`
-permutes them. config/data_sources.py names the sources, and imports no torch.
+permutes them. config/data_kinds.py names the sources, and imports no torch.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from zeroexp.config.data_sources import DATA
+from zeroexp.config.data_kinds import DATA
 from zeroexp.config.families import vocabulary
 from zeroexp.config.keys import ConfigError, DataConfig, ModelConfig
 from zeroexp.data import Samples, StepBatch, ValidationTurn, packed_cache, sources

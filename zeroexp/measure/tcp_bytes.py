@@ -18,7 +18,7 @@ TCP_INFO_BYTES = 216
 NOT_SENT = struct.Struct("=I"), 144
 SENT_AND_RESENT = struct.Struct("=QQ"), 200
 
-# The interface of a node whose link to the others has a speed of its own (cluster/simulated_nodes.py), and the bytes
+# The interface of a node whose link to the others has a speed of its own (cluster/emulated_network.py), and the bytes
 # that each packet has beside its payload: headers of Ethernet, IPv4, and TCP with its timestamps.
 LINK = "zeroexp-link"
 HEADER_BYTES = 14 + 20 + 32

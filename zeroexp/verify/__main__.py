@@ -32,8 +32,8 @@ from zeroexp.tracking.json_files import dumps
 from zeroexp.verify.compare_steps import Verdict
 from zeroexp.verify.loop_of_config import loop_of_config
 from zeroexp.verify.loop_to_verify import NoLoop, Source, source_in
-from zeroexp.verify.oracle import MARGIN
 from zeroexp.verify.ranks import verify_world
+from zeroexp.verify.rounding_oracle import MARGIN
 
 DIFFERS = 1
 WORLDS = "1,2,3,4"

@@ -12,7 +12,7 @@ from zeroexp.verify.explain_difference import GradientLook, Story, UpdateLook, W
 from zeroexp.verify.local_elements import LocalElements, whole
 from zeroexp.verify.loop_to_verify import Loop, NoLoop, drawn_by
 from zeroexp.verify.observe import Record, Seen
-from zeroexp.verify.oracle import MARGIN, Expected, Oracle, Updates, Whole, distance
+from zeroexp.verify.rounding_oracle import MARGIN, Expected, Oracle, Updates, Whole, distance
 
 START, RAW = "weights at the start", "gradient before clipping"
 GRADIENT, UPDATE = "gradient at the optimizer", "weights after the step"

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from zeroexp.verify.local_elements import LocalElements
 from zeroexp.verify.observe import Seen, Settings
-from zeroexp.verify.oracle import Oracle, Whole, distance
+from zeroexp.verify.rounding_oracle import Oracle, Whole, distance
 
 Wrong = list[tuple[int, LocalElements]]  # (rank, what it holds), in the order of weights
 # What a difference looks like: its kind in one word, and a sentence. Of several stories the first one counts.

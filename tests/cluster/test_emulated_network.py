@@ -14,9 +14,9 @@ from tests.cluster.test_local import wait_until
 from tests.composing import composed
 from tests.warm import Warm, start_servers_with
 from zeroexp.check import check
+from zeroexp.cluster.emulated_network import open_nodes
 from zeroexp.cluster.job import Job
 from zeroexp.cluster.local import LocalCluster
-from zeroexp.cluster.simulated_nodes import open_nodes
 from zeroexp.config import keys as configs
 from zeroexp.config.keys import ClusterConfig, Config, ConfigError
 from zeroexp.measure.tcp_bytes import LINK
@@ -127,7 +127,7 @@ REFUSED = {
 }
 PROGRAM = """
 import ctypes, os
-from zeroexp.cluster.simulated_nodes import open_nodes
+from zeroexp.cluster.emulated_network import open_nodes
 from zeroexp.config.keys import ClusterConfig
 
 def drop_capability():
