@@ -15,7 +15,6 @@ from zeroexp.verify.__main__ import source_of
 from zeroexp.verify.compare_steps import Verdict, judge
 from zeroexp.verify.loop_to_verify import NoLoop, Source, make_loop
 from zeroexp.verify.observe import Record
-from zeroexp.verify.oracle import first_norm
 from zeroexp.verify.ranks import (
     prepare_for_forks,
     record_of,
@@ -23,6 +22,7 @@ from zeroexp.verify.ranks import (
     stand_for_ranks,
     verify_world,
 )
+from zeroexp.verify.rounding_oracle import first_norm
 
 NUM_STEPS = 3
 

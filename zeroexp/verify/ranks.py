@@ -24,7 +24,7 @@ from zeroexp.verify.compare_steps import Verdict, judge
 from zeroexp.verify.local_elements import Places
 from zeroexp.verify.loop_to_verify import NoLoop, Source, batch_of, drawn_by, make_loop
 from zeroexp.verify.observe import LoopRecorder, Record, listen_to_clipping
-from zeroexp.verify.oracle import first_norm
+from zeroexp.verify.rounding_oracle import first_norm
 
 Found = TypeVar("Found")
 
