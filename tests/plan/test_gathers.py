@@ -6,10 +6,15 @@ That they agree with rehearsals and real steps is in test_rehearse.py.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterator
 
 import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
-from tests.plan.real_steps import agree, config_of
+from tests.plan.real_steps import agree, config_of, in_a_fake_world
+from zeroexp.config.families import MODELS, ModelFamily
 from zeroexp.plan.closed_forms import EngineForm
 from zeroexp.plan.form_of_config import build_on_meta, form_of
 from zeroexp.plan.rehearse import rehearse
@@ -18,6 +23,7 @@ from zeroexp.plan.timing import Timeline
 # Two microbatches.
 STEP = ("data=synthetic", "data.seq_len=8", "strategy=zero3", "world_size=2")
 STEP += ("data.global_batch_size=4",)
+RECOMPUTES = "train.activation_checkpointing=true"
 FROZEN = "model.freeze=[*embed*,*layers.0.*,*layers.1.*,*layers.2.*]"
 
 
@@ -36,8 +42,16 @@ def test_units_are_gathered_for_forward_and_for_backward(words, gathers):
     assert form.traffic(0).calls_by_kind["gather"] == 2 * sum(gathers)
 
 
+def test_the_last_unit_of_a_block_that_recomputes_is_there_also_where_none_but_real_tensors_run():
+    config = config_of(*STEP, "model=moe_tiny", "strategy.unit=module", RECOMPUTES)
+    form = form_of(config, build_on_meta(config), "native")
+    assert isinstance(form, EngineForm) and form.gathers is not None
+    assert [*form.gathers[2:6], *form.gathers[6:10]] == [3, 3, 3, 2] * 2
+    real = in_a_fake_world(config, 0).traffic.bytes_by_kind
+    assert real["gather"] == form.traffic(0).bytes_by_kind["gather"]
+
+
 LAST, ALL = "strategy.keep=last", "strategy.keep=all"
-RECOMPUTES = "train.activation_checkpointing=true"
 ONE_SHAPE = (
     "+model.hf_config={model_type: %s, vocab_size: 64, hidden_size: 32, intermediate_size: 48, "
 )
@@ -73,8 +87,94 @@ def test_what_is_used_several_times_is_gathered_for_each_use(words, gathers):
     agree(rehearse(config), form)
 
 
+class Loops(nn.Module):
+    """Two blocks, which `run` calls."""
+
+    def __init__(self, words: int):
+        super().__init__()
+        self.embed, self.head = nn.Embedding(words, 8), nn.Linear(8, words)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(2))
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        return self.head(self.run(self.embed(input_ids))).neg()  # FSDP2 wants no view
+
+    def run(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+class Truncated(Loops):
+    """The last of three passes alone has a backward, which is told by no `no_grad`."""
+
+    def run(self, x: Tensor) -> Tensor:
+        for _ in range(3):
+            y = super().run(x)
+            x = y.detach()
+        return y
+
+
+class Reentrant(Loops):
+    """Its blocks run without a graph, and again in backward."""
+
+    def run(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=True)
+        return x
+
+
+class Looks(Loops):
+    """The loss does not see its last block."""
+
+    def run(self, x: Tensor) -> Tensor:
+        y = self.blocks[0](x)
+        self.blocks[1](y)
+        return y
+
+
+class Steps(Loops):
+    """Its blocks take one token after another."""
+
+    def run(self, x: Tensor) -> Tensor:
+        return torch.cat([super(Steps, self).run(each) for each in x.split(1, 1)], 1)
+
+
+OWN_LOOPS = (Truncated, Reentrant, Looks, Steps)
+
+
+@pytest.fixture
+def loops() -> Iterator[None]:
+    for made in OWN_LOOPS:
+        family = ModelFamily(lambda _config, _words, made=made: made(64), blocks="blocks")
+        MODELS.add(made.__name__.lower(), family)
+    yield
+    for made in OWN_LOOPS:
+        MODELS.remove(made.__name__.lower())
+
+
+@pytest.mark.parametrize(
+    ("name", "words", "gathers"),
+    [
+        ("truncated", (LAST,), [1, 4, 4]),
+        ("truncated", (ALL,), [1, 1, 1]),
+        ("reentrant", (LAST,), [1, 3, 3]),
+        ("reentrant", (ALL,), [1, 2, 2]),
+        ("looks", (LAST,), [1, 2, 1]),
+        ("steps", (LAST, "data.seq_len=20"), [1, 40, 40]),
+        ("truncated", (ALL, "model.freeze=[embed*,blocks.0*]"), [1, 1, 1]),
+    ],
+)
+def test_uses_are_counted_by_where_backward_comes(loops, name, words, gathers):
+    config = config_of(*STEP, f"model.family={name}", *words)
+    form = form_of(config, build_on_meta(config), "native")
+    assert isinstance(form, EngineForm)
+    assert form.gathers == gathers
+    agree(rehearse(config), form)
+
+
 @pytest.mark.parametrize("stage", ["zero2", "zero3"])
-def test_fsdp2_gathers_anew_for_each_use(monkeypatch, stage):
+@pytest.mark.parametrize("model", ["hrm", "truncated", "reentrant"])
+def test_fsdp2_gathers_anew_for_each_use(monkeypatch, loops, model, stage):
     calls: Counter[str] = Counter()
     run, forget = Timeline.run, Timeline.forget
 
@@ -82,7 +182,8 @@ def test_fsdp2_gathers_anew_for_each_use(monkeypatch, stage):
         calls[func._schema.name.partition("::")[2]] += 1
         return run(self, func, args, kwargs)
 
-    config = config_of(*STEP, *HRM, f"strategy={stage}", "strategy.implementation=torch")
+    words = HRM if model == "hrm" else (f"model.family={model}",)
+    config = config_of(*STEP, *words, f"strategy={stage}", "strategy.implementation=torch")
     form = form_of(config, build_on_meta(config), "native")
     monkeypatch.setattr(Timeline, "run", counted)
     steps: list[Counter[str]] = []

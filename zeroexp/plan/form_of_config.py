@@ -99,30 +99,33 @@ def _gathers(
     if form.stage.gather is not Move.ALL_GATHER:
         return None
     recomputed = {*recomputed_blocks(model.blocks, config.train)}
-    # Of each use of each unit, how often backward needs it.
-    backward: dict[str, list[int]] = {group.name: [] for group in groups}
+    uses: dict[str, list[tuple[int, bool]]] = {group.name: [] for group in groups}
+    kept = {name: form.is_kept(number) for number, name in enumerate(uses)}
     last = ""
-    for name, has_backward in uses_in_forward(config, model, groups):
-        if name in recomputed and name in outer_names(last):
-            backward[last][-1] = min(backward[last][-1], 1)
-        if name in backward:
-            is_inside = not recomputed.isdisjoint(outer_names(name))
-            backward[name].append(has_backward * (1 + is_inside))
-            last = name
-    return [num_gathers(e, kept=form.is_kept(i)) for i, e in enumerate(backward.values())]
+    for use in uses_in_forward(config, model, groups):
+        if use.name in recomputed and use.name in outer_names(last):
+            times, has_graph = uses[last][-1]
+            uses[last][-1] = min(times, 1), has_graph
+        if use.name in uses:
+            is_inside = not recomputed.isdisjoint(outer_names(use.name))
+            again = is_inside or (use.is_recomputed and not kept[use.name])
+            uses[use.name].append((use.has_backward * (1 + again), use.has_graph))
+            last = use.name
+    return [num_gathers(each, kept=kept[name]) for name, each in uses.items()]
 
 
-def num_gathers(backward: Sequence[int], *, kept: bool) -> int:
+def num_gathers(uses: Sequence[tuple[int, bool]], *, kept: bool) -> int:
     """Return how often a unit is gathered for uses of which backward needs each so often.
 
-    kept: it stays until the backward of its last use; for that of an earlier one it is gathered anew.
+    kept: where autograd records a use it stays until the backward of its last; for that of an earlier one it is
+    gathered anew.
     """
     num, is_there = 0, False
-    for each in backward:
+    for _, has_graph in uses:
         num += not is_there
-        is_there = kept and each > 0
-    for each in filter(None, reversed(backward)):
-        num += 0 if is_there else each
+        is_there = kept and has_graph
+    for times in filter(None, (times for times, _ in reversed(uses))):
+        num += 0 if is_there else times
         is_there = False
     return num
 

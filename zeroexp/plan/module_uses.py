@@ -1,12 +1,14 @@
-"""How often a forward uses each module, and whether its backward comes there, by one forward on the device `meta`.
+"""How often a microbatch uses each module, and where its backward comes, by passes on the device `meta`.
 
-A model may use one block several times (ALBERT), some of these without gradients (HRM): engines gather it for each use.
+A model may use one block several times (ALBERT), some of these without gradients (HRM), or recompute it by reentrant
+checkpoints of its own: engines gather it for each use.
 """
 
 from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator, Sequence
+from itertools import zip_longest
 from typing import NamedTuple, cast
 from weakref import WeakKeyDictionary
 
@@ -17,15 +19,20 @@ from torch.nn.modules.module import register_module_forward_hook
 from zeroexp.config.keys import Config
 from zeroexp.data.synthetic import width_of
 from zeroexp.models.module import BuiltModel, patched_for_fake_tensors, without_backward
-from zeroexp.zero.grouping import Group
+from zeroexp.zero.grouping import Group, outer_names
 from zeroexp.zero.schedule import tensors_in
 
-MOST_TOKENS = 16  # of the forward: some models take them one by one
+# Tokens of the passes; where these use a module differently, as of one that takes them one by one, all are taken.
+FEW_TOKENS = 8, 16
 
 
 class Use(NamedTuple):
+    """A use of a module by the model's forward, which may recompute it in backward."""
+
     name: str  # of the module, dotted
     has_backward: bool
+    has_graph: bool  # whether autograd recorded it
+    is_recomputed: bool  # its backward follows a forward of its own, inside of backward
 
 
 _found: WeakKeyDictionary[nn.Module, list[Use] | None] = WeakKeyDictionary()
@@ -37,27 +44,47 @@ def uses_in_forward(config: Config, model: BuiltModel, units: Sequence[Group]) -
     units: the root first. Of a model that asks for values each of these is used once, the root last.
     """
     if model.module not in _found:
-        _found[model.module] = _uses_of(config, model.module)
+        _found[model.module] = _uses_by_length(config, model.module)
     if (uses := _found[model.module]) is not None:
         return uses
+    return _listed(model, units)
+
+
+def _listed(model: BuiltModel, units: Sequence[Group]) -> list[Use]:
+    """Return one use of each unit, and of each block that holds several behind the last of them."""
     alone = without_backward(model.module)
     root, *others = units
-    return [
-        *(Use(e.name, not alone.issuperset(e.parameters)) for e in others),
-        Use(root.name, True),
-    ]
+    uses: list[Use] = []
+    for unit, following in zip_longest(others, others[1:]):
+        has_backward = not alone.issuperset(unit.parameters)
+        ends = {*outer_names(unit.name)} - {*outer_names(following.name if following else "")}
+        names = [unit.name, *(block for block in model.blocks if block in ends)]
+        uses += [Use(name, has_backward, True, False) for name in names]
+    return [*uses, Use(root.name, True, True, False)]
 
 
-def _uses_of(config: Config, module: nn.Module) -> list[Use] | None:
+def _uses_by_length(config: Config, module: nn.Module) -> list[Use] | None:
+    most = config.data.seq_len
+    fewer, few = (_uses_of(config, module, min(most, num)) for num in FEW_TOKENS)
+    return few if fewer == few or most in FEW_TOKENS else _uses_of(config, module, most)
+
+
+def _uses_of(config: Config, module: nn.Module, num_tokens: int) -> list[Use] | None:
     modules = cast(Iterator[tuple[str, nn.Module]], module.named_modules())
     names = {each: name for name, each in modules}
     uses: list[Use] = []
 
     def note(each: nn.Module, _inputs: object, output: object) -> None:
         if each in names:
-            uses.append(Use(names[each], any(t.requires_grad for t in tensors_in(output))))
+            place = len(uses)
+            uses.append(Use(names[each], False, torch.is_grad_enabled(), False))
+            for tensor in filter(lambda t: t.requires_grad, tensors_in(output)):
+                tensor.register_hook(lambda _: note_backward(place))
 
-    shape = (1, min(config.data.seq_len, MOST_TOKENS))
+    def note_backward(place: int) -> None:
+        uses[place] = uses[place]._replace(has_backward=True)
+
+    shape = (1, num_tokens)
     if config.data.task == "regression":
         inputs = {"vectors": torch.empty(*shape, width_of(config.model), device="meta")}
     else:
@@ -65,9 +92,21 @@ def _uses_of(config: Config, module: nn.Module) -> list[Use] | None:
     hook = register_module_forward_hook(note)
     try:
         with warnings.catch_warnings(action="ignore"), patched_for_fake_tensors(config.model):
-            module(**inputs)
+            output = module(**inputs)
+            num_of_forward = len(uses)
+            getattr(output, "logits", output).sum().backward()
     except Exception:  # whatever code of others does without values
         return None
     finally:
         hook.remove()
+        module.zero_grad()
+    return _matched(uses[:num_of_forward], uses[num_of_forward:])
+
+
+def _matched(uses: list[Use], in_backward: Sequence[Use]) -> list[Use]:
+    """Return the uses of forward, with the backward of those that recompute."""
+    for name in (use.name for use in in_backward if use.has_backward):
+        places = [i for i, use in enumerate(uses) if use.name == name and not use.has_backward]
+        if places:
+            uses[places[-1]] = uses[places[-1]]._replace(has_backward=True, is_recomputed=True)
     return uses

@@ -251,14 +251,14 @@ def fsdp_gathers(uses: Iterable[Use], units: Collection[str], reshards: bool) ->
         there.add(name)
 
     positions: dict[str, list[int]] = {name: [] for name in units}
-    for position, (name, _) in enumerate(uses):
-        gather(name)
-        positions[name].append(position)
-        if reshards and name:
-            there.remove(name)
-    for name, has_backward in reversed(uses):
-        if has_backward:
-            gather(name)
+    for position, use in enumerate(uses):
+        gather(use.name)
+        positions[use.name].append(position)
+        if reshards and use.name:
+            there.remove(use.name)
+    for use in reversed(uses):
+        if use.has_backward:
+            gather(name := use.name)
             if position := positions[name].pop():
                 gather(uses[position - 1].name)
             there.discard(name)
