@@ -37,7 +37,7 @@ from zeroexp.config import plugins
 from zeroexp.config.keys import Config, ConfigError
 from zeroexp.process import safe_output, signals
 from zeroexp.process.json_output import WORD, answer
-from zeroexp.process.reachable import without_password
+from zeroexp.process.server_address import without_password
 from zeroexp.tracking import failure
 
 FAILED, REFUSED, INTERRUPTED = 1, 2, 130

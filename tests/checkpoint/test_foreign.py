@@ -52,7 +52,7 @@ from zeroexp.config.optimizer import OPTIMIZERS, OptimizerKind
 from zeroexp.foreign import READERS, WRITERS
 from zeroexp.foreign.__main__ import main
 from zeroexp.foreign.deepspeed_zero import read_deepspeed
-from zeroexp.foreign.found import Place
+from zeroexp.foreign.foreign_checkpoint import Place
 from zeroexp.foreign.into_checkpoint import import_checkpoint
 from zeroexp.interface.quantized_moments import to_step
 from zeroexp.interface.strategy import CanonicalState

@@ -23,9 +23,9 @@ from tests.composing import compose_once
 from tests.test_rank import log_of, make_job
 from zeroexp import __main__ as zeroexp
 from zeroexp.checkpoint import folders
+from zeroexp.checkpoint.check_hashes import check_pieces
 from zeroexp.checkpoint.folders import LOG
 from zeroexp.checkpoint.manifest import MANIFEST, read_manifest
-from zeroexp.checkpoint.verify import check_pieces
 from zeroexp.cluster.job import Job
 from zeroexp.cluster.local import LocalCluster
 from zeroexp.cluster.sweep import Sweep

@@ -22,13 +22,13 @@ from zeroexp.report.conclusions import (
     points_that_moved,
 )
 from zeroexp.report.exports import as_json
+from zeroexp.report.headline import headline_cards
 from zeroexp.report.loss_agreement import losses_of
 from zeroexp.report.measured_points import MeasuredPoint, points_of
 from zeroexp.report.page.losses import loss_chart
 from zeroexp.report.reading import read_runs
 from zeroexp.report.results_table import render
 from zeroexp.report.statistics import why_doubtful
-from zeroexp.report.words import headline_cards
 
 
 @pytest.fixture

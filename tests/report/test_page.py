@@ -15,7 +15,7 @@ from tests.report.made import change, edit, points, repeats
 from tests.run_folders import PARAMETER_BYTES, write_run
 from zeroexp.report import page
 from zeroexp.report.columns import MIB
-from zeroexp.report.words import headline_cards, headline_sentences
+from zeroexp.report.headline import headline_cards, headline_sentences
 
 P = PARAMETER_BYTES / MIB
 

@@ -2,7 +2,7 @@
 
 The reference are ranks that hold and step everything whole (`ddp`); tests/strategies/test_parity.py compares the steps
 themselves with one process. What needs whole matrices or all parameters at once is refused where it would be cut
-(tests/strategies/test_elementwise.py), and Muon with 8-bit moments has a bound
+(tests/strategies/test_optimizer_trial.py), and Muon with 8-bit moments has a bound
 (tests/strategies/test_rounded_moments.py).
 """
 

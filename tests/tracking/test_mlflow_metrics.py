@@ -13,9 +13,9 @@ import pytest
 import torch
 
 from tests.run_folders import PARAMETER_BYTES, record, write_run
-from zeroexp.measure import system
+from zeroexp.measure import system_samples
 from zeroexp.measure.record import RunSummary, Spread
-from zeroexp.measure.system import sampling_system
+from zeroexp.measure.system_samples import sampling_system
 from zeroexp.tracking import mlflow_labels, mlflow_metrics
 from zeroexp.tracking.files import read_timed_records, write_json
 from zeroexp.tracking.run import read_run
@@ -179,7 +179,7 @@ def test_what_went_over_the_network_counts_from_the_first_reading(
 ) -> None:
     """As MLflow's own metrics of these names do."""
     counters = (SimpleNamespace(bytes_recv=n * 10**6, bytes_sent=2 * n * 10**6) for n in count(5))
-    monkeypatch.setattr(system.psutil, "net_io_counters", lambda: next(counters))
+    monkeypatch.setattr(system_samples.psutil, "net_io_counters", lambda: next(counters))
     with sampling_system(tmp_path, 0.02, "node"):
         while not (file := tmp_path / "system.node.jsonl").exists() or len(file.read_text()) < 999:
             time.sleep(0.01)
@@ -211,7 +211,7 @@ def test_every_gpu_of_a_node_has_its_own_metrics(
     first = {"gpu_0_memory_usage_megabytes": 1000.0, "gpu_0_memory_usage_percentage": 25.0}
     second = {"gpu_1_memory_usage_megabytes": 3000.0, "gpu_1_memory_usage_percentage": 75.0}
     load = {"gpu_0_utilization_percentage": 40, "gpu_1_utilization_percentage": 41}
-    assert system._gpus() == (first | second | load if nvml else first)
+    assert system_samples._gpus() == (first | second | load if nvml else first)
 
 
 def test_nobody_samples_unless_asked(tmp_path: Path) -> None:

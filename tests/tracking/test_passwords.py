@@ -9,7 +9,7 @@ import pytest
 from tests.cluster.test_sweep import LIGHT, jobs, zeroexp
 from tests.composing import composed
 from zeroexp.config.keys import ConfigError
-from zeroexp.process.reachable import without_password
+from zeroexp.process.server_address import without_password
 from zeroexp.tracking.mlflow_store import STORE, Store, store_uri, with_store
 from zeroexp.tracking.mlflow_uploads import Uploads
 

@@ -7,7 +7,7 @@ from types import ModuleType
 from typing import Any, cast
 
 from zeroexp.config.keys import KEYS, Config, ConfigError
-from zeroexp.process.reachable import without_password
+from zeroexp.process.server_address import without_password
 from zeroexp.registry.did_you_mean import suggest_key
 
 # A key, or key=value where the config holds more than what is wrong; what is wrong; what to do.

@@ -10,7 +10,7 @@ from zeroexp.cut.chunk import FROZEN
 from zeroexp.cut.layout import LAYOUTS
 from zeroexp.cut.owners import OWNERS
 from zeroexp.engines.build import options_of
-from zeroexp.interface.elementwise import (
+from zeroexp.interface.optimizer_trial import (
     refuse_states_of_matrices,
     refuse_unless_elementwise,
     try_out,

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from zeroexp.checkpoint import folders, rng
+from zeroexp.checkpoint.check_hashes import check_pieces
 from zeroexp.checkpoint.manifest import (
     CheckpointError,
     Damaged,
@@ -27,7 +28,6 @@ from zeroexp.checkpoint.manifest import (
     read_manifest,
     require_same_tokens,
 )
-from zeroexp.checkpoint.verify import check_pieces
 from zeroexp.interface.check_state import GIVE
 from zeroexp.interface.strategy import CanonicalState, CanonicalTensor, Piece, Strategy
 from zeroexp.process import world as worlds

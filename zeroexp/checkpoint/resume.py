@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from zeroexp.checkpoint import folders
+from zeroexp.checkpoint.check_hashes import check_pieces
 from zeroexp.checkpoint.manifest import (
     MANIFEST,
     REMEDY,
@@ -24,7 +25,6 @@ from zeroexp.checkpoint.manifest import (
     Manifest,
     read_manifest,
 )
-from zeroexp.checkpoint.verify import check_pieces
 from zeroexp.config.keys import Config, ConfigError, UndefinedCombination
 
 LATEST = "latest"

@@ -11,8 +11,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from zeroexp.checkpoint.check_hashes import read_piece
 from zeroexp.checkpoint.manifest import Manifest, StoredTensor
-from zeroexp.checkpoint.verify import read_piece
 from zeroexp.cut.moment_blocks import ROW_BYTES
 from zeroexp.interface.canonical import BUFFER, WEIGHT
 from zeroexp.interface.quantized_moments import decode, lies_in_blocks

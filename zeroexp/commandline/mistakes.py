@@ -10,7 +10,7 @@ from yaml import YAMLError
 
 from zeroexp.config.keys import Config, ConfigError, fields_of
 from zeroexp.config.plugins import WITH_SETTINGS, names_added_to, settings_of_group
-from zeroexp.process.reachable import without_password
+from zeroexp.process.server_address import without_password
 from zeroexp.registry.did_you_mean import suggest_key, suggest_nearest, suggest_word
 
 MISTAKES = (ConfigError, HydraException, OmegaConfBaseException, YAMLError)

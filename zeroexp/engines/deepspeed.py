@@ -33,8 +33,12 @@ from zeroexp.config.deepspeed_settings import LABELS, SETTINGS, bucket_numel
 from zeroexp.config.keys import Config, UndefinedCombination
 from zeroexp.engines.per_parameter_optimizer import Part, PerParameterOptimizer, SharedNumbers
 from zeroexp.interface.canonical import moments_of
-from zeroexp.interface.elementwise import make_optimizer, moments_kept, refuse_unless_elementwise
 from zeroexp.interface.held_pieces import HeldPiece
+from zeroexp.interface.optimizer_trial import (
+    make_optimizer,
+    moments_kept,
+    refuse_unless_elementwise,
+)
 from zeroexp.interface.saved_state import SavedState, names_in
 from zeroexp.interface.strategy import CanonicalState, ModelStates, OptimizerFactory
 from zeroexp.interface.values import Values, fill_in

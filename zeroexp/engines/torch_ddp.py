@@ -25,8 +25,8 @@ from torch.optim import Optimizer
 
 from zeroexp.config.keys import ConfigError
 from zeroexp.interface.canonical import moments_of
-from zeroexp.interface.elementwise import moments_kept, refuse_unless_elementwise
 from zeroexp.interface.held_pieces import ALONE, NOTHING, HeldPiece
+from zeroexp.interface.optimizer_trial import moments_kept, refuse_unless_elementwise
 from zeroexp.interface.python_values import PythonValues
 from zeroexp.interface.saved_state import SavedState, names_in
 from zeroexp.interface.strategy import CanonicalState, ModelStates, OptimizerFactory

@@ -29,9 +29,9 @@ from torch.distributed.tensor import DTensor
 
 from zeroexp.cut.rank_grid import RankGrid
 from zeroexp.interface.canonical import moments_of
-from zeroexp.interface.elementwise import moments_kept, refuse_states_of_matrices
 from zeroexp.interface.held_pieces import HeldPiece
 from zeroexp.interface.loss_scale import LossScale
+from zeroexp.interface.optimizer_trial import moments_kept, refuse_states_of_matrices
 from zeroexp.interface.overlapping_memory import refuse_overlaps
 from zeroexp.interface.saved_state import SavedState, names_in
 from zeroexp.interface.strategy import CanonicalState, ModelStates, OptimizerFactory

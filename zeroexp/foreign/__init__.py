@@ -1,6 +1,6 @@
 """Checkpoints of other trainers: brought into one of ours with weights and moments, and written from one of ours.
 
-    found.py            what a folder of theirs holds: names, shapes, dtypes, and what reads one into a given tensor
+    foreign_checkpoint.py  what a folder of theirs holds: names, shapes, dtypes, and what reads one into a given tensor
     matching.py         which of it is which tensor of the configured model; what is missing, too many or another's
     into_checkpoint.py  writes one of ours: its file is mapped, and each tensor read to its place
     dcp.py              torch.distributed.checkpoint, as FSDP2 trainers use it: in and out
@@ -17,7 +17,8 @@ from __future__ import annotations
 
 from zeroexp.registry import Later
 
-# Name of a format -> whether a folder is of it, and what reads it: (folder, names of the model's tensors) -> Found
+# Name of a format -> whether a folder is of it, and what reads it: (folder, names of the model's tensors) -> a
+# ForeignCheckpoint.
 READERS = {
     "dcp": (Later("zeroexp.foreign.dcp:is_dcp"), Later("zeroexp.foreign.dcp:read_dcp")),
     "deepspeed": (

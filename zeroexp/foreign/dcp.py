@@ -32,7 +32,7 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, Tenso
 from zeroexp.checkpoint.manifest import CheckpointError, Manifest
 from zeroexp.checkpoint.weights import Weights
 from zeroexp.config.keys import Config
-from zeroexp.foreign.found import Found, Place, folder_of_step
+from zeroexp.foreign.foreign_checkpoint import ForeignCheckpoint, Place, folder_of_step
 from zeroexp.foreign.matching import names_of, of_torchtitan, param_groups
 from zeroexp.foreign.megatron import ITERATION, LATEST, Plain, of_megatron
 from zeroexp.interface.canonical import WEIGHT, is_moment
@@ -52,7 +52,7 @@ def is_dcp(folder: Path) -> bool:
 # -- in ---------------------------------------------------------------------------------------------
 
 
-def read_dcp(folder: Path, names: Collection[str]) -> Found:
+def read_dcp(folder: Path, names: Collection[str]) -> ForeignCheckpoint:
     """Raises CheckpointError for a folder that torch can not read, or with two states of one parameter."""
     folder = folder_of_step(folder, LATEST, ITERATION)
     try:
@@ -87,7 +87,7 @@ def read_dcp(folder: Path, names: Collection[str]) -> Found:
     }
     read = partial(_read, reader, keys)
     in_pairs = is_titans or bool(arguments.get("rotary_interleaved"))
-    return Found(folder, tensors, read, step, left_out, arguments, in_pairs)
+    return ForeignCheckpoint(folder, tensors, read, step, left_out, arguments, in_pairs)
 
 
 def _told_by_megatron(reader: _Reader) -> tuple[int | None, Mapping[str, Any], list[str]]:

@@ -22,7 +22,7 @@ from zeroexp.checkpoint.manifest import CheckpointError, Manifest
 from zeroexp.checkpoint.weights import Weights
 from zeroexp.config.keys import Config
 from zeroexp.foreign.deepspeed_zero import found_of, load_mapped, model_states, untrained_parts
-from zeroexp.foreign.found import Found, Place, folder_of_step
+from zeroexp.foreign.foreign_checkpoint import ForeignCheckpoint, Place, folder_of_step
 from zeroexp.foreign.matching import STEP, param_groups
 from zeroexp.interface.canonical import WEIGHT
 from zeroexp.interface.strategy import Piece
@@ -42,7 +42,7 @@ def is_universal(folder: Path) -> bool:
 # -- in ---------------------------------------------------------------------------------------------
 
 
-def read_universal(folder: Path, names: Collection[str]) -> Found:
+def read_universal(folder: Path, names: Collection[str]) -> ForeignCheckpoint:
     """Raises CheckpointError for files that are missing or unreadable."""
     folder = folder_of_step(folder, LATEST)
     ranks_of_zero3 = len([*folder.glob("zero_pp_rank_*_model_states.pt")])

@@ -22,7 +22,12 @@ import torch
 from torch import Tensor
 
 from zeroexp.checkpoint.manifest import CheckpointError
-from zeroexp.foreign.found import Found, Place, folder_of_step, load_with_stand_ins
+from zeroexp.foreign.foreign_checkpoint import (
+    ForeignCheckpoint,
+    Place,
+    folder_of_step,
+    load_with_stand_ins,
+)
 from zeroexp.foreign.matching import STEP
 from zeroexp.interface.canonical import WEIGHT
 from zeroexp.interface.reshard import fill_from_canonical
@@ -42,7 +47,7 @@ def is_deepspeed(folder: Path) -> bool:
     return any(folder_of_step(folder, LATEST).glob(OPTIMIZER_FILES))
 
 
-def read_deepspeed(folder: Path, names: Collection[str]) -> Found:
+def read_deepspeed(folder: Path, names: Collection[str]) -> ForeignCheckpoint:
     """Raises CheckpointError for files that are missing, unreadable, or of a part of a model."""
     folder = folder_of_step(folder, LATEST)
     ranks = [load_mapped(path) for path in _files_by_rank(folder)]
@@ -165,7 +170,9 @@ def _cut_evenly(cut: list[Tensor], numel: int) -> Iterator[Piece]:
             yield Piece(rank * share, values.reshape(-1)[:stop])
 
 
-def found_of(folder: Path, parts: Parts, shapes: Shapes, step: int | None = None) -> Found:
+def found_of(
+    folder: Path, parts: Parts, shapes: Shapes, step: int | None = None
+) -> ForeignCheckpoint:
     """Return what these parts make. Raises CheckpointError where elements are missing."""
     tensors: dict[Place, Tensor] = {}
     for place, own in parts.items():
@@ -180,7 +187,7 @@ def found_of(folder: Path, parts: Parts, shapes: Shapes, step: int | None = None
         saved = CanonicalTensor(tuple(target.shape), target.dtype, parts[place])
         fill_from_canonical(target.view(-1), saved, name=place.name)
 
-    return Found(folder, tensors, read, step)
+    return ForeignCheckpoint(folder, tensors, read, step)
 
 
 # -- files ------------------------------------------------------------------------------------------

@@ -28,14 +28,14 @@ from zeroexp.checkpoint.manifest import (
 from zeroexp.checkpoint.storage import manifest_of
 from zeroexp.comm.shared_memory_sizes import aligned
 from zeroexp.config.keys import Config
-from zeroexp.foreign.found import Found, Place
+from zeroexp.foreign.foreign_checkpoint import ForeignCheckpoint, Place
 from zeroexp.foreign.matching import STEP, TURNED, Matched, match, names_of
 from zeroexp.foreign.megatron import with_parted_rows
 from zeroexp.models.module import BuiltModel, build_empty
 from zeroexp.process.content_hash import hash_of
 
 FILE = "rank0.bin"
-Read = Callable[[Path, Collection[str]], Found]
+Read = Callable[[Path, Collection[str]], ForeignCheckpoint]
 
 
 def import_checkpoint(
@@ -77,7 +77,7 @@ def import_checkpoint(
     return target / checkpoint.relative_to(run), matched.notes
 
 
-def _steps_done(found: Found, matched: Matched, asked: int | None) -> int:
+def _steps_done(found: ForeignCheckpoint, matched: Matched, asked: int | None) -> int:
     counters = {
         theirs: torch.zeros(()) for theirs in matched.sources.values() if theirs.key == STEP
     }
@@ -119,7 +119,7 @@ def _part_pairs(tensor: Tensor, built: BuiltModel) -> None:
     tensor.copy_(tensor.unflatten(0, (-1, size // 2, 2)).transpose(1, 2).flatten(0, 2))
 
 
-def _require_tied(found: Found, matched: Matched, places: dict[Place, Tensor]) -> None:
+def _require_tied(found: ForeignCheckpoint, matched: Matched, places: dict[Place, Tensor]) -> None:
     """Raise CheckpointError where tied weights differ: the model was trained with weights that are not tied."""
     for theirs, ours in matched.tied.items():
         hashes: set[str] = set()

@@ -18,10 +18,10 @@ from zeroexp.checkpoint.manifest import CheckpointError
 from zeroexp.config.keys import Config
 from zeroexp.config.optimizer import optimizer_factory
 from zeroexp.config.parameter_groups import parameter_groups
-from zeroexp.foreign.found import Found, Place
+from zeroexp.foreign.foreign_checkpoint import ForeignCheckpoint, Place
 from zeroexp.interface.canonical import BUFFER, WEIGHT
-from zeroexp.interface.elementwise import moments_kept
 from zeroexp.interface.module_buffers import persistent_buffers
+from zeroexp.interface.optimizer_trial import moments_kept
 from zeroexp.interface.saved_state import names_in
 from zeroexp.models.module import BuiltModel
 from zeroexp.training.learning_rate import learning_rate
@@ -68,7 +68,7 @@ def names_of(module: nn.Module) -> dict[str, list[str]]:
     return {**ours, **{name: [name] for name in persistent_buffers(module)}}
 
 
-def match(found: Found, built: BuiltModel, config: Config) -> Matched:
+def match(found: ForeignCheckpoint, built: BuiltModel, config: Config) -> Matched:
     """Raises CheckpointError where the model or the optimizer is another."""
     names, buffers = names_of(built.module), persistent_buffers(built.module)
     sources, tied = _match_weights(found, built.module, names)
@@ -91,7 +91,7 @@ def match(found: Found, built: BuiltModel, config: Config) -> Matched:
 
 
 def _match_weights(
-    found: Found, module: nn.Module, names: dict[str, list[str]]
+    found: ForeignCheckpoint, module: nn.Module, names: dict[str, list[str]]
 ) -> tuple[dict[str, str], dict[Place, Place]]:
     """Return their name of each weight and buffer, and their further names of tied ones."""
     there = {
@@ -125,7 +125,7 @@ def _match_weights(
 
 
 def _match_moments(
-    found: Found, built: BuiltModel, config: Config, names: dict[str, list[str]]
+    found: ForeignCheckpoint, built: BuiltModel, config: Config, names: dict[str, list[str]]
 ) -> dict[Place, Place]:
     shapes = {name: p.shape for name, p in built.module.named_parameters()}
     by_name: dict[str, list[Place]] = defaultdict(list)
@@ -154,7 +154,7 @@ def _match_moments(
     return matched
 
 
-def _dtype_notes(found: Found, matched: dict[Place, Place], what: str) -> list[str]:
+def _dtype_notes(found: ForeignCheckpoint, matched: dict[Place, Place], what: str) -> list[str]:
     """Say what is narrower than the float32 that a run without `precision` computes in."""
     dtypes = {found.tensors[theirs].dtype for ours, theirs in matched.items() if ours.key != BUFFER}
     narrow = [str(each).removeprefix("torch.") for each in dtypes if each.itemsize < 4]

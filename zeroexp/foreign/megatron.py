@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.distributed.checkpoint import DefaultLoadPlanner
 
 from zeroexp.checkpoint.manifest import CheckpointError
-from zeroexp.foreign.found import Found, Place, load_with_stand_ins
+from zeroexp.foreign.foreign_checkpoint import ForeignCheckpoint, Place, load_with_stand_ins
 from zeroexp.models.module import BuiltModel
 
 # A file above the iterations holds the number of the newest, and this is what the folder of one is called.
@@ -95,7 +95,7 @@ class Plain(DefaultLoadPlanner):
             self.values[read_item.dest_index.fqn] = load_with_stand_ins(value)
 
 
-def with_parted_rows(found: Found, built: BuiltModel) -> Found:
+def with_parted_rows(found: ForeignCheckpoint, built: BuiltModel) -> ForeignCheckpoint:
     """Return the checkpoint as if queries, keys and values were tensors of their own; others' as they are.
 
     Raises CheckpointError for one of other heads than the model's.
@@ -129,7 +129,7 @@ def with_parted_rows(found: Found, built: BuiltModel) -> Found:
     return replace(found, tensors=tensors, read=read)
 
 
-def _require_same_model(found: Found, config: Any) -> None:
+def _require_same_model(found: ForeignCheckpoint, config: Any) -> None:
     """Raise CheckpointError for what no shape tells: eight heads of 64 or sixteen of 32, gains less 1."""
     there = dict(found.arguments)
     heads = there.get("num_attention_heads", config.num_attention_heads)

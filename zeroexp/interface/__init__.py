@@ -12,5 +12,5 @@ loss_scale.py      what a loss in float16 is multiplied by
 quantized_moments.py  moments as they rest in bfloat16 or 8 bits
 whole_matrices.py  how an optimizer asks for matrices of which a rank holds pieces
 overlapping_memory.py  parameters that share memory with what a model keeps beside them
-elementwise.py     the trial whether an optimizer updates each element by itself; which moments it keeps
+optimizer_trial.py the trial whether an optimizer updates each element by itself; which moments it keeps
 """

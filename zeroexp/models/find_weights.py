@@ -16,7 +16,7 @@ from huggingface_hub import constants, snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
 from zeroexp.config.keys import ConfigError
-from zeroexp.process.reachable import server_answers
+from zeroexp.process.server_address import server_answers
 
 MODEL_FILES = ["*.safetensors", "*.json", "*.jinja"]
 

@@ -9,8 +9,8 @@ aliases count once, since storages are counted and not tensors.
 that outlives the forward in which it was born is an activation. So births, sizes and deaths are written down, and
 `peaks` goes through them again once the phase is over.
 
-[Note: guarded parameters] While an engine guards a parameter (zero_safety/guard.py), it has another class, by which
-FakeTensorMode does not know it as fake. To give it a gradient is to ask for its device, which is answered here.
+[Note: guarded parameters] While an engine guards a parameter (zero_safety/parameter_guards.py), it has another class,
+by which FakeTensorMode does not know it as fake. To give it a gradient asks for its device, which is answered here.
 """
 
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportPrivateUsage=false

@@ -8,6 +8,7 @@ on_ranks.py      a function that runs on ranks of this machine
 signals.py       Ctrl-C, SIGTERM and SIGHUP
 locks.py         locks that a process holds for its life; durable.py: files that survive a power cut
 content_hash.py  the hash of what lies on a disk
-safe_output.py   output whose failures end no work; writable.py: folders that take results; reachable.py: servers
+safe_output.py   output whose failures end no work; writable.py: folders that take results
+server_address.py  whether a server answers, and addresses without their passwords
 json_output.py   `--json`; cheap_imports.py: imports of large libraries
 """

@@ -5,7 +5,7 @@ measured_points.py    runs -> points: runs of one configuration are repeats
 statistics.py         how well a step time is known, which of two is faster or reaches another quality
 loss_agreement.py     whether loss curves agree, and fall
 conclusions.py        points -> verdicts, doubts, broken claims, and what else differs
-words.py              what ran, and the numbers that a reader wants first
+headline.py           what ran, and the numbers that a reader wants first
 columns.py            points -> the numbers of every table and export, with keys and units
   meanings.py         what they mean, below every table
   tables.py           a table as text, Markdown, LaTeX and HTML

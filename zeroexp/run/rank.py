@@ -44,7 +44,7 @@ from zeroexp.measure.memory import (
 from zeroexp.measure.peak_flops import peak_flops
 from zeroexp.measure.record import StepRecord
 from zeroexp.measure.summary import diverged_at, summarise, summarise_rank
-from zeroexp.measure.system import sampling_system
+from zeroexp.measure.system_samples import sampling_system
 from zeroexp.models.checkpointing import checkpoint_as_configured
 from zeroexp.models.compiled_blocks import compile_as_configured, graphs_compiled
 from zeroexp.models.flops import flops_per_sample

@@ -64,7 +64,7 @@ def main() -> None:
         # Slurm signals all processes of a job; our task tells us when to end
         signal.signal(number, signal.SIG_IGN)
     # Which the task of rank 0 does not need.
-    from zeroexp.process.reachable import without_password
+    from zeroexp.process.server_address import without_password
     from zeroexp.tracking.mlflow import MlflowTracker
 
     tracking = load(folder / "config.yaml").tracking

@@ -21,7 +21,7 @@ from urllib.parse import quote, unquote, urlsplit
 from zeroexp.config.keys import Config, ConfigError
 from zeroexp.process import locks
 from zeroexp.process.cheap_imports import importing_cheaply
-from zeroexp.process.reachable import server_answers, without_password
+from zeroexp.process.server_address import server_answers, without_password
 from zeroexp.tracking.mlflow_metrics import Entry
 
 if TYPE_CHECKING:

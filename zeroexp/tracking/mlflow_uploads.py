@@ -19,7 +19,7 @@ from queue import Queue
 from zeroexp.config.keys import DamagedFile, TrackingConfig, load
 from zeroexp.measure.formats import NewerFormat
 from zeroexp.process import signals
-from zeroexp.process.reachable import without_password
+from zeroexp.process.server_address import without_password
 from zeroexp.tracking.mlflow import MlflowTracker
 from zeroexp.tracking.run import read_state
 

@@ -17,9 +17,9 @@ from zeroexp.comm.collectives import Collectives
 from zeroexp.comm.traits import ON_DEVICE
 from zeroexp.cut.stage import Stage
 from zeroexp.interface.canonical import WEIGHT, canonical_of_one_rank
-from zeroexp.interface.elementwise import make_optimizer, moments_kept
 from zeroexp.interface.held_pieces import ALONE, HeldPiece
 from zeroexp.interface.loss_scale import LossScale
+from zeroexp.interface.optimizer_trial import make_optimizer, moments_kept
 from zeroexp.interface.saved_state import SavedState, names_in
 from zeroexp.interface.strategy import CanonicalState, ModelStates, OptimizerFactory
 from zeroexp.interface.values import Values, make_places

@@ -8,8 +8,8 @@ engine_arguments.py     what an engine is built with: modules, blocks, parameter
 changed_parameters.py   parameters that were replaced, moved, thawed or written behind the engine
 call_order.py           the order of microbatch, step and zero_grad
 kept_views.py           views of gathered parameters that outlive them
-guard.py                parameters whose values or gradients are not there (tensor_functions.py: which uses need them)
-pieces.py               the optimizer's own tensors, where somebody else writes them or asks for their gradients
-methods.py              methods of model and optimizer that would go past the engine
+parameter_guards.py     parameters whose values or gradients are not there (tensor_functions.py: which uses need them)
+piece_guards.py         the optimizer's own tensors, where somebody else writes them or asks for their gradients
+method_guards.py        methods of model and optimizer that would go past the engine
 replicas_differ.py      replicas whose weights drift apart, and ranks whose learning rates differ
 """

@@ -18,12 +18,12 @@ from zeroexp.cut.engine_rules import problems, why_not_over_all
 from zeroexp.cut.layout import LAYOUTS
 from zeroexp.cut.owners import OWNERS
 from zeroexp.cut.stage import Placement, Stage
-from zeroexp.interface.elementwise import refuse_unless_elementwise
+from zeroexp.interface.optimizer_trial import refuse_unless_elementwise
 from zeroexp.interface.overlapping_memory import refuse_overlaps
 from zeroexp.interface.values import Values
 from zeroexp.zero.observer import Arguments, Observer
 from zeroexp.zero.options import DTYPES, Dtypes, Options, OuterOptimizer
-from zeroexp.zero_safety.guard import is_guarded
+from zeroexp.zero_safety.parameter_guards import is_guarded
 
 WORDS = {
     "layout": LAYOUTS,

@@ -11,10 +11,10 @@ from zeroexp.zero.observer import Observer
 from zeroexp.zero_safety.call_order import CallOrder
 from zeroexp.zero_safety.changed_parameters import ChangedParameters
 from zeroexp.zero_safety.engine_arguments import RefusedArguments
-from zeroexp.zero_safety.guard import ParameterGuards
 from zeroexp.zero_safety.kept_views import KeptViews
-from zeroexp.zero_safety.methods import OwnMethods
-from zeroexp.zero_safety.pieces import OwnPieces
+from zeroexp.zero_safety.method_guards import OwnMethods
+from zeroexp.zero_safety.parameter_guards import ParameterGuards
+from zeroexp.zero_safety.piece_guards import OwnPieces
 from zeroexp.zero_safety.replicas_differ import Replicas
 
 PARTS: tuple[type[Observer], ...] = (

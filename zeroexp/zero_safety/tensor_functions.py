@@ -1,6 +1,6 @@
 """What functions of torch read of a tensor: its shape, its gradient, nothing, or else its values.
 
-guard.py and pieces.py ask them.
+parameter_guards.py and piece_guards.py ask them.
 """
 
 from __future__ import annotations

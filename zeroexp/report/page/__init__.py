@@ -24,6 +24,7 @@ from plotly.offline import get_plotlyjs
 from zeroexp.config.keys import ConfigError
 from zeroexp.process.locks import temporary_folder
 from zeroexp.report.conclusions import Conclusions, conclude
+from zeroexp.report.headline import headline_cards, headline_sentences
 from zeroexp.report.measured_points import MeasuredPoint
 from zeroexp.report.page.byte_charts import causes_chart, memory_chart, traffic_chart
 from zeroexp.report.page.chart import Chart
@@ -36,7 +37,6 @@ from zeroexp.report.page.time_charts import (
     step_time_chart,
     verdict_chart,
 )
-from zeroexp.report.words import headline_cards, headline_sentences
 from zeroexp.report.writing import writing
 from zeroexp.tracking.run import PAGE
 

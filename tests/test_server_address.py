@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from zeroexp.process.reachable import server_answers
+from zeroexp.process.server_address import server_answers
 
 
 @pytest.mark.parametrize("url", ["http://.example.com/", "http://localhost:abc/", "http://[::1/"])

@@ -26,8 +26,8 @@ from tests.optimizers_for_tests import (
 )
 from zeroexp.cut.stage import STAGES
 from zeroexp.engines.sharded import Sharded
-from zeroexp.interface import elementwise
-from zeroexp.interface.elementwise import (
+from zeroexp.interface import optimizer_trial
+from zeroexp.interface.optimizer_trial import (
     make_optimizer,
     refuse_states_of_matrices,
     refuse_unless_elementwise,
@@ -77,7 +77,9 @@ ELEMENTWISE = {
 
 @pytest.mark.parametrize("name", ELEMENTWISE)
 def test_what_treats_each_element_by_itself_may_be_cut(name, monkeypatch):
-    monkeypatch.setattr(elementwise, "ELEMENTWISE", set())  # all steps, of those that are known too
+    monkeypatch.setattr(
+        optimizer_trial, "ELEMENTWISE", set()
+    )  # all steps, of those that are known too
     refuse_unless_elementwise(ELEMENTWISE[name], mixed(), layout="buffer", cut=True)
 
 

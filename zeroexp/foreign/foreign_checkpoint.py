@@ -21,7 +21,7 @@ class Place(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Found:
+class ForeignCheckpoint:
     folder: Path
     tensors: dict[Place, Tensor]  # on meta: shapes and dtypes
     # Copies values into a tensor of this shape and dtype, and holds at most one tensor of the files meanwhile.
