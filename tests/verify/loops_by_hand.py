@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 import os
 import random
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from itertools import count
 from typing import Any
 
 import torch
@@ -39,21 +40,28 @@ def of_groups(model: Any, weights: dict[Any, Any] | None = None) -> torch.optim.
     return torch.optim.AdamW([decays[0] | {"weight_decay": 0.1}, *decays[1:]], lr=1e-2)
 
 
-def hidden_first(model: Any, weights: dict[Any, Any] | None = None) -> list[torch.optim.Optimizer]:
+def hidden_first(
+    model: Any, weights: dict[Any, Any] | None = None, fused: bool = False
+) -> list[torch.optim.Optimizer]:
     """As with Muon: hidden matrices have an optimizer of their own, and embeddings and vectors the other."""
     parts: list[list[Any]] = [[], []]
     for name, each in model.named_parameters():
         part = parts[not (name.startswith("blocks") and each.ndim == 2)]
         part.append(weights[each] if weights else each)
-    return [torch.optim.SGD(parts[0], lr=0.1), torch.optim.AdamW(parts[1], lr=1e-2)]
+    return [torch.optim.SGD(parts[0], lr=0.1), torch.optim.AdamW(parts[1], lr=1e-2, fused=fused)]
 
 
 def masters_of_two() -> Loop:
     return masters(optimizer=hidden_first)
 
 
-def masters(copies_on: Sequence[int] = range(9), optimizer: Any = of_groups) -> Loop:
-    """A model in bf16 whose fp32 masters the optimizer alone holds, one for each weight."""
+def masters(
+    copies_on: Sequence[int] = range(9), optimizer: Any = of_groups, overflows: bool = False
+) -> Loop:
+    """A model in bf16 whose fp32 masters the optimizer alone holds, one for each weight.
+
+    overflows: under a GradScaler, which skips the first step.
+    """
 
     def train(model: nn.Module) -> Any:
         held = {each: nn.Parameter(each.detach().clone()) for each in model.parameters()}
@@ -61,19 +69,24 @@ def masters(copies_on: Sequence[int] = range(9), optimizer: Any = of_groups) -> 
         every = stepping if isinstance(stepping, list) else [stepping]
         own: list[Any] = list(held.values())
         computing: list[Any] = list(model.to(torch.bfloat16).parameters())
+        scaler, steps = torch.amp.GradScaler("cpu", init_scale=4.0, enabled=overflows), count()
 
         def step(batches: Sequence[Batch]) -> None:
             for master in own:
                 master.grad = torch.zeros_like(master)
             for batch in batches:
-                (loss_of(model, batch) / len(batches) / dist.get_world_size()).backward()
+                loss = loss_of(model, batch) / len(batches) / dist.get_world_size()
+                scaler.scale(loss).backward()
                 for master, each in zip(own, computing, strict=True):
                     master.grad += each.grad
                     each.grad = None
             for master in own:
                 dist.all_reduce(master.grad)
+            if overflows and next(steps) == 0:
+                own[0].grad += torch.inf
             for each in every:
-                each.step()
+                scaler.step(each)
+            scaler.update()
             if dist.get_rank() in copies_on:
                 for master, each in zip(own, computing, strict=True):
                     each.data.copy_(master)
@@ -82,6 +95,11 @@ def masters(copies_on: Sequence[int] = range(9), optimizer: Any = of_groups) -> 
 
     words: Any = {"loss": loss_of, "batch": batch_of, "dtype": torch.bfloat16}
     return Loop(model=Model(), optimizer=optimizer, train=train, **words)
+
+
+def masters_overflow() -> Loop:
+    """What its masters are has to be known from the step that is skipped."""
+    return masters(overflows=True)
 
 
 def masters_stay() -> Loop:
@@ -281,7 +299,7 @@ def clipped(
     """forgets: `zero_grad`, or `step`, in the second step. dtype: of weights, and of what is clipped."""
 
     def train(model: nn.Module) -> Any:
-        own, steps = adamw(model), itertools.count()
+        own, steps = adamw(model), count()
 
         def step(batches: Sequence[Batch]) -> None:
             for batch in batches:
@@ -739,14 +757,19 @@ def of_an_optimizer(make: Any) -> Loop:
     return Loop(model=Model(), loss=loss_of, batch=batch_of, optimizer=adamw, train=train)
 
 
-def overflows(scale: float = 2.0**127, moved: float = 0.0) -> Loop:
-    """Its first step overflows float32, by which GradScaler finds its scale. moved: what weights gain in it."""
+def overflows(
+    scale: float = 2.0**127, moved: float = 0.0, goes_on: int = 1, make: Any = adamw
+) -> Loop:
+    """Its first step overflows float32, by which GradScaler finds its scale.
+
+    moved: what weights gain in it. goes_on: steps of the schedule in it.
+    """
 
     def ramp(optimizer: Any) -> Any:
         return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda n: min(1.0, (n + 1) / 4))
 
     def train(model: nn.Module) -> Any:
-        wrapped, own = DistributedDataParallel(model), adamw(model)
+        wrapped, own = DistributedDataParallel(model), make(model)
         schedule = ramp(own)
         scaler = torch.amp.GradScaler("cpu", init_scale=scale, backoff_factor=2.0**-100)
 
@@ -754,10 +777,12 @@ def overflows(scale: float = 2.0**127, moved: float = 0.0) -> Loop:
             for batch in batches:
                 scaler.scale(1e3 * loss_of(wrapped, batch) / len(batches)).backward()
             scaler.step(own)
-            if scaler.get_scale() == scale:
+            is_first = scaler.get_scale() == scale
+            if is_first:
                 model.get_parameter("embed.weight").data += moved
             scaler.update()
-            schedule.step()
+            for _ in range(goes_on if is_first else 1):
+                schedule.step()
             own.zero_grad()
 
         return wrapped, step
@@ -765,9 +790,118 @@ def overflows(scale: float = 2.0**127, moved: float = 0.0) -> Loop:
     def scaled(model: Any, batch: Batch) -> Tensor:
         return 1e3 * loss_of(model, batch)
 
-    words: Any = {"optimizer": adamw, "train": train, "scheduler": ramp}
+    words: Any = {"optimizer": make, "train": train, "scheduler": ramp}
     return Loop(model=Model(), loss=scaled, batch=batch_of, **words)
 
 
 def moves_as_it_overflows() -> Loop:
     return overflows(moved=1e-3)
+
+
+def overflows_for_a_rule_of_its_own() -> Loop:
+    """A step that is skipped is no step without gradients."""
+    return overflows(make=lambda model: Centralizing(model.parameters(), lr=1e-2))
+
+
+def waits_as_it_overflows() -> Loop:
+    """As accelerate's schedule."""
+    return overflows(goes_on=0)
+
+
+def runs_ahead_as_it_overflows() -> Loop:
+    return overflows(goes_on=2)
+
+
+def one_overflows(
+    moved: str = "",
+    by: float = 0.0,
+    clip: float | None = None,
+    fused: bool = False,
+    ranks: Sequence[int] = range(9),
+) -> Loop:
+    """Of two optimizers under one GradScaler one overflows in the second step, on these ranks.
+
+    moved: a weight that gains in it, and by how much.
+    """
+
+    def train(model: nn.Module) -> Any:
+        wrapped, own, steps = (
+            DistributedDataParallel(model),
+            hidden_first(model, fused=fused),
+            count(),
+        )
+        scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+
+        def step(batches: Sequence[Batch]) -> None:
+            for batch in batches:
+                scaler.scale(loss_of(wrapped, batch) / len(batches)).backward()
+            is_second = next(steps) == 1
+            if is_second and dist.get_rank() in ranks:
+                gradient: Any = model.get_parameter("embed.weight").grad
+                gradient[0, 0] = torch.inf
+            for each in own if clip else ():
+                scaler.unscale_(each)
+            if clip:
+                nn.utils.clip_grad_norm_(model.parameters(), clip)
+            for each in own:
+                scaler.step(each)
+            if is_second and moved:
+                model.get_parameter(moved).data += by
+            scaler.update()
+            wrapped.zero_grad()
+
+        return wrapped, step
+
+    words: Any = {"optimizer": hidden_first, "train": train, "max_grad_norm": clip}
+    return Loop(model=Model(), loss=loss_of, batch=batch_of, **words)
+
+
+def one_overflows_and_is_clipped() -> Loop:
+    """By an infinite norm, so that the other optimizer has zeros."""
+    return one_overflows(clip=0.1)
+
+
+def one_overflows_in_a_fused_step() -> Loop:
+    return one_overflows(fused=True)
+
+
+def one_overflows_and_moves() -> Loop:
+    """By less than the rounding of an update."""
+    return one_overflows("embed.weight", 1e-7)
+
+
+def one_overflows_and_another_moves() -> Loop:
+    return one_overflows("blocks.0.up.weight", 1e-3)
+
+
+def one_overflows_on_one_rank() -> Loop:
+    return one_overflows(ranks=[1])
+
+
+@dataclass
+class Kept:
+    """A microbatch with a type, a conjugated view, and a field that nobody sets."""
+
+    words: Tensor
+    labels: Tensor
+    turned: Tensor
+    kind: Any = Batch
+    cached: Tensor = field(init=False)
+
+
+def of_a_dataclass() -> Loop:
+    """Clipped by values that none has, and by position."""
+
+    def draw(generator: torch.Generator) -> Kept:
+        turned = torch.randn(2, generator=generator, dtype=torch.complex64).conj()
+        return Kept(*batch_of(generator), turned, Kept)
+
+    def loss(model: Any, batch: Kept) -> Tensor:
+        return loss_of(model, (batch.words, batch.labels))
+
+    def clip(model: Any) -> None:
+        nn.utils.clip_grad_value_(model.parameters(), 99.0, True)
+
+    meant = spoilt(loss=loss, summed=clip, clip=None, batch=draw)
+    meant.loss = loss
+    return meant

@@ -90,10 +90,7 @@ class _Judge:
             self._refuse_hidden()
         for step in range(self.verdict.num_steps):
             seen = [record.steps[step] for record in self.records]
-            if all(each.overflows for each in seen):
-                found = found or self._left_out(step, seen)
-            else:
-                found = found or self._gradient(step, seen) or self._update(step, seen)
+            found = found or self._gradient(step, seen) or self._update(step, seen)
         self.verdict.difference = found
         if not found:
             self._note_unjudged()
@@ -101,7 +98,8 @@ class _Judge:
 
     def _note_unjudged(self) -> None:
         """Say what is not known to be equal though nothing differs. Raises NoLoop where no sum could be judged."""
-        if all(each.overflows for record in self.records for each in record.steps):
+        steps = [each for record in self.records for each in record.steps]
+        if any(each.skipped for each in steps) and not any(each.settings for each in steps):
             raise NoLoop(
                 "all steps overflow; give GradScaler a smaller init_scale, or more --steps"
             )
@@ -131,22 +129,20 @@ class _Judge:
                 f"{name}: no rank shows it whole, in a model or in a torch optimizer; {remedy}"
             )
 
-    def _left_out(self, step: int, seen: list[Seen]) -> Difference | None:
-        """Compare what a step leaves that GradScaler skips, whose gradients are no numbers."""
-        self._note(f"step {step} overflows, and changes no weight; nothing else of it is judged")
-        before = self.weights[step]
-        self.updates.skip()
-        look = UpdateLook(before, before, {}, seen, self.oracle.shapes)
-        kept = before, dict.fromkeys(before, 0.0)
-        return self._first(step, UPDATE, self._held(step + 1), kept, look.stories)
-
     def _gradient(self, step: int, seen: list[Seen]) -> Difference | None:
+        kept = _kept(seen)
+        of_all = not any(each.settings for each in seen)
+        if kept:
+            of = "no weight" if of_all else f"nothing of the optimizer of {min(kept)}"
+            self._note(f"step {step} overflows, and changes {of}; nothing else of it is judged")
+        if kept and of_all:
+            return None
         weights, raw = self.weights[step], [each.raw for each in seen]
         rows = self.oracle.contributions(weights, step)
         alike = (torch.equal(each, each[:1].expand_as(each)) for each in rows.values())
         is_one = self.oracle.counts.numel() > 1 and all(alike)
         self.is_one_microbatch = self.is_one_microbatch and is_one
-        exact = {name: each.sum(0) for name, each in rows.items()}
+        exact = {name: each.sum(0) for name, each in rows.items() if name not in kept}
         bounds = self.oracle.rounding(weights, step, rows, self.loop.dtype)
         self._note_rounding(exact, bounds)
         before = [record.steps[step - 1].gradients for record in self.records]
@@ -155,18 +151,20 @@ class _Judge:
         look.clips = {name: max(each.clips.get(name, 0) for each in seen) for name in exact}
         if found := self._first(step, RAW, raw, (exact, bounds), look.stories):
             return found
+        infinite: Whole = {}
         if any(raw):
             own = self._whole(raw)
+            infinite = {name: own[name] for name in kept if own[name].isinf().any()}
             exact = {n: own[n] if own[n].isfinite().all() else each for n, each in exact.items()}
             bounds = {name: _of_clipping(name, raw) * float(e.norm()) for name, e in exact.items()}
             look.clipping, look.unlike = True, self._unlike(seen, rows)
-        factor, of_norm = self.oracle.clipping(exact)
+        factor, of_norm = self.oracle.clipping(exact | infinite)
         self.is_never_clipped = self.is_never_clipped and factor == 1
         if factor < 1 and not any(raw):
             self._note("clipping hides a factor of all gradients, as it is not torch's own")
         expected = (
             {n: e * factor for n, e in exact.items()},
-            {n: b * factor + of_norm * float(exact[n].norm()) for n, b in bounds.items()},
+            {n: bounds[n] * factor + of_norm * float(e.norm()) for n, e in exact.items()},
         )
         look.factor = factor
         look.calls = {name: max(each.calls.get(name, 0) for each in seen) for name in exact}
@@ -217,8 +215,11 @@ class _Judge:
     def _update(self, step: int, seen: list[Seen]) -> Difference | None:
         gradients = self._whole([each.gradients for each in seen])
         gradients = {name: each for name, each in gradients.items() if not each.isnan().any()}
+        kept = _kept(seen)
+        self.updates.catch_up({name: own for each in seen for name, own in each.settings.items()})
         before, settings = self.weights[step], (self.updates.settings(), seen)
-        expected = self.updates.step(before, gradients)
+        expected = self.updates.step(before, gradients, overflows=bool(kept))
+        expected[1].update(dict.fromkeys(kept, 0.0))
         for name in gradients:
             moved = float((expected[0][name] - before[name]).norm())
             if expected[1][name] > 0.5 * moved > 0:
@@ -283,6 +284,12 @@ class _Judge:
     def _note(self, text: str) -> None:
         if text not in self.verdict.notes:
             self.verdict.notes.append(text)
+
+
+def _kept(seen: list[Seen]) -> set[str]:
+    """Weights whose optimizer's step GradScaler leaves out on all ranks that hold any of them."""
+    stepped = {name for each in seen for name in each.settings}
+    return {name for each in seen for name in each.skipped} - stepped
 
 
 def _of_clipping(name: str, raw: list[list[LocalElements]]) -> float:

@@ -206,7 +206,8 @@ def _digest(batch: Any) -> str:
 
     def note(leaf: Any) -> None:
         if isinstance(leaf, Tensor) and leaf.layout is torch.strided:
-            found.update(leaf.detach().reshape(-1).contiguous().view(torch.uint8).numpy().tobytes())
+            plain = leaf.detach().resolve_conj().resolve_neg().reshape(-1).contiguous()
+            found.update(plain.view(torch.uint8).numpy().tobytes())
         elif isinstance(leaf, int | float | str):
             found.update(repr(leaf).encode())
 
@@ -232,8 +233,9 @@ def _map_leaves(change: Callable[[Any], Any], batch: Any) -> Any:
 
     def changed(leaf: Any) -> Any:
         parts = {}
-        if is_dataclass(leaf):
-            parts = {each.name: getattr(leaf, each.name) for each in fields(leaf)}
+        if is_dataclass(leaf) and not isinstance(leaf, type):
+            named = [each.name for each in fields(leaf) if hasattr(leaf, each.name)]
+            parts = {name: getattr(leaf, name) for name in named}
         elif isinstance(leaf, UserDict):
             parts = {"data": leaf.data}
         if not parts:

@@ -35,8 +35,9 @@ class Seen:
     inner: list[LocalElements] = field(default_factory=list)
     calls: dict[str, int] = field(default_factory=dict)  # of optimizers, where more than one
     clips: dict[str, int] = field(default_factory=dict)  # calls of clipping, where more than one
-    overflows: bool = False  # so that torch's GradScaler takes no step
-    # Of each weight, the class of the optimizer that holds it and the settings of its group
+    # Weights of optimizers whose step torch's GradScaler leaves out
+    skipped: set[str] = field(default_factory=set)
+    # Of each weight, the class of the optimizer that steps it and the settings of its group
     settings: dict[str, Settings] = field(default_factory=dict)
 
 
@@ -78,8 +79,14 @@ class LoopRecorder:
         seen = self.record.steps[-1]
         _count_again(seen.clips, add(seen.raw, self._places.gradients(tensors)))
 
-    def _skips(self) -> None:
-        self.record.steps[-1].overflows = True
+    def _skips(self, skipping: Optimizer) -> None:
+        seen = self.record.steps[-1]
+        names = {piece.name for piece in self._places.gradients(_tensors_of(skipping))}
+        seen.skipped |= names
+        add(seen.weights, self._places.held())
+        # A fused optimizer is called all the same, and changes nothing.
+        seen.gradients = [piece for piece in seen.gradients if piece.name not in names]
+        seen.settings = {name: own for name, own in seen.settings.items() if name not in names}
 
     def _begins(self, stepping: Optimizer, *_: Any) -> None:
         self._depth += 1
@@ -89,8 +96,7 @@ class LoopRecorder:
 
     def _reads(self, stepping: Optimizer, *_: Any) -> None:
         seen = self.record.steps[-1]
-        tensors = [each for group in stepping.param_groups for each in group["params"]]
-        pieces = self._places.gradients(tensors)
+        pieces = self._places.gradients(_tensors_of(stepping))
         # A fused optimizer divides by what torch's GradScaler sets, inside of its step.
         if (scale := getattr(stepping, "grad_scale", None)) is not None:
             for piece in pieces:
@@ -108,6 +114,10 @@ class LoopRecorder:
 
     def _ends(self, *_: Any) -> None:
         self._depth -= 1
+
+
+def _tensors_of(optimizer: Optimizer) -> list[Tensor]:
+    return [each for group in optimizer.param_groups for each in group["params"]]
 
 
 def _count_again(calls: dict[str, int], found_again: list[LocalElements]) -> None:
@@ -131,7 +141,7 @@ def settings_of(
 
 
 _listeners: list[Callable[[list[Tensor]], None]] = []
-_scaled_steps: list[Callable[[], None]] = []
+_scaled_steps: list[Callable[[Optimizer], None]] = []
 
 
 def listen_to_clipping() -> None:
@@ -155,12 +165,14 @@ def listen_to_clipping() -> None:
 def _refuse_clipping_by_value() -> None:
     clip: Any = clip_grad.clip_grad_value_
 
-    def clipped(parameters: Tensor | Iterable[Tensor], clip_value: float, **words: Any) -> None:
+    def clipped(
+        parameters: Tensor | Iterable[Tensor], clip_value: float, *args: Any, **words: Any
+    ) -> None:
         tensors = [parameters] if isinstance(parameters, Tensor) else list(parameters)
         found = [local_tensor(each.grad) for each in tensors if each.grad is not None]
         if any(bool((each.abs() > clip_value).any()) for each in found):
             raise NoLoop("the loop clips by value, which the plain process does not: leave it out")
-        clip(tensors, clip_value, **words)
+        clip(tensors, clip_value, *args, **words)
 
     clip_grad.clip_grad_value_ = torch.nn.utils.clip_grad_value_ = clipped
 
@@ -175,7 +187,7 @@ def _listen_to_scaling() -> None:
         if scaler.is_enabled():
             found = scaler._found_inf_per_device(optimizer).values()
             for note in _scaled_steps if any(float(each) for each in found) else ():
-                note()
+                note(optimizer)
         return result
 
     scalers.step = step

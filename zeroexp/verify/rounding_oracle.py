@@ -122,6 +122,7 @@ class Updates:
             raise NoLoop(
                 "Loop(scheduler=...): ReduceLROnPlateau steps by what a loop logs; leave it out"
             )
+        self._behind = 0  # steps that overflowed, in which a loop's schedules go on, or wait
 
     def settings(self) -> dict[str, Settings]:
         """Return with what the next step updates each weight."""
@@ -131,12 +132,25 @@ class Updates:
         of_each = (settings_of(each, lambda p: [names[p]]) for each in self._optimizers[0])
         return {name: own for settings in of_each for name, own in settings.items()}
 
-    def skip(self) -> None:
-        """Go on in the schedules, and update nothing."""
+    def catch_up(self, used: Mapping[str, Settings]) -> None:
+        """Go on in the schedules by as many steps that overflowed as bring the rates to those of the loop."""
+        while self._behind and not self._has_rates_of(used):
+            self._go_on()
+            self._behind -= 1
+
+    def _has_rates_of(self, used: Mapping[str, Settings]) -> bool:
+        rates = [
+            (own[1].get("lr"), used[n][1].get("lr"))
+            for n, own in self.settings().items()
+            if n in used
+        ]
+        return all(own is None or other is None or math.isclose(own, other) for own, other in rates)
+
+    def _go_on(self) -> None:
         for scheduler in self._schedulers:
             scheduler.step()
 
-    def step(self, weights: Whole, gradients: Whole) -> Expected:
+    def step(self, weights: Whole, gradients: Whole, overflows: bool = False) -> Expected:
         """Return what a step makes of these weights; a weight without a gradient is left as it is."""
         for model, optimizers in zip(self._models, self._optimizers, strict=True):
             _fill(model, weights)
@@ -144,8 +158,12 @@ class Updates:
                 own = gradients.get(name)
                 parameter.grad = None if own is None else own.view_as(parameter).to(parameter.dtype)
             for optimizer in optimizers:
-                optimizer.step()
-        self.skip()
+                tensors = (each for group in optimizer.param_groups for each in group["params"])
+                if any(each.grad is not None for each in tensors):
+                    optimizer.step()
+        self._behind += overflows
+        if not overflows:
+            self._go_on()
         worked, exact = map(_flat_weights, self._models)
         units = {
             name: torch.finfo(each.dtype).eps / 2 if each.is_floating_point() else 0.0
