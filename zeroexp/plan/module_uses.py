@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator, Sequence
+from functools import partial
 from itertools import zip_longest
 from typing import NamedTuple, cast
 from weakref import WeakKeyDictionary
@@ -78,10 +79,11 @@ def _uses_of(config: Config, module: nn.Module, num_tokens: int) -> list[Use] | 
         if each in names:
             place = len(uses)
             uses.append(Use(names[each], False, torch.is_grad_enabled(), False))
-            for tensor in filter(lambda t: t.requires_grad, tensors_in(output)):
-                tensor.register_hook(lambda _: note_backward(place))
+            for tensor in tensors_in(output):
+                if tensor.requires_grad:
+                    tensor.register_hook(partial(note_backward, place))  # pyright: ignore[reportUnknownMemberType]
 
-    def note_backward(place: int) -> None:
+    def note_backward(place: int, _gradient: torch.Tensor) -> None:
         uses[place] = uses[place]._replace(has_backward=True)
 
     shape = (1, num_tokens)
