@@ -621,6 +621,20 @@ class Summing(torch.optim.AdamW):
         return super().step(closure)
 
 
+class SummingSGD(torch.optim.SGD):
+    """Of `share` of each rank's gradient."""
+
+    def __init__(self, model: Any, share: Any = lambda: 1.0) -> None:
+        super().__init__(model.parameters(), lr=0.1)
+        self.share = share
+
+    def step(self, closure: Any = None) -> Any:
+        for parameter in self.param_groups[0]["params"]:
+            dist.all_reduce(parameter.grad)
+            parameter.grad *= self.share()
+        return super().step(closure)
+
+
 class Centralizing(torch.optim.AdamW):
     """Its rule changes the gradients before torch's own, of the ranks as of the plain process."""
 
@@ -726,6 +740,22 @@ def sums_in_its_step() -> Loop:
     return of_an_optimizer(lambda model: Summing(model.parameters(), lr=1e-2, weight_decay=0.1))
 
 
+def sums_in_both_steps() -> Loop:
+    """The plain optimizer is the same, and sums too: what is whole already."""
+    return of_an_optimizer(SummingSGD, SummingSGD)
+
+
+def takes_means_in_both_steps() -> Loop:
+    def make(model: Any) -> torch.optim.Optimizer:
+        return SummingSGD(model, lambda: 1 / get_world_size())
+
+    return of_an_optimizer(make, make, lambda: 1)
+
+
+def sums_before_and_in_both_steps() -> Loop:
+    return of_ddp(loss_of, SummingSGD)
+
+
 def clips_in_a_hook() -> Loop:
     def clipping(model: Any) -> torch.optim.Optimizer:
         def clip(*_: Any) -> None:
@@ -742,19 +772,19 @@ def clips_in_a_hook() -> Loop:
     return loop
 
 
-def of_an_optimizer(make: Any) -> Loop:
+def of_an_optimizer(make: Any, plain: Any = adamw, num_ranks: Any = get_world_size) -> Loop:
     def train(model: nn.Module) -> Any:
         optimizer = make(model)
 
         def step(batches: Sequence[Batch]) -> None:
             for batch in batches:
-                (loss_of(model, batch) / len(batches) / dist.get_world_size()).backward()
+                (loss_of(model, batch) / len(batches) / num_ranks()).backward()
             optimizer.step()
             optimizer.zero_grad()
 
         return step
 
-    return Loop(model=Model(), loss=loss_of, batch=batch_of, optimizer=adamw, train=train)
+    return Loop(model=Model(), loss=loss_of, batch=batch_of, optimizer=plain, train=train)
 
 
 def overflows(

@@ -11,8 +11,10 @@ import copy
 import math
 from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
@@ -122,6 +124,8 @@ class Updates:
             raise NoLoop(
                 "Loop(scheduler=...): ReduceLROnPlateau steps by what a loop logs; leave it out"
             )
+        # In which optimizers step that sum up gradients over ranks: these are whole already.
+        self._one_rank: Any = dist.new_group([0])
         self._behind = 0  # steps that overflowed, in which a loop's schedules go on, or wait
 
     def settings(self) -> dict[str, Settings]:
@@ -152,6 +156,7 @@ class Updates:
 
     def step(self, weights: Whole, gradients: Whole, overflows: bool = False) -> Expected:
         """Return what a step makes of these weights; a weight without a gradient is left as it is."""
+        all_ranks, dist.group.WORLD = dist.group.WORLD, self._one_rank
         for model, optimizers in zip(self._models, self._optimizers, strict=True):
             _fill(model, weights)
             for name, parameter in model.named_parameters():
@@ -161,6 +166,7 @@ class Updates:
                 tensors = (each for group in optimizer.param_groups for each in group["params"])
                 if any(each.grad is not None for each in tensors):
                     optimizer.step()
+        dist.group.WORLD = all_ranks
         self._behind += overflows
         if not overflows:
             self._go_on()
