@@ -50,7 +50,7 @@ class Run:
 
 
 def main() -> int:
-    safe_output.keep_going()
+    safe_output.ignore_output_errors()
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -31,7 +31,7 @@ INTRODUCTION = (
 
 
 def main() -> int:
-    safe_output.keep_going()
+    safe_output.ignore_output_errors()
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("studies", nargs="*", choices=[[], *(t.study for t in TABLES)])
     asked = parser.parse_args().studies

@@ -78,7 +78,7 @@ def assumptions() -> list[str]:
 
 
 def main() -> int:
-    safe_output.keep_going()
+    safe_output.ignore_output_errors()
     argparse.ArgumentParser(description=__doc__).parse_args()
     print(page(MODELS))
     return 0

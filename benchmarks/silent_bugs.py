@@ -35,7 +35,7 @@ HEAD = ("what it was", "thread", "kind")
 
 
 def main() -> int:
-    safe_output.keep_going()
+    safe_output.ignore_output_errors()
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("bugs", nargs="*", choices=[[], *BUGS])
     asked = parser.parse_args().bugs

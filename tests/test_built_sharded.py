@@ -22,7 +22,7 @@ from tests.shrunk import shrunk
 from zeroexp.config.keys import ModelConfig
 from zeroexp.cut.stage import STAGES
 from zeroexp.engines.sharded import Sharded
-from zeroexp.interface.values import Read, fill_in, make_places
+from zeroexp.interface.values import Read, fill_in, make_placeholders
 from zeroexp.measure.memory import AllocationMeter, bytes_by_kind, count_cpu_allocations
 from zeroexp.models import deferred, mlp
 from zeroexp.models.deferred import CannotDefer, defer
@@ -111,7 +111,7 @@ def test_recurrent_layers_which_watch_their_weights_can_be_built_later():
         return nn.LSTM(3, 4, num_layers=2, bidirectional=True)
 
     module, values = defer(make, 5, lambda made: made)
-    make_places(module, torch.device("cpu"))
+    make_placeholders(module, torch.device("cpu"))
     module(torch.zeros(2, 3))
     fill_in(module, values)
     with torch.random.fork_rng():
@@ -306,7 +306,7 @@ def deferred_as_built_plainly(initialise: Callable[[torch.Tensor], None]) -> boo
         return False
     finally:
         assert torch.equal(torch.get_rng_state(), before)
-    make_places(module, torch.device("cpu"))
+    make_placeholders(module, torch.device("cpu"))
     for _ in range(2):  # an engine may be built again of the same values
         fill_in(module, values)
     for mine, theirs in zip(module.parameters(), plain.parameters(), strict=True):

@@ -46,7 +46,7 @@ from zeroexp.data import StepBatch, batches, packed_cache, table_rows, tokenize_
 from zeroexp.data.batches import Data, build_data, sample_indices
 from zeroexp.data.classes import classes_of
 from zeroexp.data.conversations import ConversationEncoder
-from zeroexp.data.sources import CORPUS, choose_tokenizer, identity_of
+from zeroexp.data.sources import CORPUS, choose_tokenizer, identity_of_tokenizer
 from zeroexp.data.table_rows import read_table
 from zeroexp.models import find_weights
 from zeroexp.process import locks, progress
@@ -1019,13 +1019,13 @@ def test_tokens_that_stand_beside_the_tokenizers_own_file_are_not_cut_into_lette
 def test_what_decides_tokens_is_in_their_identity(tmp_path):
     give_a_chat_template(tmp_path, TEMPLATE)
     plain = TokenizerChoice(tmp_path / "tokenizer.json", 0, 0)
-    first = identity_of(plain)
-    assert identity_of(replace(plain, end_of_text=1)) != first
-    assert identity_of(replace(plain, padding=1)) != first
+    first = identity_of_tokenizer(plain)
+    assert identity_of_tokenizer(replace(plain, end_of_text=1)) != first
+    assert identity_of_tokenizer(replace(plain, padding=1)) != first
     give_a_chat_template(tmp_path, f"{TEMPLATE} ")
-    second = identity_of(plain)
+    second = identity_of_tokenizer(plain)
     (tmp_path / "chat_template.jinja").write_text(TEMPLATE)
-    assert len({str(each) for each in (first, second, identity_of(plain))}) == 3
+    assert len({str(each) for each in (first, second, identity_of_tokenizer(plain))}) == 3
 
 
 def test_the_shipped_text_is_packed_once_for_all_copies_of_the_code(cache, tmp_path, monkeypatch):

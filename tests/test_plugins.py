@@ -379,7 +379,7 @@ def test_what_others_return_is_tried_before_a_rank_starts(what, code, told, tmp_
     except ConfigError as error:
         problem = str(error)
     except Exception as error:
-        problem = plugins.blamed(error)
+        problem = plugins.blame_plugin(error)
     assert problem and told in problem
 
 

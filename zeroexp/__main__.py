@@ -59,7 +59,7 @@ def main() -> int:
     module, wants = commands.module_of(sys.argv[1:]), WORD in sys.argv[1:]
     code = commands.run(module, sys.argv[1:]) if module else answer(_sweep_or_explain)
     # A sweep whose log is lost has run all the same; an answer that is lost is none.
-    return int(safe_output.has_lost() and (bool(module) or wants)) if code == 0 else code
+    return int(safe_output.has_lost_output() and (bool(module) or wants)) if code == 0 else code
 
 
 def _sweep_or_explain(told: list[str] | None) -> int:
@@ -88,7 +88,7 @@ def _code_of(sweep: Sweep, arguments: list[str]) -> int:
         sweep.conclude()
         return INTERRUPTED
     except BaseException as error:  # a plugin may raise anything
-        if problem := plugins.blamed(error):
+        if problem := plugins.blame_plugin(error):
             print(f"zeroexp: {problem}", file=sys.stderr)
             return REFUSED
         if not (problem := _explain_disk(error)):

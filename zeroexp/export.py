@@ -54,7 +54,7 @@ def _export(told: list[str] | None) -> int:
         step = traced_step(source, arguments.step)
         target = arguments.to or source / "exported" / f"{CHAKRA}-step-{step:06d}"
         folders.refuse_existing(target)
-        with folders.asked_for(target) as folder:
+        with folders.filled_or_removed(target) as folder:
             write_chakra(source, step, folder)
         written = {"folder": str(target), "run": str(source), "step": step}
         what = f"step {step} of {source}, a Chakra execution trace of each rank"
@@ -152,7 +152,7 @@ def export(
     from zeroexp.models import huggingface_folder, lora
 
     weights = Weights(checkpoint, manifest)
-    with _with_plugins(config, checkpoint), folders.asked_for(target) as folder:
+    with _with_plugins(config, checkpoint), folders.filled_or_removed(target) as folder:
         if config.model.lora.r is not None:
             module = huggingface_folder.empty_model(config.model, weights.shapes)
             as_asked = getattr(torch, dtype)
@@ -183,7 +183,7 @@ def export_whole(checkpoint: Path, target: Path, form: str) -> None:
     from zeroexp.models.module import build_empty
 
     weights = Weights(checkpoint, manifest)
-    with _with_plugins(config, checkpoint), folders.asked_for(target) as folder:
+    with _with_plugins(config, checkpoint), folders.filled_or_removed(target) as folder:
         require_same(build_empty(config.model, weights.shapes).module, weights.shapes)
         WRITERS[form](folder, config, manifest, weights)
 
@@ -195,7 +195,7 @@ def _with_plugins(config: Config, checkpoint: Path) -> Iterator[None]:
     Raises ConfigError of one that is gone where a word is asked for that nobody has registered, and only there.
     """
     if started_in := working_folder_of(checkpoint.parents[1]):
-        plugins.look_in(started_in)
+        plugins.add_import_folder(started_in)
     gone: ConfigError | None = None
     for name in config.plugins:
         try:

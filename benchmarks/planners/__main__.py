@@ -37,7 +37,7 @@ GROUPS = {
 
 def main() -> int:
     os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")  # as torchtitan's
-    safe_output.keep_going()
+    safe_output.ignore_output_errors()
     args = _arguments()
     points = [*of_gpus(), *of_publications(), *own_points(args.points, args.measured)]
     said: dict[str, list[Answer]] = {}

@@ -220,11 +220,11 @@ def test_a_file_that_torch_can_not_close_is_told_as_a_full_disk(with_cause, tmp_
     if not with_cause:
         failed.__context__ = None
     line = f"--to={tmp_path}/x: No space left on device; make room there, or set --to"
-    with pytest.raises(ConfigError, match=line), folders.asked_for(tmp_path / "x"):
+    with pytest.raises(ConfigError, match=line), folders.filled_or_removed(tmp_path / "x"):
         raise failed
 
 
 def test_another_failure_is_no_full_disk(tmp_path):
-    with pytest.raises(RuntimeError, match="ours"), folders.asked_for(tmp_path / "y"):
+    with pytest.raises(RuntimeError, match="ours"), folders.filled_or_removed(tmp_path / "y"):
         raise RuntimeError("ours")
     assert not [*tmp_path.iterdir()]

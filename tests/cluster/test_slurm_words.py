@@ -320,7 +320,7 @@ def slurm(monkeypatch, tmp_path) -> Callable[..., None]:
 def test_an_sbatch_that_is_killed_is_said_to_be(slurm, tmp_path):
     """It says nothing, and the line that told of it was empty."""
     slurm(sbatch="kill -9 $$")
-    job_id, words = BatchFile(tmp_path, {}, [], "true").hand_over("name")
+    job_id, words = BatchFile(tmp_path, {}, [], "true").submit("name")
     assert job_id is None and _complaint(words).startswith("sbatch was killed, or ended without")
 
 
@@ -329,7 +329,7 @@ def test_the_line_counts_and_not_what_the_environment_asks_sbatch_for(slurm, tmp
     asks = {"nodes": 1, "account": "a b"}
     slurm(sbatch=f'echo "$@" > {tmp_path}/arguments; echo Submitted batch job 7')
     site = ["#SBATCH --exclusive  # what people paste", "#SBATCH --comment=don't"]
-    assert BatchFile(tmp_path, asks, site, "true").hand_over("name") == ("7", "")
+    assert BatchFile(tmp_path, asks, site, "true").submit("name") == ("7", "")
     arguments = (tmp_path / "arguments").read_text()
     assert "--account=a b " in arguments and "--exclusive" not in arguments
 

@@ -33,7 +33,7 @@ from zeroexp.models.module import build_model
 from zeroexp.plan.closed_forms import ClosedForm, EngineForm
 from zeroexp.plan.form_of_config import build_on_meta, form_of
 from zeroexp.plan.hidden_memory import product_scratch_bytes
-from zeroexp.plan.rehearse import UNDISTURBED_STEP, RehearsedRank, prepared
+from zeroexp.plan.rehearse import UNDISTURBED_STEP, RehearsedRank, config_to_rehearse
 from zeroexp.plan.stand_ins import NoData
 from zeroexp.process.world import World, barrier, fake_world, joined_process_group
 from zeroexp.training.loop import train
@@ -166,13 +166,13 @@ def _allocated() -> int:
 
 def in_a_fake_world(config: Config, rank: int) -> Steps:
     with fake_world(rank, config.world_size) as world:
-        return real_steps(world, prepared(config))
+        return real_steps(world, config_to_rehearse(config))
 
 
 def alone(config: Config) -> Steps:
     """As the only rank of a real group, whose reducer is the real one."""
     with joined_process_group() as world:
-        return real_steps(world, prepared(config))
+        return real_steps(world, config_to_rehearse(config))
 
 
 def among_peers(
@@ -181,7 +181,7 @@ def among_peers(
     """Among real peers, of hosts that have names of their own."""
     barrier()  # lets go of what the collective before it moved
     with host_of(world, ranks_per_host):
-        steps = real_steps(world, prepared(config), run)
+        steps = real_steps(world, config_to_rehearse(config), run)
         barrier()  # no rank closes its connections while another still reads
     return steps
 

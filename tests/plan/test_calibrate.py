@@ -20,7 +20,7 @@ from zeroexp.calibrate.step_factors import (
     POINTS,
     SmallStep,
     fit_factors,
-    measured,
+    measured_phases,
     rehearsed_phases,
 )
 from zeroexp.config.job_shape import JobShape
@@ -63,7 +63,7 @@ def test_every_point_trains_and_names_what_it_spends():
     They are forked by a process without autograd's threads, which a rehearsal starts in a CUDA build of torch.
     """
     with ProcessPoolExecutor(1, get_context("forkserver")) as fresh:
-        seconds = fresh.submit(measured, TINY.config).result()
+        seconds = fresh.submit(measured_phases, TINY.config).result()
     spent = rehearsed_phases(TINY.config, SPEED)
     assert set(seconds) == set(spent) == set(PHASES)
     assert min(seconds.values()) > 0

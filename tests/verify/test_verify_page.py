@@ -89,7 +89,7 @@ def test_numbers_that_are_not_finite_are_json(monkeypatch: Any, capsys: Any) -> 
     found = Difference(0, "gradient", "w", 0, float("nan"), 0.1, 1, Cause("unknown", ""))
     monkeypatch.setattr(verify_main, "_verify", lambda _, all: all.append(Verdict(1, 1, 1, found)))
     monkeypatch.setattr(sys, "argv", ["zeroexp verify", "loop.py:x", "--json"])
-    monkeypatch.setattr(safe_output, "keep_going", lambda: None)  # pytest has its own
+    monkeypatch.setattr(safe_output, "ignore_output_errors", lambda: None)  # pytest has its own
     assert main() == 1
     (world,) = json.loads(capsys.readouterr().out, parse_constant=pytest.fail)
     assert world["difference"]["distance"] == "NaN"
@@ -280,7 +280,7 @@ def test_a_wrong_word_is_refused(
     monkeypatch: Any, capsys: Any, words: list[str], said: str
 ) -> None:
     monkeypatch.setattr(sys, "argv", ["zeroexp verify", *words])
-    monkeypatch.setattr(safe_output, "keep_going", lambda: None)  # pytest has its own
+    monkeypatch.setattr(safe_output, "ignore_output_errors", lambda: None)  # pytest has its own
     assert main() == 2
     assert capsys.readouterr().err == f"zeroexp: {said}\n"
 

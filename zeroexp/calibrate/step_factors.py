@@ -87,7 +87,7 @@ POINTS = (
 
 def run_small_steps(speed: Speed) -> list[tuple[dict[str, float], float]]:
     """Return (what is spent, measured seconds) of every phase of every point, and of its whole step."""
-    rounds = [[measured(each.config) for each in POINTS] for _ in range(NUM_ROUNDS)]
+    rounds = [[measured_phases(each.config) for each in POINTS] for _ in range(NUM_ROUNDS)]
     pairs: list[tuple[dict[str, float], float]] = []
     for point, tries in zip(POINTS, zip(*rounds, strict=True), strict=True):
         spent = rehearsed_phases(point.config, speed)
@@ -105,7 +105,7 @@ def rehearsed_phases(config: Config, speed: Speed) -> dict[str, dict[str, float]
     return {phase: seconds.spent for phase, seconds in first.seconds.items()}
 
 
-def measured(config: Config) -> dict[str, float]:
+def measured_phases(config: Config) -> dict[str, float]:
     """Train on ranks of this machine; return the seconds of each of PHASES in the fastest step.
 
     Whatever else goes on in a machine only slows a step down.

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from zeroexp.check.refusal import Refusal
 from zeroexp.config.data_kinds import DATA
-from zeroexp.config.families import MODELS, shape_of, vocabulary
+from zeroexp.config.families import MODELS, shape_of, vocab_size_of_shape
 from zeroexp.config.keys import Config
 from zeroexp.config.paths import TRAIN
 from zeroexp.config.vocabulary import SHIPPED_VOCABULARY
@@ -63,7 +63,7 @@ def check_sequence_length(config: Config) -> Iterator[Refusal]:
 
 
 def check_vocabulary(config: Config) -> Iterator[Refusal]:
-    key, size, data = "data.vocab_size", vocabulary(config.model), config.data
+    key, size, data = "data.vocab_size", vocab_size_of_shape(config.model), config.data
     tokenizes = DATA[data.kind].tokenizes
     if data.vocab_size is not None and tokenizes and data.vocab_size != SHIPPED_VOCABULARY:
         problem = f"the shipped tokenizer has {SHIPPED_VOCABULARY} words"

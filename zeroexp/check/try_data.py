@@ -17,7 +17,7 @@ from zeroexp.config.keys import Config, ConfigError, DataConfig
 from zeroexp.config.paths import data_files, is_hub_id
 from zeroexp.data import sources
 from zeroexp.data.batches import build_data
-from zeroexp.models.module import fitting_vocabulary
+from zeroexp.models.module import fitting_vocab_size
 
 
 def check_data(config: Config) -> None:
@@ -28,7 +28,7 @@ def check_data(config: Config) -> None:
         require_readable(data)
     if is_here:
         built = build_data(data, config.model, config.train.seed)
-        fitting_vocabulary(config.model, built.vocab_size)
+        fitting_vocab_size(config.model, built.vocab_size)
         if config.resume:
             checkpoint = Path(config.resume)
             require_same_tokens(checkpoint, read_manifest(checkpoint), built.tokens_hash)

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from zeroexp.config.families import MODELS
 from zeroexp.config.keys import Config, ConfigError, ModelConfig
-from zeroexp.config.vocabulary import vocabulary_of_data
+from zeroexp.config.vocabulary import vocab_size_of_data
 from zeroexp.models.blocks import module_list_names
 from zeroexp.models.checkpointing import operators_of
 from zeroexp.models.expert_kernels import check_experts
@@ -39,7 +39,7 @@ def check_model(config: Config) -> None:
     For ranks of this machine, weights on the hub are downloaded here, once.
     """
     operators_of(config.train.recompute_except)
-    checked = (config.model, vocabulary_of_data(config), config.precision.compute)
+    checked = (config.model, vocab_size_of_data(config), config.precision.compute)
     if (key := repr(checked)) not in _limits_of:
         _limits_of[key] = _check(*checked, config.cluster.kind)
     num_blocks, num_positions = _limits_of[key]

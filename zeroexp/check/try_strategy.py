@@ -5,7 +5,7 @@ from __future__ import annotations
 from zeroexp.config.keys import TORCH_DDP, Config, ConfigError, UndefinedCombination, resolve
 from zeroexp.config.optimizer import OPTIMIZERS, layouts_of, optimizer_factory, rows_of
 from zeroexp.config.parameter_groups import parameter_groups
-from zeroexp.config.vocabulary import vocabulary_of_data
+from zeroexp.config.vocabulary import vocab_size_of_data
 from zeroexp.cut.chunk import FROZEN
 from zeroexp.cut.layout import LAYOUTS
 from zeroexp.cut.owners import OWNERS
@@ -45,7 +45,7 @@ def check_custom_layout_and_optimizer(config: Config) -> None:
     steps = has_settings or config.optimizer.name not in OPTIMIZERS.own
     if not (cuts or steps):
         return
-    model = build_model(config.model, seed=0, device="meta", vocab_size=vocabulary_of_data(config))
+    model = build_model(config.model, seed=0, device="meta", vocab_size=vocab_size_of_data(config))
     if cuts:
         _try_layout(config, model)
     if steps:

@@ -81,7 +81,7 @@ def refuse_existing(target: Path) -> None:
 
 
 @contextlib.contextmanager
-def asked_for(target: Path) -> Iterator[Path]:
+def filled_or_removed(target: Path) -> Iterator[Path]:
     """Yield a folder to fill, which gets the name `target` once it is whole, and is removed after an error.
 
     Raises ConfigError where it can not be written.

@@ -81,7 +81,7 @@ class BatchFile(SlurmExecutor):
         options = [option for line in lines for option in shlex.split(line)[1:]]
         return ["sbatch", *options, str(submission_file_path)]
 
-    def hand_over(self, comment: str) -> tuple[str | None, str]:
+    def submit(self, comment: str) -> tuple[str | None, str]:
         """Submit the file; return the job's id, or None and sbatch's words.
 
         With submitit's `submit` the tasks would wait for a file that is named after the id, and a submitter that is
@@ -216,7 +216,7 @@ def _export_lines(job: Job, config: ClusterConfig) -> list[str]:
     """
     folder = job.folder.resolve()
     if given_in := working_folder_of(folder):
-        plugins.look_in(given_in)
+        plugins.add_import_folder(given_in)
     snapshot = str(snapshot_code(folder.parent, job.config.plugins))
     exports = {
         "PYTHONPATH": os.pathsep.join(filter(None, [snapshot, os.environ.get("PYTHONPATH")])),

@@ -111,7 +111,7 @@ def _fork(run: Callable[[], object]) -> int:
     if pid == 0:
 
         def begin() -> None:
-            signals.end_with(server)
+            signals.end_with_parent(server)
             run()
 
         run_and_leave(begin)
@@ -119,7 +119,7 @@ def _fork(run: Callable[[], object]) -> int:
 
 
 def _tried(configs: Sequence[Config]) -> dict[str, Any]:
-    safe_output.keep_going()
+    safe_output.ignore_output_errors()
     from zeroexp.check.try_points import try_points
 
     try:
@@ -135,7 +135,7 @@ def _portable(error: BaseException) -> BaseException:
     """Return the error in a form that the sweep can raise: where others are to blame, their frames stay here."""
     if isinstance(error, ConfigError):
         return ConfigError(str(error))
-    if problem := plugins.blamed(error):
+    if problem := plugins.blame_plugin(error):
         return ConfigError(problem)
     if not isinstance(error, (OSError, RegistryError)):
         traceback.print_exc()

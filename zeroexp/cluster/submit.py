@@ -93,7 +93,7 @@ def submit_job_or_array(jobs: Sequence[Job], *, rank_main: str = RANK_MAIN) -> N
             (slurm / ELEMENT).write_text(element_text(job), encoding="utf-8")
         write_json(job.folder / SUBMITTING, {"name": name, **element})
     file = array_file(jobs) if len(jobs) > 1 else batch_file(jobs[0])
-    job_id, message = file.hand_over(name)
+    job_id, message = file.submit(name)
     if job_id is None and (not message or UNSURE.search(message)):
         try:
             job_id = _look_for(name)

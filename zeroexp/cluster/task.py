@@ -81,10 +81,10 @@ def run_task(folder: Path, duty: Duty) -> NoReturn:
             dump_stacks([child], heartbeat.sights)
         elif lost:
             # A task that is cut off misses rank 0's, which lives and hears the others: its word counts.
-            over = not asked.to_end and (
+            replaces = not asked.to_end and (
                 rank == 0 or not failure.failed_by_exception(folder, "TaskLost")
             )
-            failure.write(folder, "TaskLost", lost, over=over)
+            failure.write(folder, "TaskLost", lost, replaces=replaces)
         if lost:
             os.kill(child.pid, signal.SIGKILL)
         status = child.reap()

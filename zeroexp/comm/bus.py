@@ -190,7 +190,7 @@ class Bus:
         self._last_copy = mark(is_on_gpu=self._is_on_gpu)
         self._count("to_device", sum(parameter.nbytes for parameter in parameters))
 
-    def brought(self, made: Tensor, device: torch.device) -> Tensor:
+    def to_device(self, made: Tensor, device: torch.device) -> Tensor:
         """Return on the device what was made where the masters are."""
         if not self.is_used:
             return made

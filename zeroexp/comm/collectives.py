@@ -261,7 +261,7 @@ class Collectives:
             return None
         with self.bus.at(self.bus.places[0]):
             codes = encode_pieces(self._gather_codec, parts)
-        return self.bus.brought(codes, self.world.device)
+        return self.bus.to_device(codes, self.world.device)
 
     def secondary_copy(self, parts: Sequence[GatherPart]) -> SecondaryCopy | None:
         """Make room for what this rank keeps of these parts for its node; None: all gathers go over all ranks.

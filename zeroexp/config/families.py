@@ -113,6 +113,6 @@ def whole_numbers(shape: type[Shape], given: dict[str, Any], key: str) -> Shape:
     return shape(**given)
 
 
-def vocabulary(model: ModelConfig) -> int | None:
+def vocab_size_of_shape(model: ModelConfig) -> int | None:
     """Return the vocabulary size in the model's shape; None for vectors, or where the data decides."""
     return shape_of(model).get("vocab_size")

@@ -52,7 +52,7 @@ def load(modules: Sequence[str], folder: Path | None = None) -> None:
     """Import plugins. folder: where the command was given. Raises ConfigError in one line."""
     folder = folder or Path.cwd()
     if modules:
-        look_in(folder)
+        add_import_folder(folder)
     for name in modules:
         if not MODULE.fullmatch(name) or name.endswith(".py"):
             remedy = "write mine for mine.py, package.mine for mine.py in the folder package"
@@ -68,13 +68,13 @@ def load(modules: Sequence[str], folder: Path | None = None) -> None:
             ) from error
 
 
-def look_in(folder: Path) -> None:
+def add_import_folder(folder: Path) -> None:
     """Let Python look for modules in this folder too, after all other places."""
     if str(folder) not in sys.path:
         sys.path.append(str(folder))
 
 
-def blamed(error: BaseException) -> str | None:
+def blame_plugin(error: BaseException) -> str | None:
     """Return one line for an error that code of others has raised or let through; None for one of ours."""
     others = {name.partition(".")[0] for name in MODULES_OF_OTHERS}
     frames = [

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from zeroexp.config.data_kinds import DATA
-from zeroexp.config.families import vocabulary
+from zeroexp.config.families import vocab_size_of_shape
 from zeroexp.config.keys import Config
 
 SHIPPED_VOCABULARY = 2048  # vocabulary size of the tokenizer in data/corpus
@@ -19,13 +19,13 @@ class TokenizerChoice:
     padding: int
 
 
-def vocabulary_of_data(config: Config) -> int | None:
+def vocab_size_of_data(config: Config) -> int | None:
     """Return the size for which a run builds the model, as one that names none takes the data's.
 
     It is None where the model or its weights decide.
     """
     data, model = config.data, config.model
     takes_shipped = DATA[data.kind].tokenizes and model.weights is None
-    if data.vocab_size is None and takes_shipped and vocabulary(model) is None:
+    if data.vocab_size is None and takes_shipped and vocab_size_of_shape(model) is None:
         return SHIPPED_VOCABULARY
     return data.vocab_size

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from zeroexp.config.data_kinds import DATA
-from zeroexp.config.families import vocabulary
+from zeroexp.config.families import vocab_size_of_shape
 from zeroexp.config.keys import ConfigError, DataConfig, ModelConfig
 from zeroexp.data import Samples, StepBatch, ValidationTurn, packed_cache, sources
 from zeroexp.data.check_source import require_samples
@@ -136,7 +136,7 @@ def tokenize_data(config: DataConfig, model: ModelConfig, seed: int) -> Samples:
         "kind": config.kind,
         "task": config.task,
         "seq_len": config.seq_len,
-        "words": sources.identity_of(words),
+        "words": sources.identity_of_tokenizer(words),
         "files": sources.source_identity(config, files),
         "rows": [config.subset, config.split, config.text_column],
         "labels": [model.num_labels, config.label_column, config.labels] if labelled else None,
@@ -153,7 +153,7 @@ def tokenize_data(config: DataConfig, model: ModelConfig, seed: int) -> Samples:
             tokenize_and_pack.write_packed(folder, config, files, words)
 
     samples = packed_cache.open_packed(packed_cache.cached(decisive, write))
-    most = vocabulary(model)
+    most = vocab_size_of_shape(model)
     if most is not None and samples.vocab_size is not None and samples.vocab_size > most:
         # A tokenizer may have words without a row in the embedding, as Gemma 3's: what must fit are those of the text.
         samples.vocab_size = samples.num_used

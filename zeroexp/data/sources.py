@@ -16,7 +16,7 @@ CORPUS = Path(__file__).parent / "corpus"
 TOKENIZER_CONFIG = "tokenizer_config.json"
 
 
-def identity_of(words: TokenizerChoice) -> list[str | int]:
+def identity_of_tokenizer(words: TokenizerChoice) -> list[str | int]:
     """Return what decides the tokens: ids, and hashes of the file and of those that may hold a chat template."""
     beside = [words.file.with_name(n) for n in (TOKENIZER_CONFIG, "chat_template.jinja")]
     hashes = [hash_of_file(file) for file in (words.file, *beside) if file.is_file()]

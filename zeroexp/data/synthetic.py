@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from zeroexp.config.families import MODELS, shape_of, vocabulary
+from zeroexp.config.families import MODELS, shape_of, vocab_size_of_shape
 from zeroexp.config.keys import ConfigError, DataConfig, ModelConfig
 from zeroexp.data import Microbatch, Samples
 
@@ -16,7 +16,7 @@ def synthetic_samples(config: DataConfig, model: ModelConfig, seed: int) -> Samp
     """Make vectors for regression, else tokens of the model's vocabulary. Raises ConfigError."""
     if config.task == "regression":
         return SyntheticVectors(width_of(model), config.seq_len, seed)
-    words = config.vocab_size or vocabulary(model)
+    words = config.vocab_size or vocab_size_of_shape(model)
     assert words is not None  # check_vocabulary
     return SyntheticTokens(words, config.seq_len, seed)
 

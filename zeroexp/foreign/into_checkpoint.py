@@ -61,7 +61,7 @@ def import_checkpoint(
     # Formats may count steps once for all; then each parameter with moments gets a counter, as the optimizer keeps it.
     counted = {Place(place.name, STEP) for place in tensors if place.key == "exp_avg"}
     tensors.update((place, torch.zeros((), device="meta")) for place in counted - tensors.keys())
-    with folders.asked_for(target) as run:
+    with folders.filled_or_removed(target) as run:
         checkpoint = run / folders.FOLDER / f"step-{step:06d}"
         checkpoint.mkdir(parents=True)
         places = _map_file(checkpoint / FILE, tensors)

@@ -29,19 +29,19 @@ class Values(Protocol):
         ...
 
 
-def exchange(parameter: nn.Parameter, tensor: Tensor) -> None:
+def swap_in(parameter: nn.Parameter, tensor: Tensor) -> None:
     """Put `tensor`, which may be on another device, into `parameter`, which stays the same object."""
     made = nn.Parameter(tensor, requires_grad=parameter.requires_grad)
     torch.utils.swap_tensors(parameter, made)
 
 
-def make_places(module: nn.Module, device: torch.device) -> None:
+def make_placeholders(module: nn.Module, device: torch.device) -> None:
     """Put parameters from meta onto `device`, each in its shape over the memory of one element."""
     _drop_weak_references(module)
     for parameter in module.parameters():
         if parameter.is_meta:
             one = torch.zeros((), dtype=parameter.dtype, device=device)
-            exchange(parameter, one.expand(parameter.shape))
+            swap_in(parameter, one.expand(parameter.shape))
 
 
 def fill_in(module: nn.Module, values: Values, device: torch.device | str = "cpu") -> None:
@@ -52,7 +52,7 @@ def fill_in(module: nn.Module, values: Values, device: torch.device | str = "cpu
         parameter = named[name]
         whole = torch.empty(parameter.shape, dtype=parameter.dtype, device=device)
         whole.view(-1).copy_(read(0, whole.numel()))
-        exchange(parameter, whole)
+        swap_in(parameter, whole)
     module.to(device)
 
 

@@ -36,7 +36,7 @@ class StepClock:
         return before
 
     @contextmanager
-    def optimizer(self, optimizer: Optimizer) -> Generator[None]:
+    def timing_optimizer(self, optimizer: Optimizer) -> Generator[None]:
         """Count what `optimizer.step()` takes inside as the phase "optimizer"."""
 
         def enter(phase: str, *_: object) -> None:

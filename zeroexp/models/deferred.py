@@ -28,7 +28,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map_only
 
-from zeroexp.interface.values import Read, exchange
+from zeroexp.interface.values import Read, swap_in
 
 Thing = TypeVar("Thing")
 
@@ -161,7 +161,7 @@ class Tape(TorchDispatchMode):
             if parameter is None or parameter.is_meta:
                 return
             values = parameter.detach()
-            exchange(parameter, torch.empty_like(values, device="meta"))
+            swap_in(parameter, torch.empty_like(values, device="meta"))
             self._note(aten.copy_.default, ((parameter.detach(), values), {}), parameter)
 
     def _note(self, func: Any, arguments: Any, result: Any) -> None:

@@ -22,7 +22,7 @@ from transformers import (
 from transformers.integrations import moe
 from transformers.utils import logging
 
-from zeroexp.config.families import shape_of, vocabulary
+from zeroexp.config.families import shape_of, vocab_size_of_shape
 from zeroexp.config.keys import ConfigError, ModelConfig
 from zeroexp.interface.values import Values
 from zeroexp.models import find_weights, huggingface_weights_check
@@ -192,7 +192,7 @@ def require_fitting_weights(config: ModelConfig, folder: Path) -> None:
 
     If the data decides the model's vocabulary size, the weights' size is assumed.
     """
-    words = vocabulary(config) or huggingface_weights_check.vocab_size_of(config, folder)
+    words = vocab_size_of_shape(config) or huggingface_weights_check.vocab_size_of(config, folder)
     with torch.device("meta"):
         module = build(config, words)
     huggingface_weights_check.require_fitting(config, folder, module)

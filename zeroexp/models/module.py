@@ -11,7 +11,7 @@ from itertools import takewhile
 import torch
 from torch import nn
 
-from zeroexp.config.families import MODELS, vocabulary
+from zeroexp.config.families import MODELS, vocab_size_of_shape
 from zeroexp.config.keys import ConfigError, ModelConfig
 from zeroexp.interface.values import Values, fill_in
 from zeroexp.models.blocks import chosen_blocks, find_blocks
@@ -42,7 +42,7 @@ def build_model(
     rounding, dtype. `vocab_size` is the data's vocabulary, which must fit into the model's. Raises ConfigError.
     """
     device = torch.device(device)
-    vocab_size = fitting_vocabulary(config, vocab_size)
+    vocab_size = fitting_vocab_size(config, vocab_size)
     if device.type == "meta":
         with device:
             model = _build(config, vocab_size)
@@ -67,7 +67,7 @@ def build_deferred(config: ModelConfig, *, seed: int, vocab_size: int | None = N
     The values are those of `build_model`, bit for bit. A model whose constructor reads values of its own parameters is
     built whole, and `values` is None. Raises ConfigError.
     """
-    vocab_size = fitting_vocabulary(config, vocab_size)
+    vocab_size = fitting_vocab_size(config, vocab_size)
     try:
         model, drawn = defer(lambda: _build(config, vocab_size), seed, lambda made: made.module)
     except CannotDefer as error:
@@ -89,7 +89,7 @@ def build_deferred(config: ModelConfig, *, seed: int, vocab_size: int | None = N
 def build_empty(config: ModelConfig, shapes: Mapping[str, Sequence[int]]) -> BuiltModel:
     """Build the model on meta; if the config sets no vocabulary size, the first tensor with a row a word does."""
     config = replace(config, weights=None)
-    if vocabulary(config) is not None:
+    if vocab_size_of_shape(config) is not None:
         return build_model(config, seed=0, device="meta")
     built = build_model(config, seed=0, device="meta", vocab_size=MANY_WORDS)
     for name, parameter in built.module.named_parameters():
@@ -177,9 +177,9 @@ def longest_sequence(model: BuiltModel) -> int | None:
     return longest
 
 
-def fitting_vocabulary(config: ModelConfig, data_words: int | None) -> int | None:
+def fitting_vocab_size(config: ModelConfig, data_words: int | None) -> int | None:
     """Return the model's vocabulary size. Raises ConfigError if the data's token ids exceed it."""
-    words = vocabulary(config)
+    words = vocab_size_of_shape(config)
     if words is None or data_words is None:
         return words or data_words
     if data_words > words:

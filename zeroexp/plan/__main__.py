@@ -53,7 +53,7 @@ ALLOWED = ("-m", "--multirun", REHEARSE)
 
 def main() -> int:
     arguments = sys.argv[1:]
-    safe_output.keep_going()
+    safe_output.ignore_output_errors()
     signals.handle_ctrl_c()
     try:
         print(_answer(arguments))
@@ -64,7 +64,7 @@ def main() -> int:
     except KeyboardInterrupt:
         return INTERRUPTED
     except (Exception, SystemExit) as error:
-        if (told := plugins.blamed(error)) is None:
+        if (told := plugins.blame_plugin(error)) is None:
             raise
         print(f"zeroexp: {told}", file=sys.stderr)
         return REFUSED

@@ -12,7 +12,7 @@ from zeroexp.config.job_shape import job_shape_of
 from zeroexp.config.keys import Config, UndefinedCombination, resolve
 from zeroexp.config.optimizer import OPTIMIZERS, master_of_kind, optimizers_of
 from zeroexp.config.parameter_groups import parameter_groups
-from zeroexp.config.vocabulary import vocabulary_of_data
+from zeroexp.config.vocabulary import vocab_size_of_data
 from zeroexp.cut.layout import LAYOUTS
 from zeroexp.cut.matrix_step import CutMatrix, cut_matrices
 from zeroexp.cut.stage import Move, Placement
@@ -32,7 +32,7 @@ from zeroexp.zero.grouping import (
 
 def build_on_meta(config: Config, vocab_size: int | None = None) -> BuiltModel:
     """Return the point's model without memory; `vocab_size` is the data's, once it is read. Raises ConfigError."""
-    words = vocab_size or vocabulary_of_data(config)
+    words = vocab_size or vocab_size_of_data(config)
     return build_model(config.model, seed=0, device="meta", vocab_size=words)
 
 

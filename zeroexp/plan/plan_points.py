@@ -11,7 +11,7 @@ from zeroexp.check.sweep_points import SweepPoint, require_defined
 from zeroexp.check.try_model import check_model
 from zeroexp.check.try_strategy import refused_strategy
 from zeroexp.config.keys import Config, UndefinedCombination
-from zeroexp.config.vocabulary import vocabulary_of_data
+from zeroexp.config.vocabulary import vocab_size_of_data
 from zeroexp.models.module import BuiltModel
 from zeroexp.plan.composed_points import ComposedPoints
 from zeroexp.plan.form_of_config import build_on_meta
@@ -71,7 +71,7 @@ class Plans:
 
     def _model(self, config: Config) -> BuiltModel:
         """Return the point's model; points of one model and vocabulary share it."""
-        words = vocabulary_of_data(config)
+        words = vocab_size_of_data(config)
         key = repr((config.model, words))
         if key not in self._models:
             self._models[key] = build_on_meta(config, words)

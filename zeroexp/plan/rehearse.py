@@ -39,7 +39,7 @@ import zeroexp
 from zeroexp.check.rules_machine import num_gpus
 from zeroexp.checkpoint.staging import Staging, flat_state
 from zeroexp.config.keys import Config, ConfigError, UndefinedCombination
-from zeroexp.config.vocabulary import vocabulary_of_data
+from zeroexp.config.vocabulary import vocab_size_of_data
 from zeroexp.data.batches import Data
 from zeroexp.engines.build import build_strategy
 from zeroexp.interface.strategy import Strategy
@@ -103,13 +103,13 @@ def rehearse(
     each other's memory; hosts send messages; None: all ranks move as GPUs do. most_microbatches: so many of a step are
     run; None runs all. Raises ConfigError in one line for what can not be rehearsed.
     """
-    config = prepared(config)
+    config = config_to_rehearse(config)
     size, device = config.world_size, "cpu" if ranks_per_host else _device(config)
     assert 0 <= rank < size
-    words = vocabulary_of_data(config)
+    words = vocab_size_of_data(config)
     model = build_model(config.model, seed=config.train.seed, device="meta", vocab_size=words)
     mode = FakeTensorMode()
-    storages = Storages(mode, torch.device(device), num_words(model.module))
+    storages = Storages(mode, torch.device(device), num_logits(model.module))
     timeline = Timeline(speed)
     with (
         _needs_of_values_told(config.model.family),
@@ -143,8 +143,8 @@ def rehearse(
     return RehearsedRank(rank, device, peaks, traffic, seconds, held or {}, changes)
 
 
-def prepared(config: Config) -> Config:
-    """Return a copy of the config with three steps."""
+def config_to_rehearse(config: Config) -> Config:
+    """Return a copy of the config as it is rehearsed: three steps, without weights to read, validation and files."""
     config = deepcopy(config)
     outer, checkpoint = config.strategy.outer, config.checkpoint
     if outer.every is not None:  # the undisturbed step ends with an outer one
@@ -222,7 +222,7 @@ def _needs_of_values_told(family: str) -> Generator[None]:
         ) from error
 
 
-def num_words(module: nn.Module) -> int | None:
+def num_logits(module: nn.Module) -> int | None:
     """Return the number of words that the model chooses from at each position; None where it chooses none."""
     rows = [m.num_embeddings for m in module.modules() if isinstance(m, nn.Embedding)]
     return max(rows, default=None)

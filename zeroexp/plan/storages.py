@@ -10,7 +10,7 @@ that outlives the forward in which it was born is an activation. So births, size
 `peaks` goes through them again once the phase is over.
 
 [Note: guarded parameters] While an engine guards a parameter (zero_safety/parameter_guards.py), it has another class,
-by which FakeTensorMode does not know it as fake. To give it a gradient asks for its device, which is answered here.
+by which FakeTensorMode does not know it as fake. Giving it a gradient asks for its device, which is answered here.
 """
 
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportPrivateUsage=false
@@ -89,11 +89,11 @@ class Storages(LocalOperations):
     """Follows all storages of fake tensors of `mode`; enter it inside of that mode."""
 
     def __init__(
-        self, mode: FakeTensorMode, device: torch.device, num_words: int | None = None
+        self, mode: FakeTensorMode, device: torch.device, num_logits: int | None = None
     ) -> None:
         """Follow nothing yet.
 
-        device: of the model's parameters. num_words: the size of the model's output, by which logits are known from
+        device: of the model's parameters. num_logits: the size of the model's output, by which logits are known from
         other activations.
         """
         super().__init__()
@@ -102,7 +102,7 @@ class Storages(LocalOperations):
         self._num_uncounted = 0  # how many ask just now that nothing counts
         self._mode = mode
         self._device = device
-        self._num_words = num_words
+        self._num_logits = num_logits
         self._all: list[Storage] = []  # by serial number
         # Address of the C++ storage -> serial number, of those alive.
         self._serials: dict[int, int] = {}
@@ -206,7 +206,7 @@ class Storages(LocalOperations):
         serial = self._serials.get(address)
         if serial is None:
             serial = len(self._all)
-            is_logits = tensor.dim() > 1 and tensor.shape[-1] == self._num_words
+            is_logits = tensor.dim() > 1 and tensor.shape[-1] == self._num_logits
             kind = MESSAGES if meter.is_issuing else None
             counts = not self._num_uncounted and not on_host.is_entered
             self._all.append(Storage(self._phase, str(func), is_logits, kind=kind, counts=counts))

@@ -34,8 +34,8 @@ def answer(command: Callable[[list[str] | None], int]) -> int:
 
     command: takes a list for its answer to programs, None where nobody asks for it by `--json`.
     """
-    safe_output.keep_going()
-    wanted = wants_json()
+    safe_output.ignore_output_errors()
+    wanted = take_json_option()
     with json_alone(wanted) as told:
         try:
             return command(told if wanted else None)
@@ -44,7 +44,7 @@ def answer(command: Callable[[list[str] | None], int]) -> int:
             return REFUSED
 
 
-def wants_json() -> bool:
+def take_json_option() -> bool:
     """Take the word from the command line; Hydra and what comes after it need not know it."""
     wanted = WORD in sys.argv[1:]
     sys.argv[1:] = [word for word in sys.argv[1:] if word != WORD]

@@ -81,7 +81,7 @@ def _rank(
     task: Callable[[worlds.World], Any],
     describe: Callable[[BaseException, int], str],
 ) -> None:
-    signals.end_with(parent)
+    signals.end_with_parent(parent)
     torch.set_num_threads(1)
     os.environ.update(
         worlds.environment_of_rank(place), ZEROEXP_RENDEZVOUS=f"file://{folder}/meeting"

@@ -15,8 +15,8 @@ from typing import Any, TextIO
 NOBODY_READS = (errno.EPIPE, errno.EBADF, errno.EIO)  # a closed pipe, descriptor or terminal
 
 
-def keep_going() -> None:
-    """Make standard output and error drop what can not be written; `has_lost` tells of it."""
+def ignore_output_errors() -> None:
+    """Make standard output and error drop what can not be written; `has_lost_output` tells of it."""
     for descriptor in (0, 1, 2):
         try:
             os.fstat(descriptor)
@@ -28,7 +28,7 @@ def keep_going() -> None:
         sys.stderr = sys.__stderr__ = _text(sys.stderr, 2)
 
 
-def has_lost() -> bool:
+def has_lost_output() -> bool:
     """Whether some of standard output could not be written; a line on standard error says why."""
     sys.stdout.flush()
     if _lost:

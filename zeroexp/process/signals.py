@@ -75,7 +75,7 @@ def _ask_again_if_dropped(dropped: Any) -> None:
             seconds *= 2
 
 
-def end_with(parent: int) -> None:
+def end_with_parent(parent: int) -> None:
     """Have the kernel kill this process when its parent, or the thread of it that forked, ends in any way."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:  # it ended before prctl took effect

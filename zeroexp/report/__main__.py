@@ -44,7 +44,7 @@ TEXTS = ("markdown", "csv", "json", "latex", "torchtitan")
 
 
 def main() -> int:
-    safe_output.keep_going()
+    safe_output.ignore_output_errors()
     arguments = _arguments()
     try:
         return _report(arguments)

@@ -91,13 +91,13 @@ def write_died(
         short = Shortage(None, peak_bytes)
     # C++ aborts on an uncaught exception, even if a lost peer caused it, and a batch system that ends a job because of
     # one rank terminates the others.
-    over = name not in ("SIGABRT", "SIGTERM")
-    write(folder, name, message, rank=rank, short=short, over=over)
+    replaces = name not in ("SIGABRT", "SIGTERM")
+    write(folder, name, message, rank=rank, short=short, replaces=replaces)
 
 
 def write_hung(folder: Path, rank: int, host: str, message: str) -> None:
     """Record that a rank no longer advances, over what its peers met. The launcher calls this."""
-    write(folder, "Hang", message, rank=rank, host=host, over=True)
+    write(folder, "Hang", message, rank=rank, host=host, replaces=True)
 
 
 def last_line(log: Path) -> str | None:
@@ -118,9 +118,9 @@ def write(
     host: str | None = None,
     trace: str | None = None,
     short: Shortage | None = None,
-    over: bool = False,
+    replaces: bool = False,
 ) -> None:
-    """Write failure.json atomically; `over` replaces an existing one, otherwise the first one wins.
+    """Write failure.json atomically; it `replaces` an existing one, or else the first one wins.
 
     rank: None where no rank caused it: none was started, or a launcher itself is lost. host: this one.
     """
@@ -144,7 +144,7 @@ def write(
     text = json.dumps(cause, indent=2) + "\n"
     beside = folder / f".{FAILURE}.{socket.gethostname()}.{os.getpid()}"
     write_with_reserve(folder, lambda: write_durably(beside, text.encode()))
-    if over:
+    if replaces:
         beside.replace(folder / FAILURE)
         return
     try:

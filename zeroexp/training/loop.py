@@ -192,7 +192,7 @@ class _Run:
         if self._stop.asked:
             step.wishes.fill_(1)
         sums = self._collectives.sum_scalar_later(step.sums, "loss")  # overlaps the engine's step
-        with step.clock.optimizer(strategy.optimizer):
+        with step.clock.timing_optimizer(strategy.optimizer):
             step.grad_norm = strategy.step(drain=step.record.step in self._drained)
         step.read_memory("after_step", strategy)
         strategy.zero_grad()

@@ -22,7 +22,7 @@ from zeroexp.interface.loss_scale import LossScale
 from zeroexp.interface.optimizer_trial import make_optimizer, moments_kept
 from zeroexp.interface.saved_state import SavedState, names_in
 from zeroexp.interface.strategy import CanonicalState, ModelStates, OptimizerFactory
-from zeroexp.interface.values import Values, make_places
+from zeroexp.interface.values import Values, make_placeholders
 from zeroexp.measure.verb_seconds import meter
 from zeroexp.process.world import World
 from zeroexp.zero.assemble import make_units, start_alike
@@ -81,7 +81,7 @@ class Engine:
         dtypes = (dtypes or own_dtypes(module)).with_masters_of(param_groups)
         stage = options.stage_for(stage, world.size)
         if values is not None:
-            make_places(module, world.device)
+            make_placeholders(module, world.device)
         # torch can not convert modules of fake tensors, and a fake world is given a model that lies on its device.
         self.model = module if world.is_fake else module.to(world.device)
         self._stage, self._max_grad_norm = stage, max_grad_norm
@@ -188,7 +188,7 @@ class Engine:
             torch.autograd.graph.increment_version(self._trainable)
         if are_equal:
             self._saved_state.buffers.share()
-        for unit in self._schedule.gathers.leave_published(none=drain):
+        for unit in self._schedule.gathers.leave_published(await_all=drain):
             self._observer.released(unit, unit.arrive)
         self._observer.weights_changed(stepped=True, are_equal=are_equal)
         if drain:

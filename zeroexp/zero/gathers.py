@@ -128,12 +128,12 @@ class Gathers:
         if ahead and self.depth and unit in self.order_of_microbatch.first_units(1 + self.depth):
             self._gather(unit)
 
-    def leave_published(self, *, none: bool = False) -> list[Unit]:
+    def leave_published(self, *, await_all: bool = False) -> list[Unit]:
         """Return the units whose weights are on their way when a step ends, for whoever uses them to wait.
 
         Code in C++ (scripted, traced) is seen by no guard and may read such weights, so that there are none by default.
         """
-        if none or not self._leaves_published:
+        if await_all or not self._leaves_published:
             self.await_published()
         left = [unit for unit in self._published if unit.gather_state is GatherState.GATHERING]
         for unit in left:
