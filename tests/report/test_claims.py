@@ -151,6 +151,29 @@ def test_what_nobody_knows_is_not_proved(sweep: Path) -> None:
     assert conclude(points(sweep)).claim_lines[0].startswith("Verdict: 4 of 6")
 
 
+@pytest.mark.parametrize("name", ["ours", "theirs"])
+def test_a_point_without_a_plan_is_not_proved(sweep: Path, name: str) -> None:
+    """Its rehearsal or its closed form has failed."""
+    change(sweep / name / "summary.json", {"rehearsed": {}, "plan": {}})
+    broken = conclude(points(sweep)).broken
+    assert [line.split(":")[0] for line in broken] == [
+        *("bytes held", "bytes sent", "operations", "peaks")
+    ]
+    assert all("1 of 2 points as planned" in line for line in broken if "bytes held" in line)
+    assert f"nothing to compare: {name}:" in broken[0]
+
+
+def test_a_repeat_that_peaks_higher_breaks_the_claim_and_is_in_the_table(sweep: Path) -> None:
+    shutil.copytree(sweep / "ours", sweep / "ours-again")
+    change(sweep / "ours-again/environment.json", {"repeat": 1})
+    memory = json.loads((sweep / "ours/summary.json").read_text())["memory"]
+    higher = {**memory["peak"], "fullest": memory["peak"]["fullest"] + 20 * MIB}
+    change(sweep / "ours-again/summary.json", {"memory.peak": higher})
+    found = conclude(points(sweep))
+    assert [line.split(":")[0] for line in found.broken] == ["peaks"]
+    assert f"{higher['fullest'] / MIB:.1f}" in table(points(sweep))
+
+
 def test_what_no_engine_of_the_study_counts_is_not_claimed(sweep: Path) -> None:
     shutil.rmtree(sweep / "ours")
     verdict, *lines = conclude(points(sweep)).claim_lines

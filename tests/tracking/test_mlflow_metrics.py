@@ -14,7 +14,7 @@ import torch
 
 from tests.run_folders import PARAMETER_BYTES, record, write_run
 from zeroexp.measure import system_samples
-from zeroexp.measure.record import RunSummary, Spread
+from zeroexp.measure.record import RunSummary, Spread, Traffic, VerbSeconds
 from zeroexp.measure.system_samples import sampling_system
 from zeroexp.tracking import mlflow_labels, mlflow_metrics
 from zeroexp.tracking.files import read_timed_records, write_json
@@ -118,6 +118,17 @@ def test_the_summary_becomes_metrics_of_the_fullest_rank_and_the_mean(summary: R
     assert made["verb/reduce_exposed_ms"] == 15.0  # rank r waits 10 r ms
     assert made["time/exposed_ms"] == 35.0
     assert made["comp_comm_overlap_pctg"] == pytest.approx(100 * 70 / (70 + 35))
+
+
+def test_of_an_engine_that_counts_nothing_no_waiting_is_told(summary: RunSummary) -> None:
+    """The training loop's own sum of the loss is all that is timed and counted; TCP knows the bytes."""
+    own, traffic = {"loss": VerbSeconds(exposed=1e-6)}, Traffic({"loss": 8})
+    of_step = record(0, verbs=own, traffic=traffic, wire_bytes=9 * MIB)
+    made = {each.key: each.value for each in mlflow_metrics.step_entries(1.0, of_step)}
+    assert made["traffic/step_sent_mib"] == 9.0 and "time/step_exposed_ms" not in made
+    times = [replace(rank, verbs=own) for rank in summary.times]
+    made = metrics(replace(summary, times=times))
+    assert "time/exposed_ms" not in made and "comp_comm_overlap_pctg" not in made
 
 
 def test_what_scales_stands_at_the_world_size(summary: RunSummary) -> None:

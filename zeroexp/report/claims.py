@@ -66,8 +66,11 @@ def claims_of(points: Sequence[MeasuredPoint]) -> list[Claim]:
         return _of_losses(done)
     text = f"{len(done)} of {len(ended)} points came to their end"
     counted = [
-        _of_all("bytes sent", done, partial(_byte_error, sent=True), "bytes", "to the byte"),
-        _of_all("operations", done, _calls_error, "calls", "to the call"),
+        _of_all(
+            *("bytes sent", done, partial(_byte_error, sent=True), "bytes", "to the byte"),
+            is_claimed=_counts,
+        ),
+        _of_all("operations", done, _calls_error, "calls", "to the call", is_claimed=_counts),
     ]
     return [
         Claim(text, len(done) == len(ended)),
@@ -107,10 +110,15 @@ def _of_all(
     unit: str,
     within: str,
     allowed: Callable[[RunSummary], float] = lambda _: 0.0,
+    is_claimed: Callable[[MeasuredPoint], bool] = lambda _: True,
 ) -> Claim:
-    """Return what holds of all points whose error is known, and which of them are wrong; of none it is not proved."""
-    done = [(point.name, point.summary) for point in points if point.summary]
-    known = [(name, error, s) for name, s in done if (error := error_of(s)) is not None]
+    """Return what holds of all points, and which are wrong; where a plan or measure of one lacks it, it is not proved.
+
+    is_claimed: whether that is said of a point of which it is unknown.
+    """
+    done = [(point, summary) for point in points if (summary := point.pooled.summary)]
+    known = [(point.name, e, s) for point, s in done if (e := error_of(s)) is not None]
+    unknown = [point.name for point, s in done if error_of(s) is None and is_claimed(point)]
     # A mean over steps may be off by a part of one.
     off = [
         (name, f"{error:+,.{0 if abs(error) >= 1 else 2}f}")
@@ -120,9 +128,11 @@ def _of_all(
     wrong = [f"{name} {error} {unit}" for name, error in off]
     worst = max((abs(error) for _, error, _ in known), default=0)
     named = f" ({', '.join(wrong)})" if wrong else f" (worst {worst:,.0f} {unit})" if worst else ""
-    held = f"{len(known) - len(wrong)} of {len(known)} points as planned"
+    held = f"{len(known) - len(wrong)} of {len(known) + len(unknown)} points as planned"
     text = held if known else "no point has something planned to compare with"
-    return Claim(f"{what}: {text}, {within}{named}", bool(known) and not wrong)
+    lacks = f"; nothing to compare: {', '.join(unknown)}" if known and unknown else ""
+    holds = bool(known) and not wrong and not unknown
+    return Claim(f"{what}: {text}, {within}{named}{lacks}", holds)
 
 
 def _counts(point: MeasuredPoint) -> bool:

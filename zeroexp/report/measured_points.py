@@ -16,7 +16,7 @@ from pathlib import Path
 from statistics import fmean, median
 
 from zeroexp.config.keys import Config
-from zeroexp.measure.record import OFF_DEVICE, RunSummary, StepRecord
+from zeroexp.measure.record import OFF_DEVICE, MemorySummary, RunSummary, StepRecord
 from zeroexp.measure.summary import of_all
 from zeroexp.report.reading import records_of
 from zeroexp.tracking.run import Run, flatten
@@ -126,7 +126,7 @@ class MeasuredPoint:
 
     @cached_property
     def pooled(self) -> Run:
-        """`run` with the median of its runs in every time, and the mean over seeds in every loss, for tables.
+        """`run` with the median of its runs in every time, the mean over seeds in every loss, and the largest peak.
 
         Its status is that of a repeat that did not come to its end, if there is one.
         """
@@ -143,12 +143,17 @@ class MeasuredPoint:
             summaries[0],
             **{name: of_all([getattr(s, name) for s in seeds], fmean) for name in MEANS},
             **{name: median(getattr(s, name) for s in summaries) for name in MEDIANS},
+            memory=max((s.memory for s in summaries), key=_peak),
             phase_seconds_median={
                 phase: median(s.phase_seconds_median.get(phase, 0.0) for s in summaries)
                 for phase in summaries[0].phase_seconds_median
             },
         )
         return replace(run, summary=summary)
+
+
+def _peak(memory: MemorySummary) -> float:
+    return memory.peak.fullest if memory.peak else 0
 
 
 def settings_of(run: Run, also: Collection[str] = ()) -> tuple[str, ...]:

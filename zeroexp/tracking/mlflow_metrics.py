@@ -21,6 +21,7 @@ from zeroexp.measure.record import (
     figures_of,
     mean_verb_seconds,
 )
+from zeroexp.measure.summary import LOSS
 from zeroexp.tracking.json_files import loads
 
 MIB = 2**20
@@ -63,10 +64,12 @@ def step_entries(written_at: float, record: StepRecord) -> list[Entry]:
         values["time/saving_ms"] = _milliseconds(record.saving_seconds)
     if record.peak_bytes is not None:
         values["memory/step_peak_mib"] = _mib(record.peak_bytes)
-    if record.verbs:
+    if record.verbs.keys() - {LOSS}:
         exposed = sum(verb.exposed for verb in record.verbs.values())
         values["time/step_exposed_ms"] = _milliseconds(exposed)
-    values[LAST_OF_STEP] = _mib(sum(record.traffic.bytes_by_kind.values()))
+    # Of an engine that counts none of it, what TCP carried.
+    sent = max(sum(record.traffic.bytes_by_kind.values()), record.wire_bytes or 0)
+    values[LAST_OF_STEP] = _mib(sent)
     return _entries(values, written_at, record.step)
 
 
@@ -129,7 +132,7 @@ def _verb_entries(summary: RunSummary) -> dict[str, float]:
         for verb in parts["working"]
         for part, means in parts.items()
     }
-    if ranks:
+    if ranks and parts["working"].keys() != {LOSS}:
         exposed = fmean(rank.exposed_seconds for rank in ranks)
         hidden = fmean(rank.overlapped_seconds for rank in ranks)
         values["time/exposed_ms"] = _milliseconds(exposed)
