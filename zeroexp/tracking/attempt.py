@@ -1,7 +1,8 @@
 """attempts.json records each attempt at a run and why it ended. Only the newest attempt may write.
 
 A node that lost only its slurmd keeps its ranks alive while Slurm starts the run again on other nodes. Such ranks
-cannot be reached, so this module refuses whatever they are about to write in the run's folder, and they end themselves.
+cannot be reached, so this module fences them off: it refuses whatever they are about to write in the run's folder, and
+they end themselves.
 """
 
 from __future__ import annotations
