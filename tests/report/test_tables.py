@@ -163,6 +163,18 @@ def test_utilisation_is_of_the_largest_peak_that_a_run_measured(folder: Path) ->
     )
 
 
+def test_utilisation_is_of_the_processor_that_a_run_had(folder: Path) -> None:
+    """The largest peak of a faster one is none of the others'."""
+    change(folder / "a-ddp/summary.json", {"peak_flops_per_second": 1e12})
+    change(folder / "a-ddp/environment.json", {"machine": {"processor": "Slow"}})
+    text = render(points(folder))
+    assert [row["MFU"] for row in rows(text)[:2]] == ["47.6", "6.9"]
+    assert (
+        "1 TFLOP/s a rank (fastest product of matrices in float32, Slow) or 4 TFLOP/s"
+        in " ".join(text.split())
+    )
+
+
 def test_what_engines_settled_by_themselves_is_said_once(tmp_path: Path) -> None:
     settled = {"zero2": {"transport": "direct", "bucket_mb": 4.0, "prefetch": None}}
     settled["zero3"] = settled["zero2"]

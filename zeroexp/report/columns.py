@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
-from typing import Any
+from typing import Any, NamedTuple
 
 from zeroexp.config.keys import ConfigError
 from zeroexp.measure.record import (
@@ -168,7 +168,7 @@ MEBIBYTES = (",.1f", 1 / MIB)
 
 def _numbers(points: Sequence[MeasuredPoint]) -> list[Column]:
     """Return losses, times, memory, what was planned of them, and traffic."""
-    peaks = peak_flops_by_name(points)
+    peaks = peaks_of(points)
     losses, times, plan = (1, "losses"), (",.1f", 1e3, "times"), (*MEBIBYTES, "plan")
     return [
         _number("final_loss", "loss", "last step", ".4f", *losses),
@@ -261,30 +261,45 @@ def shares_memory(points: Sequence[MeasuredPoint]) -> bool:
     return any(sent and wire and sent.mean > SKEW * wire.mean for sent, wire in pairs)
 
 
-def utilisation(point: MeasuredPoint, peaks: Mapping[str, float]) -> float | None:
-    """Return the share of its ranks' peak that the model's operations take, by the peaks of `peak_flops_by_name`."""
+class PeakFlops(NamedTuple):
+    """The most operations per second of one rank, and what it is the peak of."""
+
+    name: str
+    per_second: float
+
+
+def utilisation(point: MeasuredPoint, peaks: Mapping[str, PeakFlops]) -> float | None:
+    """Return the share of its ranks' peak that the model's operations take, by the peaks of `peaks_of`."""
     summary = point.pooled.summary
     rate = summary and summary.model_flops_per_second
-    peak = summary and peaks.get(peak_name(summary))
-    return rate / (peak * point.run.world_size) if rate and peak else None
+    peak = peaks.get(point.name)
+    return rate / (peak.per_second * point.run.world_size) if rate and peak else None
 
 
-def peak_flops_by_name(points: Sequence[MeasuredPoint]) -> dict[str, float]:
-    """Return the peaks of a rank that runs know, operations per second by name.
+def peaks_of(points: Sequence[MeasuredPoint]) -> dict[str, PeakFlops]:
+    """Return the peak of a rank of each point whose run knows it.
 
-    A peak that several runs measured is the largest of theirs: a busy machine only makes it smaller, and points are
-    compared with one another.
+    A peak that several runs measured on one processor is the largest of theirs: a busy machine only makes it smaller,
+    and points are compared with one another.
     """
-    peaks: dict[str, float] = {}
-    for summary in (point.summary for point in points if point.summary):
-        if summary.model_flops_per_step and summary.peak_flops_per_second:
-            name = peak_name(summary)
-            peaks[name] = max(peaks.get(name, 0.0), summary.peak_flops_per_second)
-    return peaks
+    summaries = [(point, point.summary) for point in points if point.summary]
+    known = [(p, s) for p, s in summaries if s.model_flops_per_step and s.peak_flops_per_second]
+    several = len({_processor(point) for point, _ in known}) > 1
+    names = {
+        point.name: ", ".join(
+            [s.peak_flops_name or s.peak_flops_source, *([_processor(point)] if several else [])]
+        )
+        for point, s in known
+    }
+    most: dict[str, float] = {}
+    for point, summary in known:
+        name = names[point.name]
+        most[name] = max(most.get(name, 0.0), summary.peak_flops_per_second or 0.0)
+    return {point: PeakFlops(name, most[name]) for point, name in names.items()}
 
 
-def peak_name(summary: RunSummary) -> str:
-    return summary.peak_flops_name or summary.peak_flops_source
+def _processor(point: MeasuredPoint) -> str:
+    return point.run.environment.get("machine.processor", "unknown processor")
 
 
 # ---- how points compare, and what programs want beside all that
@@ -309,12 +324,9 @@ def _conclusion_columns(conclusions: Conclusions) -> list[Column]:
 
 
 def _columns_for_programs(points: Sequence[MeasuredPoint]) -> list[Column]:
-    peaks = peak_flops_by_name(points)
+    peaks = peaks_of(points)
     summaries = [point.summary for point in points if point.summary]
     phases = dict.fromkeys(phase for s in summaries for phase in s.phase_seconds_median)
-
-    def named_peak(point: MeasuredPoint) -> str | None:
-        return (point.summary and peak_name(point.summary)) or None
 
     return [
         Column("sweep", lambda p: p.run.sweep),
@@ -326,8 +338,8 @@ def _columns_for_programs(points: Sequence[MeasuredPoint]) -> list[Column]:
         _number("interval_over", path="over", of=step_time_interval),
         *(_number(f"{each}_phase_seconds", path=f"phase_seconds_median.{each}") for each in phases),
         _number("model_flops_per_second"),
-        Column("peak_flops_per_second", lambda p: peaks.get(named_peak(p) or "")),
-        Column("peak_flops", named_peak),
+        Column("peak_flops_per_second", lambda p: getattr(peaks.get(p.name), "per_second", None)),
+        Column("peak_flops", lambda p: getattr(peaks.get(p.name), "name", None)),
         _number("diverged_at"),
         Column("doubt", why_doubtful),
         Column("drift", lambda p: " ".join(drift_lines([p])) or None),

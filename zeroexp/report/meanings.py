@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 
 from zeroexp.config.engines import label_of
-from zeroexp.report.columns import Column, peak_flops_by_name
+from zeroexp.report.columns import Column, peaks_of
 from zeroexp.report.measured_points import MeasuredPoint
 from zeroexp.report.statistics import DOUBT, drift_lines, why_doubtful
 
@@ -41,8 +41,8 @@ def meanings_of(points: Sequence[MeasuredPoint], columns: Sequence[Column]) -> l
     words = {
         "steps": " or ".join(f"{n} steps after {warmup} of warm-up" for n, warmup in steps),
         "peaks": " or ".join(
-            f"{peak / 1e12:,.3g} TFLOP/s a rank ({name})"
-            for name, peak in peak_flops_by_name(points).items()
+            f"{peak.per_second / 1e12:,.3g} TFLOP/s a rank ({peak.name})"
+            for peak in dict.fromkeys(peaks_of(points).values())
         ),
     }
     names = [column.name for column in columns]
