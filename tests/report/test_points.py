@@ -10,6 +10,7 @@ from tests.composing import composed
 from tests.report.made import change, edit, points, timed
 from tests.run_folders import write_run
 from zeroexp.config.keys import save
+from zeroexp.report.headline import headline_sentences
 from zeroexp.report.measured_points import points_of
 from zeroexp.tracking.run import read_run
 
@@ -38,6 +39,16 @@ def test_a_point_of_which_a_repeat_failed_says_so(tmp_path: Path) -> None:
     pooled = point.pooled
     assert (pooled.status, pooled.reason) == ("failed", "1 of 2 runs: rank 0 died")
     assert pooled.summary and point.seconds_by_round
+
+
+def test_a_point_of_which_a_seed_diverged_says_so(tmp_path: Path) -> None:
+    write_run(tmp_path / "a")
+    later = write_run(tmp_path / "b")
+    edit(later / "config.yaml", "  seed: 0", "  seed: 1")
+    change(later / "summary.json", {"diverged_at": 3})
+    (point,) = points(tmp_path)
+    assert point.pooled.summary and point.pooled.summary.diverged_at == 3
+    assert any("diverged at step 3" in each for each in headline_sentences([point]))
 
 
 def test_points_of_two_sweeps_are_told_apart_by_their_folders(tmp_path: Path) -> None:

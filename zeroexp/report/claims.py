@@ -84,7 +84,8 @@ def claims_of(points: Sequence[MeasuredPoint]) -> list[Claim]:
 def _of_losses(done: Sequence[MeasuredPoint]) -> list[Claim]:
     claims, losses = list[Claim](), losses_of(done)
     if losses and losses.agreement and losses.compared:
-        diverged = [point for point in done if point.summary and point.summary.verdict]
+        summaries = [point.pooled.summary for point in done]
+        diverged = [summary for summary in summaries if summary and summary.verdict]
         others = [curve.point for curve in losses.off[1:]]
         more = f"; off too: {', '.join(others)}" if others else ""
         more += f"; {len(diverged)} of {len(done)} runs diverged" if diverged else ""

@@ -31,9 +31,9 @@ class Card(NamedTuple):
 def headline_sentences(points: Sequence[MeasuredPoint]) -> list[str]:
     """Say what ran, whether a step is the same work, which runs diverged, and what rose with the steps."""
     diverged = [
-        f"{point.name} {point.summary.verdict}: its numbers are of a run that does not train."
+        f"{point.name} {summary.verdict}: its numbers are of a run that does not train."
         for point in points
-        if point.summary and point.summary.verdict
+        if (summary := point.pooled.summary) and summary.verdict
     ]
     return [_what_ran(points), *_unlike_work(points), *diverged, *drift_lines(points)]
 

@@ -128,6 +128,8 @@ class MeasuredPoint:
     def pooled(self) -> Run:
         """`run` with the median of its runs in every time, the mean over seeds in every loss, and the largest peak.
 
+        It diverged where one of them did.
+
         Its status is that of a repeat that did not come to its end, if there is one.
         """
         run = self.run
@@ -139,11 +141,13 @@ class MeasuredPoint:
         if len(summaries) < 2:
             return run
         seeds = list(self.by_seed.values())
+        diverged = [s.diverged_at for s in summaries if s.diverged_at is not None]
         summary = replace(
             summaries[0],
             **{name: of_all([getattr(s, name) for s in seeds], fmean) for name in MEANS},
             **{name: median(getattr(s, name) for s in summaries) for name in MEDIANS},
             memory=max((s.memory for s in summaries), key=_peak),
+            diverged_at=min(diverged) if diverged else None,
             phase_seconds_median={
                 phase: median(s.phase_seconds_median.get(phase, 0.0) for s in summaries)
                 for phase in summaries[0].phase_seconds_median
