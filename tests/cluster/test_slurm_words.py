@@ -18,7 +18,7 @@ import pytest
 
 from tests.warm import Warm
 from zeroexp.cluster import slurm_state
-from zeroexp.cluster.batch_file import BatchFile, batch_file
+from zeroexp.cluster.batch_file import BatchFile, array_file, batch_file
 from zeroexp.cluster.code_snapshot import PACKAGE, snapshot_code
 from zeroexp.cluster.follow import cancel_unfinished, follow, refresh
 from zeroexp.cluster.job import Job
@@ -139,6 +139,35 @@ def test_a_batch_file_heeds_neither_the_users_options_nor_what_a_killed_attempt_
     assert "requeue" not in (tmp_path / "asked").read_text()
 
 
+@pytest.mark.parametrize(
+    ("words", "num_asked"),
+    [("Unexpected message received for job 7", 3), ("Access/permission denied for job 7", 1)],
+)
+def test_a_controller_that_is_away_is_asked_again_for_another_start(
+    slurm, monkeypatch, tmp_path, words, num_asked
+):
+    """It takes the third request, and ends the job, which waits for that."""
+    asked = tmp_path / "asked"
+    takes = f"[ $(wc -l < {asked}) -lt 3 ] || exit 0"
+    requeue = f"echo >> {asked}; {takes}; echo 'slurm_requeue error: {words}'; exit 1"
+    job = make_job(tmp_path / "run", ClusterConfig(kind="slurm", requeue=True))
+    (job.folder / "slurm").mkdir()
+    slurm(
+        srun=f"touch {job.folder}/slurm/{WANTS_ANOTHER}",
+        squeue="echo N/A",
+        sleep="[ $1 != 60 ] || kill $PPID",
+        scontrol=f"case $1 in requeue) {requeue};; esac",
+    )
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    batch = tmp_path / "batch.sh"
+    batch.write_text(batch_file(job).text())
+    subprocess.run(["bash", batch], timeout=60)
+    assert len(asked.read_text()) == num_asked
+    (ended,) = [*(job.folder / "slurm").glob("ended*")] or [None]
+    assert (ended is None) == (num_asked == 3)
+    assert ended is None or words in ended.read_text()
+
+
 @pytest.mark.slow
 def test_the_example_of_a_site_is_what_the_page_says(tmp_path: Path) -> None:
     """Its first command: a dry run, on a machine that need not have Slurm."""
@@ -192,6 +221,15 @@ def test_of_one_name_only_as_many_as_may_run(tmp_path: Path) -> None:
     assert "--dependency=singleton\n" in text
     assert f"--job-name={tmp_path.name}-0\n" in text
     assert "--gpus-per-node" not in text
+
+
+def test_a_sites_dependency_stands_beside_what_limits_the_sweep(tmp_path: Path) -> None:
+    """Of an array too, which limits its elements by itself."""
+    site = SlurmConfig(max_running=2, sbatch={"dependency": "afterok:1"})
+    job = make_job(tmp_path / "run", ClusterConfig(device="cpu", slurm=site))
+    assert "--dependency=afterok:1,singleton\n" in batch_file(job).text()
+    text = array_file([job, job]).text()
+    assert "--dependency=afterok:1\n" in text and "--array=0-1%2\n" in text
 
 
 def test_the_same_code_is_copied_once_and_changed_code_again(

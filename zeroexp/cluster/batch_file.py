@@ -16,6 +16,7 @@ import shlex
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, redirect_stderr
+from dataclasses import replace
 from io import StringIO
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,7 @@ from submitit.core.utils import FailedJobError, FailedSubmissionError
 from zeroexp.cluster.code_snapshot import snapshot_code
 from zeroexp.cluster.job import Job
 from zeroexp.cluster.local import thread_variables
+from zeroexp.cluster.slurm_state import NO_ANSWER
 from zeroexp.cluster.task import (
     HEARTBEAT_AT,
     HOSTS,
@@ -137,8 +139,9 @@ def batch_file(job: Job) -> BatchFile:
 def array_file(jobs: Sequence[Job]) -> BatchFile:
     """Return the batch file of a job array; its element i runs the ELEMENT of the i-th of these jobs of one shape."""
     first, config = jobs[0].folder.resolve(), jobs[0].config.cluster
-    asks = _asks(jobs[0], config, first.parent.name)
-    asks = {key: value for key, value in asks.items() if key not in ("error", "dependency")}
+    unlimited = replace(config.slurm, max_running=None)  # the array itself has the limit
+    asks = _asks(jobs[0], replace(config, slurm=unlimited), first.parent.name)
+    asks = {key: value for key, value in asks.items() if key != "error"}
     most = f"%{config.slurm.max_running}" if config.slurm.max_running else ""
     asks |= {"array": f"0-{len(jobs) - 1}{most}", "output": "/dev/null"}
     folders = [shlex.quote(str(job.folder.resolve() / "slurm")) for job in jobs]
@@ -186,6 +189,8 @@ def _asks(job: Job, config: ClusterConfig, name: str) -> dict[str, Any]:
     site, shape = config.slurm, JobShape.of(job.config.world_size, config.slurm.ranks_per_node)
     own = {key.replace("-", "_"): value for key, value in site.sbatch.items()}
     gpus = config.device == "cuda" and not own.keys() & ASKS_FOR_GPUS
+    if site.max_running and own.get("dependency"):
+        own["dependency"] = f"{own['dependency']},singleton"  # a comma: both
     asks = {
         "job_name": name,
         "nodes": shape.nodes,
@@ -262,18 +267,22 @@ def _site_lines(lines: list[str]) -> list[str]:
 
 def _end_lines(slurm: Path) -> list[str]:
     """Return shell lines that start the job again if its ranks want it, see [Note: the end]."""
-    preempted = f"squeue --noheader --jobs=${JOB} --Format=PreemptTime:20 | grep -q '[0-9]'"
+    preempted = f"ask squeue --noheader --jobs=${JOB} --Format=PreemptTime:20"
+    silent = shlex.quote(f"{NO_ANSWER}|connect failure")
     return [
         "code=$?",
         f"asked={shlex.quote(str(slurm))}/{WANTS_ANOTHER}",
         f"ended={shlex.quote(str(slurm))}/ended${attempt.NUMBER}",
         "wait_to_be_killed() { while sleep 60; do :; done; }",
+        f"silent={silent}",
+        # A controller that is away comes back, and until Slurm kills the job there is time.
+        'ask() { until words=$("$@" 2>&1); do [[ $words =~ $silent ]] || return 1; sleep 5; done; }',
         'if [ -e "$asked" ]; then',
         '    rm "$asked"',
-        f"    if {preempted}; then",
+        f"    if {preempted} && [[ $words =~ [0-9] ]]; then",
         f'        echo {shlex.quote(PREEMPTED)} > "$ended"; wait_to_be_killed',
         "    fi",
-        f'    words=$(scontrol requeue "${JOB}" 2>&1) && wait_to_be_killed',
+        f'    ask scontrol requeue "${JOB}" && wait_to_be_killed',
         f'    echo "{TIME_LIMIT}; not requeued: $words" > "$ended"',
         "fi",
         "exit $code",

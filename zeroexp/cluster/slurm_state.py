@@ -20,6 +20,8 @@ from zeroexp.tracking.run import SLURM_FILE
 OF_THIS_USER = (f"--user={os.getuid()}", "--noheader", "--states=all")
 OPTIONS_OF_THE_USER = ("SQUEUE_", "SACCT_", "SCANCEL_")
 SRUN_WRITES = "slurm"  # a folder in the run's folder
+# What commands say, as a regular expression, where the controller may or may not have done what was asked.
+NO_ANSWER = "[Tt]imed out|Zero Bytes|Unexpected message|(send|receive|shutdown) failure"
 
 
 @dataclass(frozen=True)

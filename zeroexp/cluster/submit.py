@@ -19,7 +19,7 @@ from dataclasses import asdict
 from zeroexp.cluster import slurm_state
 from zeroexp.cluster.job import Job
 from zeroexp.cluster.local import RANK_MAIN
-from zeroexp.cluster.slurm_state import SlurmSilent, find_by_comment
+from zeroexp.cluster.slurm_state import NO_ANSWER, SlurmSilent, find_by_comment
 from zeroexp.cluster.task import DUTY
 from zeroexp.cluster.tell import tell
 from zeroexp.config.job_shape import JobShape
@@ -37,7 +37,7 @@ NO_GPUS = (
 QUEUE_IS_FULL = re.compile(
     r"(Max|Grp)Submit|temporarily unable|MaxJobCount|maximum number of jobs|connect failure"
 )
-UNSURE = re.compile(r"[Tt]imed out|Zero Bytes|Unexpected message|(send|receive|shutdown) failure")
+UNSURE = re.compile(NO_ANSWER)
 
 
 class QueueFull(ConfigError):
