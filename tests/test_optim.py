@@ -7,12 +7,13 @@ from dataclasses import replace
 
 import pytest
 import torch
-from torch import nn
+from torch import nn, optim
 
 from tests.composing import composed
 from zeroexp.config.keys import ConfigError, OptimizerConfig
 from zeroexp.config.optimizer import OPTIMIZERS, optimizer_factory
 from zeroexp.config.parameter_groups import parameter_groups
+from zeroexp.interface.fused_kernels import fused_is_right
 from zeroexp.training.learning_rate import learning_rate
 
 CONFIG = OptimizerConfig(weight_decay=0.1)
@@ -92,6 +93,29 @@ def test_sgd_with_momentum_and_decay(fused):
         velocity = 0.9 * velocity + grad + 0.2 * expected
         expected = expected - 0.1 * velocity
     torch.testing.assert_close(stepped(config, start, grads), expected)
+
+
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_sgd_of_16_bits_is_the_loop(dtype, momentum):
+    """torch 2.13's fused kernel for CPUs leaves all full vectors of such weights as they are."""
+    config = OptimizerConfig(name="sgd", lr=0.125, momentum=momentum, weight_decay=0.0)
+    start, grads = (
+        torch.ones(70, dtype=dtype),
+        torch.arange(210).view(3, 70).remainder(5).add(1).to(dtype),
+    )
+    moved = stepped(config, start, grads)
+    assert torch.equal(moved, stepped(replace(config, fused=False), start, grads))
+    assert (moved != start).all()
+
+
+def test_fused_kernels_that_are_right_are_taken():
+    weights = [nn.Parameter(torch.ones(3, dtype=dtype)) for dtype in (torch.float32, torch.float64)]
+    config = OptimizerConfig(name="sgd", momentum=0.9)
+    assert optimizer_factory(config)(weights).defaults["fused"]
+    assert optimizer_factory(config)([nn.Parameter(weights[0].to("meta"))]).defaults["fused"]
+    kernels = (optim.Adagrad, optim.Adam, optim.AdamW)
+    assert all(fused_is_right(kind, weights[0].bfloat16()) for kind in kernels)
 
 
 @pytest.mark.parametrize(("name", "momentum"), [("sgd", 0.0), ("sgd", 0.9), ("adamw", 0.9)])

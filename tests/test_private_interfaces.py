@@ -27,6 +27,8 @@ LOOK_UP = ("getattr", "hasattr", "setattr", "delattr")
 
 IMPORTED = {
     "torch._C.DispatchKey",
+    "torch._C._distributed_c10d.FakeProcessGroup",
+    "torch._C._distributed_c10d.FakeWork",
     "torch._C._functorch.TransformType",
     "torch._C._functorch.get_interpreter_stack",
     "torch._C._functorch.get_unwrapped",
@@ -42,6 +44,7 @@ IMPORTED = {
     "torch.distributed.tensor._utils.compute_local_shape_and_global_offset",
     "torch.optim._muon",
     "torch.utils._python_dispatch.TorchDispatchMode",
+    "torch.utils._python_dispatch._disable_current_modes",
     "torch.utils._python_dispatch.is_traceable_wrapper_subclass",
     "torch.utils._pytree.tree_flatten",
     "torch.utils._pytree.tree_iter",

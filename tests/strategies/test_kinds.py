@@ -207,6 +207,17 @@ def test_a_fused_row_of_sgd_under_fsdp2_is_stepped_by_the_plain_one(ranks) -> No
     assert_same(outcome_of(answers), oracle, atol=FLOAT32_ROUNDING)
 
 
+ENGINES = [("ddp", "torch"), ("zero1", "torch"), ("zero3", "torch"), ("zero3", "buffer")]
+
+
+@pytest.mark.parametrize(("stage", "implementation"), ENGINES)
+def test_sgd_in_bfloat16_trains_by_torchs_loop(ranks, stage, implementation) -> None:
+    """Its fused kernel is wrong there on CPUs, and `optimizer.fused` is true unless somebody says otherwise."""
+    recipe = Recipe(optimizer="sgd", precision="bf16", steps=3)
+    answers = ranks(train_on_ranks, replace(recipe, fused=True), configured(stage, implementation))
+    assert_same(outcome_of(answers), train_oracle(recipe), **BF16_ROUNDING)
+
+
 @pytest.mark.parametrize(
     ("first", "last"),
     [

@@ -237,6 +237,18 @@ def test_so_is_one_where_nothing_is_sharded(size, kind):
         )
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_a_fused_kernel_that_is_wrong_for_the_masters_is_refused(dtype):
+    """The trial's tensors are in float32, for which torch's SGD has a right one; the weights may not be."""
+    weights = [{"params": [nn.Parameter(torch.ones(64, dtype=dtype))]}]
+    if dtype is torch.float32:
+        assert make_optimizer(ELEMENTWISE["fused_sgd"], weights).defaults["fused"]
+        return
+    told = "^optimizer SGD has a fused kernel in this torch .*bfloat16 on cpu: make it with fused=F"
+    with pytest.raises(ValueError, match=told):
+        make_optimizer(ELEMENTWISE["fused_sgd"], weights)
+
+
 class Drawing(optim.AdamW):
     """Makes its state from random numbers; torch's and Python's."""
 

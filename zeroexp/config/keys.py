@@ -269,7 +269,7 @@ class OptimizerConfig:
     moments: str | None = choice_or_null(*MOST_DECAY)
     weight_decay: float = number(0.1, least=0)  # per unit of the learning rate
     decay_norms_and_biases: bool = False  # False: they form a second parameter group without decay
-    # torch's fused update of all tensors; of SGD under FSDP2 torch has none
+    # torch's fused update of all tensors; SGD does without under FSDP2, and where its kernel fails a trial (CPU, bf16)
     fused: bool = True
     # norm to which larger gradients are clipped; None = no clipping
     max_grad_norm: float | None = number(1.0, above=0)

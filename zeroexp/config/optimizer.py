@@ -135,6 +135,7 @@ def make_one(groups: Iterable[Any], config: OptimizerConfig) -> torch.optim.Opti
 
 _make_rounded = Later("zeroexp.training.rounded_moments:make_rounded")
 _make_by_kind = Later("zeroexp.training.optimizer_by_kind:OptimizerByKind")
+_fused_is_right = Later("zeroexp.interface.fused_kernels:fused_is_right")
 
 
 def _adamw(groups: Iterable[Any], config: OptimizerConfig) -> torch.optim.Optimizer:
@@ -153,15 +154,14 @@ def _adamw(groups: Iterable[Any], config: OptimizerConfig) -> torch.optim.Optimi
 def _sgd(groups: Iterable[Any], config: OptimizerConfig) -> torch.optim.Optimizer:
     import torch
 
-    groups = list(groups)
-    tensors = [each["params"] if isinstance(each, dict) else [each] for each in groups]
-    return torch.optim.SGD(
+    kind, groups = torch.optim.SGD, list(groups)
+    tensors = [p for each in groups for p in (each["params"] if isinstance(each, dict) else [each])]
+    return kind(
         groups,
         lr=config.lr,
         momentum=config.momentum,
         weight_decay=config.weight_decay,
-        # torch has no fused SGD for the shards of FSDP2, which are DTensors
-        fused=config.fused and not any(hasattr(p, "placements") for each in tensors for p in each),
+        fused=config.fused and all(_fused_is_right(kind, p, config.momentum) for p in tensors),
     )
 
 

@@ -13,4 +13,5 @@ quantized_moments.py  moments as they rest in bfloat16 or 8 bits
 whole_matrices.py  how an optimizer asks for matrices of which a rank holds pieces
 overlapping_memory.py  parameters that share memory with what a model keeps beside them
 optimizer_trial.py the trial whether an optimizer updates each element by itself; which moments it keeps
+fused_kernels.py   the trial whether torch's fused kernel of an optimizer is right for weights of a dtype, on a device
 """

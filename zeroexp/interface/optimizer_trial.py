@@ -41,6 +41,7 @@ from torch.utils._pytree import tree_leaves
 from zeroexp.cut.moment_blocks import kind_in_full
 from zeroexp.interface.canonical import moments_of
 from zeroexp.interface.check_state import Kept
+from zeroexp.interface.fused_kernels import HAVE_ONE, fused_is_right
 from zeroexp.interface.python_values import PythonValues
 from zeroexp.interface.strategy import OptimizerFactory
 from zeroexp.interface.whole_matrices import Function, WholeMatrices
@@ -162,7 +163,8 @@ def make_optimizer(factory: OptimizerFactory, groups: Sequence[dict[str, Any]]) 
     """Make the user's optimizer. Raises ValueError unless it is one over tensors of `groups`, in these groups.
 
     Of other tensors, as the model's parameters beside masters in float32, no strategy would publish the updates. In
-    other groups a checkpoint would not find what they count, and a rank that holds nothing would have no group.
+    other groups a checkpoint would not find what they count, and a rank that holds nothing would have no group. By a
+    wrong kernel (fused_kernels.py) nothing would be trained.
     """
     handed = _ids_of(groups)
     optimizer = factory(groups)
@@ -180,7 +182,19 @@ def make_optimizer(factory: OptimizerFactory, groups: Sequence[dict[str, Any]]) 
     closure = inspect.signature(optimizer.step).parameters.get("closure")
     if closure and closure.default is inspect.Parameter.empty:
         raise ValueError(f"optimizer {type(optimizer).__name__} {WANTS_CLOSURE}: {ANOTHER}")
+    _refuse_wrong_kernels(optimizer)
     return optimizer
+
+
+def _refuse_wrong_kernels(optimizer: Optimizer) -> None:
+    for group in optimizer.param_groups if type(optimizer) in HAVE_ONE else ():
+        for tensor in group["params"] if group.get("fused") else ():
+            if not fused_is_right(type(optimizer), tensor, group.get("momentum", 0.0)):
+                where = f"{tensor.dtype} on {tensor.device.type}"
+                problem = f"has a fused kernel in this torch that computes wrong in {where}"
+                raise ValueError(
+                    f"optimizer {type(optimizer).__name__} {problem}: make it with fused=False"
+                )
 
 
 def _add_left_out(optimizer: Optimizer, groups: Sequence[Mapping[str, Any]]) -> None:
