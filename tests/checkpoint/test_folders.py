@@ -99,6 +99,20 @@ def test_one_that_is_read_stays_until_its_reader_is_done_or_dead(run):
     assert names(run) == ["step-000006"]
 
 
+def test_one_on_a_file_system_that_is_read_alone_is_read(run, monkeypatch):
+    """There unlink says so of a file that is not there, too."""
+    commit(run, 2)
+
+    def refuse(*_: Any, **__: Any) -> None:
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "unlink", refuse)
+        patch.setattr(folders.locks, "take", refuse)
+        with folders.kept(run / "checkpoint" / "step-000002"):
+            assert names(run) == ["step-000002"]
+
+
 def test_a_pin_of_a_run_whose_sweep_can_not_be_read_holds(run, tmp_path):
     (tmp_path / "sweep/waiting").mkdir(parents=True)
     commit(run, 2, 4)

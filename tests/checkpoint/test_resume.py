@@ -286,6 +286,37 @@ def test_classes_that_the_data_names_are_no_difference(tmp_path):
     )
 
 
+OF_A_HUB = {"model_type": "llama", "rope_theta": 1e4, "pad_token_id": 0}
+OF_ITS_UPDATE = {"transformers_version": "9.9.9", "use_cache": False, "torch_dtype": "bfloat16"}
+OF_ITS_UPDATE |= {"id2label": {"0": "bad"}, "eos_token_id": [2, 3], "text": {"dropout": 0.1}}
+
+
+def test_keys_of_a_published_config_that_decide_nothing_may_differ(tmp_path):
+    config = config_for(tmp_path, "resume=latest")
+    path = write(tmp_path / "a" / "run", 4, published(config, OF_A_HUB))
+    updated = published(config, {**OF_A_HUB, **OF_ITS_UPDATE})
+    assert resolve_resume(updated) == str(path)
+    for key, value in (("rope_theta", 5e5), ("pad_token_id", 1)):
+        other = published(config, {**OF_A_HUB, key: value})
+        assert f"model.published.{key} is {OF_A_HUB[key]} in it, {value} here" in refused(
+            other, UndefinedCombination
+        )
+
+
+def published(config: Config, keys: dict[str, object]) -> Config:
+    return replace(config, model=replace(config.model, published=keys))
+
+
+def test_a_checkpoint_from_before_a_key_has_its_default(tmp_path):
+    config = config_for(tmp_path, "resume=latest")
+    older = asdict(config)
+    del older["model"]["lora"], older["data"]["labels"]
+    path = write(tmp_path / "a" / "run", 4, config, config=older)
+    assert resolve_resume(config) == str(path)
+    adapted = replace(config, model=replace(config.model, lora=replace(config.model.lora, r=4)))
+    assert "model.lora.r is None in it, 4 here" in refused(adapted, UndefinedCombination)
+
+
 def test_a_point_that_does_not_fit_is_skipped_with_the_reason(tmp_path):
     path = write(tmp_path / "run", 20, config_for(tmp_path))
     resume = f"resume={tmp_path / 'run'}"

@@ -169,12 +169,19 @@ def kept(checkpoint: Path) -> Iterator[None]:
     beside = checkpoint.with_name(f".taken{PIN}.{checkpoint.name}.{reader}")
     with contextlib.ExitStack() as at_end:
         with contextlib.suppress(OSError):  # no locks, or another user's folder
-            at_end.callback(beside.unlink, missing_ok=True)
+            at_end.callback(_unlink, beside)
             if held := locks.take(beside):
                 at_end.enter_context(held)
                 pinned = beside.rename(checkpoint.with_name(f"{PIN}.{checkpoint.name}.{reader}"))
-                at_end.callback(pinned.unlink, missing_ok=True)
+                at_end.callback(_unlink, pinned)
         yield
+
+
+def _unlink(path: Path) -> None:
+    with contextlib.suppress(
+        OSError
+    ):  # a file system that is read alone refuses it of what is not there, too
+        path.unlink()
 
 
 def _holds(path: Path) -> bool:

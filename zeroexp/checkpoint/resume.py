@@ -34,6 +34,7 @@ ANEW = "use resume=null to begin anew"
 MOST_LOOKS = 20  # attempts to read runs that save and remove checkpoints faster than we read them
 # These keys decide what weights, moments and the next samples mean.
 DECISIVE = ("model", "data", "train.seed", "optimizer.name")
+PUBLISHED = "model.published."  # a config.json, of which some keys decide nothing
 KIND = "optimizer.kinds."  # and, of each kind of parameters, an optimizer of its own
 # Among them, these are exceptions: names, the source of the first weights, and how a batch is divided.
 INDIFFERENT = (
@@ -223,13 +224,25 @@ def _require_fit(config: Config, manifest: Manifest) -> None:
 
 
 def _decisive_settings(config: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    settings = dict(_flat(config))
+    # A checkpoint from before a key was added means what the key's default does.
+    settings = {**dict(_flat(asdict(Config()))), **dict(_flat(config))}
     usual = (None, settings.get("optimizer.name"))
     for key, value in settings.items():
         named = any(key == word or key.startswith(f"{word}.") for word in DECISIVE)
         of_kind = key.startswith(KIND) and key.endswith(".name") and value not in usual
-        if of_kind or (named and key not in INDIFFERENT):
+        if of_kind or (named and key not in INDIFFERENT and not _is_harmless(key)):
             yield key, value
+
+
+def _is_harmless(key: str) -> bool:
+    """Tell whether a key of a published config.json decides nothing of what is trained; which token pads does."""
+    if not key.startswith(PUBLISHED):
+        return False
+    # It imports transformers, as what read that config.json has.
+    from zeroexp.models.huggingface_keys import ELSEWHERE, HARMLESS, PAD, RANDOMNESS
+
+    harmless = {*HARMLESS, *ELSEWHERE} - {PAD}
+    return any(part in harmless or RANDOMNESS.search(part) for part in key.split(".")[2:])
 
 
 def _flat(nested: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

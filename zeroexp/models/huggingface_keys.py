@@ -27,6 +27,10 @@ IDLE = {
     *("summary_activation", "summary_first_dropout", "summary_proj_to_labels"),
     *("summary_type", "summary_use_proj"),
 }
+PAD = "pad_token_id"
+# These keys of a published config do not matter: idle ones, token ids, which the data decides here, and how random
+# weights are drawn. Neither does RANDOMNESS.
+HARMLESS = {*IDLE, "dtype", "initializer_range", "bos_token_id", "eos_token_id", PAD}
 ELSEWHERE = {"dtype": "precision", "torch_dtype": "precision", "num_labels": "model.num_labels"}
 # transformers understands these, which older versions wrote, and keeps them in ROPE, unless they are in it.
 ROPE = "rope_parameters"
@@ -38,7 +42,6 @@ SIZES = (
     *("num_attention_heads", "num_key_value_heads", "max_position_embeddings", "head_dim"),
     *("num_local_experts", "num_experts_per_tok", "sliding_window"),
 )
-PAD = "pad_token_id"
 
 
 def read_config_json(folder: Path) -> Any:

@@ -22,17 +22,11 @@ from torch import Tensor
 from transformers import AutoConfig, PreTrainedConfig
 
 from zeroexp.config.keys import ConfigError, ModelConfig
-from zeroexp.models.huggingface_keys import IDLE, RANDOMNESS
+from zeroexp.models.huggingface_keys import HARMLESS, RANDOMNESS
 from zeroexp.models.huggingface_tensor_names import publish, saved_tensors
 from zeroexp.models.published_config import read_folder
 from zeroexp.models.read_weight_files import Header, UnreadableWeights, read_headers, read_tensor
 
-# These keys of a folder do not matter: idle ones, token ids, which the data decides here, and how random weights are
-# drawn. Neither does RANDOMNESS.
-HARMLESS = {
-    *(*IDLE, "dtype", "initializer_range"),
-    *("bos_token_id", "eos_token_id", "pad_token_id"),
-}
 # Older versions saved these computed, untrained tables with the weights.
 TABLES = re.compile(
     r"\.(rotary_emb\.inv_freq|attn\.(masked_)?bias|attention\.(masked_)?bias|embeddings\.position_ids)$"
