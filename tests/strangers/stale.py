@@ -228,6 +228,30 @@ def gradients_that_are_read(lab: Lab) -> None:
         lab.train(t, steps=[step])
 
 
+@scenario(refused=r"a step has changed its weights|modified by an inplace operation")
+def gradients_of_a_forward_before_a_step(lab: Lab) -> None:
+    """Of a graph from before it, inside of another `gathered()`."""
+    t = lab.wrap(Net())
+    (batch, *_) = lab.batches(0)
+    with t.gathered():
+        loss = batch.loss(t.model(batch.x))
+    lab.train(t, steps=[0])
+    with t.gathered():
+        torch.autograd.grad(loss, list(t.model.parameters()))
+
+
+@scenario([each for each in USUAL if each.stage != "zero3"])
+def gradients_that_are_read_without_a_context(lab: Lab) -> None:
+    """Weights that rest whole are there, also for a transform."""
+    t = lab.wrap(Net())
+    for step in range(2):
+        for batch in lab.batches(step):
+            of_all = torch.autograd.grad(batch.loss(t.model(batch.x)), list(t.model.parameters()))
+            batch.note(torch.stack([g.norm() for g in of_all]))
+            del of_all
+        lab.train(t, steps=[step])
+
+
 @scenario(may_refuse=r"func|transform|forward.mode|gathered|microbatch")
 def forward_mode_derivatives(lab: Lab) -> None:
     t = lab.wrap(Net())

@@ -54,7 +54,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -73,8 +73,14 @@ from zeroexp.zero.unit import Unit
 
 What = TypeVar("What")
 
-# The ticks (events so far) at which a use of a module began and ended, and the number of its microbatch.
-Ticks = tuple[int, int, int]
+
+class Ticks(NamedTuple):
+    """When a use of a module was, in ticks (events so far)."""
+
+    began: int
+    ended: int
+    microbatch: int  # its number; 0: outside of one
+    generation: int  # of the unit's weights
 
 
 @dataclass
@@ -223,7 +229,8 @@ class Schedule:
         kept = self._keep == "all" or (unit.is_root and self._keep == "last")
         if self._is_idle(unit) and unit not in self._in_backward and not (kept and differentiable):
             self.gathers.free(unit)
-        return began, self._tick, self._microbatch if self.in_microbatch else 0
+        number = self._microbatch if self.in_microbatch else 0
+        return Ticks(began, self._tick, number, unit.generation)
 
     # -- backward ---------------------------------------------------------------------------------
 
@@ -244,13 +251,20 @@ class Schedule:
 
     def before_backward(self, unit: Unit, ticks: Ticks) -> None:
         """Close the units used later and gather `unit`, since the gradient of its output is about to be used."""
-        began, ended, microbatch = ticks
-        if self._is_read(unit):
-            return
+        began, ended, microbatch, generation = ticks
+        if (
+            not self.in_microbatch and not microbatch
+        ):  # gradients are read, as by torch.autograd.grad
+            is_whole = unit.is_pinned or not unit.is_sharded
+            if is_whole and generation == unit.generation:
+                return
         if not self.in_microbatch or microbatch != self._microbatch:
+            has_changed = generation != unit.generation
+            stepped = ", and a step has changed its weights since" if has_changed else ""
             raise RuntimeError(
-                f"backward of {unit} outside of the microbatch in which its forward ran: run forward and backward "
-                "inside the same `with strategy.microbatch(last=...):`, of each engine that the loss goes through"
+                f"backward of {unit} outside of the microbatch in which its forward ran{stepped}: run forward and "
+                "backward inside the same `with strategy.microbatch(last=...):`, of each engine that the loss goes "
+                "through, or to read gradients alone inside the same `with strategy.gathered():`"
             )
         closes = self._closing.is_current()
         for other in self._first_used_after(ended):
@@ -286,8 +300,6 @@ class Schedule:
 
     def make_ready_for_backward(self, unit: Unit) -> None:
         """Gather the unit if need be, also where no output told that backward reaches it, or reaches it again."""
-        if self._is_read(unit):
-            return
         if not self.in_microbatch:
             raise _outside(f"backward of {unit}")
         self._in_backward[unit] = self._open[unit] = None
@@ -415,10 +427,6 @@ class Schedule:
                 del self._inner[unit]
                 if not self._progress[unit].open_forwards:
                     self._after_backward(unit)
-
-    def _is_read(self, unit: Unit) -> bool:
-        """Tell whether the unit is shown whole to code outside of training, whose backward needs nothing of us."""
-        return unit.is_pinned and not self.in_microbatch
 
     def _is_idle(self, unit: Unit) -> bool:
         """Tell whether the unit is gathered for use and none of its forwards runs."""
