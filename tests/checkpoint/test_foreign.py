@@ -484,8 +484,27 @@ def test_weights_without_moments_are_said_to_be_so(ranks, alone, tmp_path):
     one = replace(RECIPE, world_size=1)  # as many as wrote it, and it has no random states
     ((answer,),) = ranks(resume_each, one, ZERO3, [(checkpoint, False)], world_size=1)
     assert {key for entry in answer[0].values() for key in entry} == {"weight"}
-    with pytest.raises(ConfigError, match=r"--step=2: .* counts 1; leave it out"):
-        brought_in(alone / "whole", tmp_path / "again", config_of(), step=2)
+    with pytest.raises(ConfigError, match=r"--step=0: .* counts 1; leave it out"):
+        brought_in(alone / "whole", tmp_path / "again", config_of(), step=0)
+
+
+@pytest.mark.parametrize("form", ["dcp", "deepspeed"])
+def test_steps_that_updated_nothing_are_counted_all_the_same(alone, first, tmp_path, form):
+    """In float16 one that overflows: data and learning rate go on behind it, and Adam counts its updates."""
+    folder, step = alone / "whole", 8
+    if form == "deepspeed":
+        export.export_whole(first, folder := tmp_path / "to", form)
+        for file in folder.glob("*/*_model_states.pt"):
+            torch.save({**torch.load(file), "global_steps": 8}, file)
+        step = None
+        with pytest.raises(ConfigError, match=r"--step=9: .* counts 8; leave it out"):
+            brought_in(folder, tmp_path / "run", config_of(), step=9)
+    checkpoint, _ = brought_in(folder, tmp_path / "run", config_of(), step)
+    assert checkpoint.name == "step-000008"
+    manifest = read_manifest(checkpoint)
+    assert (manifest.step, manifest.samples_seen) == (8, 16)
+    read = Weights(checkpoint, manifest).read
+    assert {float(read(n, "step")) for n, e in manifest.state.items() if "step" in e} == {1.0}
 
 
 def test_weights_that_were_trained_apart_do_not_become_tied(tmp_path):

@@ -9,7 +9,7 @@ Names, shapes and moments that do not fit are refused. It unpickles what FOLDER 
 would not run code of.
 
 --to DIR   a folder that does not exist yet; it becomes that of a run with one checkpoint
---step N   the number of steps done, where FOLDER does not hold it
+--step N   the number of steps done, where FOLDER does not hold it, or counts updates alone (fp16 skips some)
 
 Exit codes: 0 written, 2 refused with the reason in one line. --json: the checkpoint, for programs.
 """
@@ -61,7 +61,7 @@ def parse_arguments() -> argparse.Namespace:
     parser = parser_of(__doc__)
     parser.add_argument("folder", type=Path, help="of one checkpoint of another trainer")
     parser.add_argument("--to", type=Path, required=True, help="a folder that does not exist yet")
-    parser.add_argument("--step", type=int, help="steps done, where the folder does not tell")
+    parser.add_argument("--step", type=int, help="steps done, where the folder tells updates alone")
     parser.add_argument("words", nargs="*", help="of a run: its model, data and optimizer")
     return parser.parse_intermixed_args()
 

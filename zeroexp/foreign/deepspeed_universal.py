@@ -52,12 +52,13 @@ def read_universal(folder: Path, names: Collection[str]) -> ForeignCheckpoint:
         Place(path.parent.name, KEYS.get(path.stem, path.stem)): [Piece(0, _values(path))]
         for path in (folder / "zero").glob("*/*.pt")
     }
-    has_steps = any(place.key == STEP for place in parts)
     parts.update(untrained_parts(folder, model, shapes, ranks_of_zero3))
     state = load_mapped(folder / "zero" / "optimizer_state.pt")
     of_first = state.get("optimizer_state_dict", {}).get("state", {}).get(0, {})
-    counted = int(of_first.get(STEP, model["global_steps"]))
-    return found_of(folder, parts, shapes, step=None if has_steps else counted)
+    counted = torch.tensor([float(of_first.get(STEP, model["global_steps"]))])
+    for place in [each for each in parts if each.key == "exp_avg"]:
+        parts.setdefault(Place(place.name, STEP), [Piece(0, counted)])
+    return found_of(folder, parts, shapes, model["global_steps"])
 
 
 def _values(path: Path) -> Tensor:

@@ -60,7 +60,7 @@ def read_deepspeed(folder: Path, names: Collection[str]) -> ForeignCheckpoint:
     model, shapes = model_states(folder, is_zero3=is_zero3)
     parts = _parts_of_zero3(states, shapes) if is_zero3 else _parts_of_groups(states)
     parts.update(untrained_parts(folder, model, shapes, len(ranks) if is_zero3 else 0))
-    return found_of(folder, parts, shapes)
+    return found_of(folder, parts, shapes, model.get("global_steps"))
 
 
 def model_states(folder: Path, *, is_zero3: bool) -> tuple[dict[str, Any], Shapes]:
@@ -170,10 +170,11 @@ def _cut_evenly(cut: list[Tensor], numel: int) -> Iterator[Piece]:
             yield Piece(rank * share, values.reshape(-1)[:stop])
 
 
-def found_of(
-    folder: Path, parts: Parts, shapes: Shapes, step: int | None = None
-) -> ForeignCheckpoint:
-    """Return what these parts make. Raises CheckpointError where elements are missing."""
+def found_of(folder: Path, parts: Parts, shapes: Shapes, step: int | None) -> ForeignCheckpoint:
+    """Return what these parts make. Raises CheckpointError where elements are missing.
+
+    step: of the data and the learning rate; the optimizer counts fewer where float16 overflowed, which updates nothing.
+    """
     tensors: dict[Place, Tensor] = {}
     for place, own in parts.items():
         shape = () if place.key == STEP else shapes[place.name]

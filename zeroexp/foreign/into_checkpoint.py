@@ -43,8 +43,9 @@ def import_checkpoint(
 ) -> tuple[Path, list[str]]:
     """Write `target`/checkpoint/step-<N> from a folder of theirs; return it and notes for the user.
 
-    step: the number of steps done, where the format does not hold it. Raises CheckpointError where model, optimizer or
-    step are another, ConfigError where `target` can not be written. After an error nothing is left behind.
+    step: the number of steps done, where the format does not hold it, or counts updates alone. Raises CheckpointError
+    where model, optimizer or step are another, ConfigError where `target` can not be written. After an error nothing is
+    left behind.
     """
     names = names_of(build_empty(config.model, {}).module)
     try:
@@ -84,12 +85,13 @@ def _steps_done(found: ForeignCheckpoint, matched: Matched, asked: int | None) -
     for place, counter in counters.items():
         found.read(place, counter)
     counted = found.step or int(max(counters.values(), default=0))
-    if counted and asked not in (None, counted):
+    # An optimizer counts updates, of which there are fewer than steps where float16 overflowed.
+    if counted and asked is not None and (asked < counted or found.step not in (None, 0, asked)):
         raise CheckpointError(f"--step={asked}: {found.folder} counts {counted}; leave it out")
     if not counted and (asked is None or asked < 1):
         problem = f"{found.folder} holds no number of steps; set --step to 1 or more"
         raise CheckpointError(f"--step={'null' if asked is None else asked}: {problem}")
-    return counted or asked or 0
+    return asked or counted
 
 
 def _map_file(path: Path, tensors: dict[Place, Tensor]) -> dict[Place, Tensor]:
