@@ -99,7 +99,8 @@ def test_numbers_that_are_not_finite_are_json(monkeypatch: Any, capsys: Any) -> 
 CANNOT = {
     "nothing": "no such function; name one that returns a Loop",
     "build_model": "returns Sequential; return a zeroexp.verify.Loop",
-    "without_step": "train returns no step; return step, or (model, step)",
+    "without_step": "train returns no step; return step, or (model or strategy, step)",
+    "without_strategy": "weights are shown by the strategy alone; return (strategy, step)",
     "divides": "rank 0 of 1: loop.py:{line}: ZeroDivisionError: division by zero",
     "with_dropout": "Loop(loss=...): the same weights and microbatch give {number} and {number}: dropout,",
     "of_an_iterator": "Loop(batch=...): equal generators give different microbatches; draw from the",
@@ -122,7 +123,7 @@ CANNOT = {
     "no_norm": "Loop(max_grad_norm=0.0): give more than 0",
     "dtype_in_words": "Loop(dtype='bfloat16'): give torch.float32, torch.bfloat16 or torch.float16",
     "a_class": "Loop(model=<class 'torch.nn.modules.linear.Linear'>): give a torch.nn.Module as built",
-    "three_things": "train returns no step; return step, or (model, step)",
+    "three_things": "train returns no step; return step, or (model or strategy, step)",
     "in_a_closure": "0.weight: its gradient is in no torch optimizer that can be read, when its step begins",
     "leaves": "rank 0 of 1: loop.py:{line}: SystemExit: it needs a GPU",
     "sleeps": "rank 0 of 1: not done after 3 s; see whether ranks issue different collectives",
@@ -134,6 +135,24 @@ from dataclasses import replace
 without_step = lambda: replace(my_loop(), train=lambda model: None)
 divides = lambda: replace(my_loop(), train=lambda model: lambda batches: 1 / 0)
 leaves = lambda: replace(my_loop(), train=lambda model: sys.exit("it needs a GPU"))
+
+def without_strategy():
+    from zeroexp.cut.stage import STAGES
+    from zeroexp.engines.sharded import Sharded
+    from zeroexp.process import world as worlds
+    make = lambda groups: torch.optim.AdamW(groups, lr=1e-3)
+    def train(model):
+        groups, world = [{"params": list(model.parameters())}], worlds.current(model)
+        strategy = Sharded(
+            model, blocks=["1"], stage=STAGES["zero3"], param_groups=groups, optimizer_factory=make, world=world
+        )
+        def step(batches):
+            with strategy.microbatch(last=True):
+                strategy.backward(loss_of(strategy.model, batches[0]) / world.size)
+            strategy.step()
+            strategy.zero_grad()
+        return step
+    return replace(my_loop(), train=train)
 
 def with_dropout():
     loss = lambda model, batch: nn.functional.dropout(model[0](batch[0])).sum()
@@ -234,7 +253,7 @@ def test_what_can_not_be_run_is_one_line(tmp_path: Path) -> None:
     file.write_text(CODE + BEHIND)
     of = {text.partition(" = ")[0]: n for n, text in enumerate(file.read_text().splitlines(), 1)}
     asked = [
-        (name, 1 + ("rank 1" in said), 3.0 if name == "sleeps" else 300.0)
+        (name, 1 + ("rank 1" in said or "strategy" in name), 3.0 if name == "sleeps" else 300.0)
         for name, said in CANNOT.items()
     ]
     for (name, said), (word, told) in zip(CANNOT.items(), answers(file, asked), strict=True):

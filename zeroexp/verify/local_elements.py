@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from zeroexp.measure.memory import local_tensor
+from zeroexp.verify.loop_to_verify import NoLoop
 
 # What wrappers put into the names of parameters.
 WRAPPED = ("_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_orig_mod", "module")
@@ -254,8 +255,11 @@ def _if_certain(tried: list[int], at: list[int], mine: Tensor, begins: set[int])
 
 
 def _is_freed(tensor: Any) -> bool:
-    """Whether a tensor keeps its shape and has no memory, as under FSDP."""
-    local = local_tensor(tensor).detach()
+    """Whether a tensor keeps its shape and has no memory, as under FSDP. Raises NoLoop where it may not be asked."""
+    try:
+        local = local_tensor(tensor).detach()
+    except RuntimeError as error:  # of an engine of ours, which guards what is freed
+        raise NoLoop("weights are shown by the strategy alone; return (strategy, step)") from error
     return local.numel() > 0 and local.untyped_storage().nbytes() == 0
 
 

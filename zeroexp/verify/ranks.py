@@ -124,7 +124,9 @@ def record_of(world: World, source: Source, num_steps: int) -> Record:
     made = loop.train(loop.model)
     holder, step = made if isinstance(made, tuple) and len(made) == 2 else (loop.model, made)
     if not callable(step):
-        raise NoLoop(f"{source.name}: train returns no step; return step, or (model, step)")
+        raise NoLoop(
+            f"{source.name}: train returns no step; return step, or (model or strategy, step)"
+        )
     recorder = LoopRecorder(Places(holder, initial))
     recorder.record.drawn = drawn
     for index in range(num_steps):
