@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import transformers
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import (
     GPT2Config,
     LlamaConfig,
@@ -20,6 +21,7 @@ from transformers import (
 
 from tests.composing import composed
 from tests.model_folders import assert_same, of_line, refusal_of, rewrite, rewrite_config, saved
+from zeroexp.config.keys import ModelConfig
 from zeroexp.models.module import build_model
 
 TINY = {
@@ -245,3 +247,46 @@ def test_other_families_load_too_with_and_without_their_head(model):
     for kind in (with_head, without):
         saved("mine", kind, config)
         assert_loads(model, with_head)
+
+
+SMALL = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "intermediate_size": 48}
+SMALL |= {"num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 16}
+NAMED_OTHERWISE: dict[str, tuple[str, dict[str, Any]]] = {
+    "nemotron_h": (
+        "causal",
+        {"mamba_num_heads": 4, "mamba_head_dim": 16, "ssm_state_size": 16, "n_groups": 2},
+    ),
+    "llama4_text": ("causal", {"intermediate_size_mlp": 48, "num_local_experts": 2}),
+    "esm": ("classification", {"pad_token_id": 1}),
+    "inkling_text": ("causal", {"num_hidden_layers": 4}),
+    "bigbird_pegasus": ("causal", {"d_model": 32, "decoder_layers": 1, "encoder_layers": 1}),
+}
+
+
+FORMS = [*((kind, "published") for kind in NAMED_OTHERWISE), ("esm", "spelt apart")]
+
+
+@pytest.mark.parametrize(("kind", "form"), [*FORMS, ("esm", "without its head")])
+def test_models_whose_names_or_ties_differ_from_their_class(kind, form):
+    """transformers publishes them under other names, or its class does not tie what its config says is tied."""
+    task, more = NAMED_OTHERWISE[kind]
+    plain = transformers.AutoConfig.for_model(kind)
+    keys = {k: v for k, v in SMALL.items() if k in plain.to_dict() or k in plain.attribute_map}
+    shape = {"model_type": kind, **keys, **more}
+    config = ModelConfig(name="hf", family="hf", task=task, hf_config=shape)
+    auto = transformers.AutoModelForCausalLM
+    if task == "classification":
+        config.num_labels, auto = 2, transformers.AutoModelForSequenceClassification
+    build_model(config, seed=0)  # it is one of ours
+    theirs = auto.from_config(transformers.AutoConfig.for_model(**{**shape, "num_labels": 2}))
+    (theirs.base_model if form == "without its head" else theirs).save_pretrained("mine")
+    if form == "spelt apart":
+        tensors = load_file("mine/model.safetensors")
+        respelt = {n.replace("LayerNorm.gamma", "LayerNorm.weight"): t for n, t in tensors.items()}
+        respelt = {n.replace("LayerNorm.beta", "LayerNorm.bias"): t for n, t in respelt.items()}
+        save_file(respelt, "mine/model.safetensors", metadata={"format": "pt"})
+    ours = build_model(replace(config, weights="mine"), seed=1).module
+    heads = ("classifier.", "lm_head.") if form == "without its head" else ()
+    for name, parameter in theirs.named_parameters():
+        if not name.startswith(heads or "-"):
+            assert torch.equal(ours.get_parameter(name), parameter), name

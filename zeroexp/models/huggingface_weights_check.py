@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NoReturn
@@ -31,8 +32,9 @@ from zeroexp.models.read_weight_files import Header, UnreadableWeights, read_hea
 TABLES = re.compile(
     r"\.(rotary_emb\.inv_freq|attn\.(masked_)?bias|attention\.(masked_)?bias|embeddings\.position_ids)$"
 )
-# The hub's BERT has names of TensorFlow.
+# The hub's BERT has names of TensorFlow, and transformers publishes ESM under them.
 OF_TENSORFLOW = {".LayerNorm.gamma": ".LayerNorm.weight", ".LayerNorm.beta": ".LayerNorm.bias"}
+SPELLINGS = {**OF_TENSORFLOW, **{new: old for old, new in OF_TENSORFLOW.items()}}
 FLOATS = ("F64", "F32", "F16", "BF16")
 LANGUAGE_HEAD = "lm_head."
 HEADS = (LANGUAGE_HEAD, "score.")
@@ -130,11 +132,10 @@ def _of_model(
 
     What transformers' own class says to leave out (layers that predict several tokens at once) is no part of the model.
     """
-    prefix = f"{module.base_model_prefix}."
+    prefix = _prefix_of(module, expected)
     if not any(name.startswith(prefix) for name in headers):
         headers = {n if n.startswith(HEADS) else prefix + n: h for n, h in headers.items()}
-    for old, new in OF_TENSORFLOW.items():
-        headers = {n.replace(old, new): h for n, h in headers.items()}
+    headers = {_as_expected(n, expected): h for n, h in headers.items()}
     none_of_it = [TABLES, *(module._keys_to_ignore_on_load_unexpected or ())]
     return {
         name: header
@@ -143,13 +144,28 @@ def _of_model(
     }
 
 
+def _prefix_of(module: Any, expected: Mapping[str, Any]) -> str:
+    """Return what stands before published names of the base model, which its class may call otherwise (Nemotron-H)."""
+    own = f"{module.base_model_prefix}."
+    if any(name.startswith(own) for name in expected):
+        return own
+    (first, _), *_ = Counter(name.partition(".")[0] for name in expected).most_common(1)
+    return f"{first}."
+
+
+def _as_expected(name: str, expected: Mapping[str, Any]) -> str:
+    """Return the name in the spelling that the model publishes; one that it has in neither stays."""
+    others = (name.replace(one, other) for one, other in SPELLINGS.items())
+    return name if name in expected else next((n for n in others if n in expected), name)
+
+
 # ---- what must agree
 
 
 def _require_names(
     config: ModelConfig, module: Any, expected: Mapping[str, Any], headers: Mapping[str, Any]
 ) -> None:
-    inside = f"{module.base_model_prefix}."
+    inside = _prefix_of(module, expected)
 
     def is_head(name: str) -> bool:
         """Return whether a classifier's is drawn anew, and another task's left out."""
@@ -192,11 +208,13 @@ def _require_shapes(
 def _require_tied(config: ModelConfig, module: Any, headers: Mapping[str, Header]) -> None:
     """Raise ConfigError if a file holds both tied tensors with different values: transformers would untie them."""
     beside = f"{LANGUAGE_HEAD}weight"
-    ties = config.task == "causal" and module.config.tie_word_embeddings
-    if not ties or beside not in headers:
-        return
+    parameters = dict(module.named_parameters(remove_duplicate=False))
     words = module.get_input_embeddings().weight
-    (name,) = (name for name, p in module.named_parameters() if p is words)
+    # Asked of the module: there are classes that do not tie what their config says, and configs that say nothing.
+    if beside not in headers or parameters.get(beside) is not words:
+        return
+    own = next(name for name, p in module.named_parameters() if p is words)
+    (name,) = publish(module, {own: words.detach().to("meta")})
     if not torch.equal(read_tensor(headers[beside]), read_tensor(headers[name])):
         problem = f"{beside} differs from {name} in it, model.name={config.name} ties them"
         _refuse(config, problem, "choose weights of this model")
