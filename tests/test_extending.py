@@ -123,6 +123,21 @@ def test_an_export_finds_a_plugin_where_its_run_was_started_or_where_one_stands(
         give(tmp_path, f"zeroexp.export {run} --format dcp --to third")
 
 
+@pytest.mark.parametrize("engine", ["zero3 strategy.implementation=torch", "zero3"])
+def test_a_model_that_keeps_a_view_of_a_weight_is_refused_before_a_rank_starts(tmp_path, engine):
+    """Its parameters are on meta then; FSDP2 would train with a view that stays there."""
+    file = in_an_empty_folder(tmp_path) / "convolutions.py"
+    made = "        self.embed = nn.Embedding(words, width)\n"
+    file.write_text(
+        file.read_text().replace(made, f"{made}        self.t = self.embed.weight.t()\n")
+    )
+    words = f"plugins=convolutions model=convolutions data=synthetic strategy={engine}"
+    problem = r"model.name=convolutions: .*embed.weight and attribute t lie in the same memory"
+    with pytest.raises(AssertionError, match=problem):
+        give(tmp_path, f"zeroexp {words} world_size=2", *SMALL)
+    assert not [*tmp_path.glob("outputs/*/*/config.yaml")]
+
+
 def test_a_model_that_exits_as_it_is_built_is_named(tmp_path):
     """It would end the process that starts ranks, too, which imports what they will need."""
     file = in_an_empty_folder(tmp_path) / "convolutions.py"

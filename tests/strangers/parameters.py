@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
-from types import SimpleNamespace
+from types import MethodType, SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import torch
 from omegaconf import OmegaConf
@@ -207,6 +209,16 @@ def parameters_that_are_views_of_one_tensor(lab: Lab) -> None:
     lab.train(lab.wrap(model))
 
 
+@scenario()
+def parameters_that_are_columns_of_one_matrix(lab: Lab) -> None:
+    """They reach into each other's memory, and share no element."""
+    model = Net()
+    both = torch.linspace(-1, 1, 7 * 2 * WIDTH).view(7, 2 * WIDTH)
+    for layer, columns in zip(model.layers[:2], both.split(WIDTH, dim=1), strict=True):
+        layer.up.weight = nn.Parameter(columns)
+    lab.train(lab.wrap(model))
+
+
 @scenario(may_refuse=r"memory|storage|view|shar|tied")
 def parameters_that_overlap(lab: Lab) -> None:
     """Tied by their memory alone: two Parameters over the same elements; torch moves them twice."""
@@ -223,6 +235,19 @@ def a_buffer_that_is_a_weight(lab: Lab) -> None:
     lab.train(lab.wrap(model))
 
 
+@dataclass(slots=True)
+class Slotted:
+    of: Tensor
+
+
+class Unregistered(nn.Module):
+    """Of a plain list, which hides it from the model that it belongs to."""
+
+    def __init__(self, weight: Tensor) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(weight)
+
+
 class KeepingAView(Block):
     """Its constructor keeps a view of a weight, which follows the weight as long as both lie in one memory."""
 
@@ -236,6 +261,11 @@ class KeepingAView(Block):
             "object": SimpleNamespace(of=kept),
             "closure": lambda: kept,
             "partial": partial(torch.clone, kept),
+            "default": lambda kept=kept: kept,
+            "keyword": lambda *, kept=kept: kept,
+            "bound": MethodType(lambda _: kept, "anything"),
+            "slot": Slotted(kept),
+            "module": [Unregistered(kept)],
         }
         self.kept = ways.get(how, kept)
 
@@ -243,15 +273,21 @@ class KeepingAView(Block):
         kept = self.kept
         if isinstance(kept, dict):
             kept = kept["of"][0]
-        elif isinstance(kept, SimpleNamespace):
+        elif isinstance(kept, SimpleNamespace | Slotted):
             kept = kept.of
+        elif isinstance(kept, list):
+            kept = kept[0].weight
         elif callable(kept):
             kept = kept()
         return super().forward(x) * kept.square().sum()
 
 
+WAYS = ["transposed", "flat", "data", "object", "closure", "partial"]
+WAYS += ["default", "keyword", "bound", "slot", "module"]
+
+
 @variants(
-    ["transposed", "flat", "data", "object", "closure", "partial"],
+    WAYS,
     (*BY_STAGE, Setting("zero2", world_size=1)),
     refused=r"parameter layers.\d.down.weight and attribute layers.\d.kept lie in the same memory",
 )
@@ -271,6 +307,10 @@ def weights_and_copies_that_the_constructor_keeps(lab: Lab) -> None:
             self.of_itself: list[Any] = [SimpleNamespace(module=self, weight=self.up.weight)]
             self.of_itself.append(self.of_itself)
             self.config = OmegaConf.create({"needed": "???", "of": "${nothing}"})
+            self.like_a_dict = Mock(spec=dict)
+            leaked: list[Tensor] = []  # without a storage that could be asked for
+            torch.func.vmap(lambda x: (leaked.append(x), x)[1])(torch.ones(2, 2))
+            self.leaked = leaked
 
         def forward(self, x: Tensor) -> Tensor:
             return super().forward(x) * (self.own[0] - self.first).square().sum().exp()

@@ -26,7 +26,9 @@ from zeroexp.engines import torch_fsdp2
 from zeroexp.engines.torch_ddp import TorchDDP
 from zeroexp.engines.torch_fsdp2 import TorchFSDP2
 from zeroexp.interface.canonical import merge
+from zeroexp.interface.overlapping_memory import _attributes
 from zeroexp.interface.strategy import CanonicalState, Strategy
+from zeroexp.models.deferred import defer
 from zeroexp.process.world import World, gather_objects
 
 LABELS = {
@@ -138,21 +140,31 @@ class KeepsAView(nn.Linear):
         return super().forward(input) * self.kept[0].sum()
 
 
-def shard_a_model_that_keeps_a_view(world: World) -> None:
-    module = nn.Sequential(KeepsAView())
-    TorchFSDP2(
-        module,
-        blocks=["0"],
-        param_groups=[{"params": [*module.parameters()]}],
-        optimizer_factory=partial(torch.optim.SGD, lr=0.1),
-        world=world,
-        reshard_after_forward=True,
-    )
+def train_what_keeps_a_view(world: World, engine: Any, is_deferred: bool) -> None:
+    module, values = nn.Sequential(KeepsAView()), None
+    if is_deferred:
+        module, values = defer(lambda: nn.Sequential(KeepsAView()), 0, lambda made: made)
+    groups, factory = [{"params": [*module.parameters()]}], partial(torch.optim.SGD, lr=0.1)
+    engine(module, world=world, param_groups=groups, optimizer_factory=factory, values=values)
 
 
-def test_fsdp2_refuses_a_view_that_would_keep_the_first_weights(ranks):
+FSDP2_OF_ONE = partial(TorchFSDP2, blocks=["0"], reshard_after_forward=True)
+
+
+@pytest.mark.parametrize("is_deferred", [False, True])
+@pytest.mark.parametrize("engine", [TorchDDP, FSDP2_OF_ONE], ids=["ddp", "fsdp2"])
+def test_a_view_that_would_keep_the_first_weights_is_refused(ranks, engine, is_deferred):
     with pytest.raises(RankError, match=r"0\.weight and attribute 0\.kept lie in the same memory"):
-        ranks(shard_a_model_that_keeps_a_view)
+        ranks(partial(train_what_keeps_a_view, engine=engine, is_deferred=is_deferred))
+
+
+def test_what_modules_share_is_looked_at_once():
+    """Hooks of 200 modules lead to one recorder of a trace."""
+    module, shared = nn.Sequential(*(nn.Linear(1, 1) for _ in range(3))), [torch.ones(2)]
+    for each in module:
+        each.register_forward_hook(lambda *_: shared.clear())
+    names = [name for _, name, each in _attributes(module) if each is shared[0]]
+    assert names == ["0._forward_hooks"]
 
 
 class KeepsNorm(torch.optim.SGD):

@@ -11,6 +11,7 @@ from typing import NamedTuple
 from zeroexp.config.families import MODELS
 from zeroexp.config.keys import Config, ConfigError, ModelConfig
 from zeroexp.config.vocabulary import vocab_size_of_data
+from zeroexp.interface.overlapping_memory import refuse_overlaps
 from zeroexp.models.blocks import module_list_names
 from zeroexp.models.checkpointing import operators_of
 from zeroexp.models.expert_kernels import check_experts
@@ -56,6 +57,10 @@ def _check(model: ModelConfig, vocabulary: int | None, dtype: str, cluster: str)
     """Return what the model allows. Raises ConfigError."""
     built = _build(model, vocabulary)
     check_experts(built.module, DTYPES[dtype])
+    try:
+        refuse_overlaps(built.module)
+    except ValueError as error:
+        raise ConfigError(f"model.name={model.name}: {error}") from None
     _look_at_weights(model, cluster)
     return Limits(len(built.blocks), longest_sequence(built))
 

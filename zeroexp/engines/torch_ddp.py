@@ -27,6 +27,7 @@ from zeroexp.config.keys import ConfigError
 from zeroexp.interface.canonical import moments_of
 from zeroexp.interface.held_pieces import ALONE, NOTHING, HeldPiece
 from zeroexp.interface.optimizer_trial import moments_kept, refuse_unless_elementwise
+from zeroexp.interface.overlapping_memory import refuse_overlaps
 from zeroexp.interface.python_values import PythonValues
 from zeroexp.interface.saved_state import SavedState, names_in
 from zeroexp.interface.strategy import CanonicalState, ModelStates, OptimizerFactory
@@ -57,6 +58,7 @@ class TorchDDP:
         self._must_use_all = world.size > 1 and not may_skip_parameters
         self._as_views = gradient_as_bucket_view
         self._grads_in_buckets = False
+        refuse_overlaps(module)
         if values is None and not world.is_fake:  # torch can not convert modules of fake tensors
             module.to(world.device)
         for parameter in module.parameters():

@@ -75,8 +75,8 @@ class TorchFSDP2:
         self._reshards = reshard_after_forward
         self._max_grad_norm = max_grad_norm
         dtypes = dtypes or Dtypes(torch.float32, torch.float32, torch.float32)
+        refuse_overlaps(module)
         if values is None and not world.is_fake:  # torch can not convert modules of fake tensors
-            refuse_overlaps(module)
             module.to(world.device)
         for parameter in module.parameters():
             dtype = dtypes.master if parameter.requires_grad else dtypes.compute

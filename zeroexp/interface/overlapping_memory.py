@@ -2,21 +2,38 @@
 
 from __future__ import annotations
 
+import gc
 from collections import deque
-from collections.abc import Iterable, Iterator
-from functools import partial
-from types import CellType, FunctionType, MethodType, ModuleType
-from typing import Any
-from weakref import ProxyTypes
+from collections.abc import Iterator
+from itertools import chain
+from types import FrameType, FunctionType, ModuleType
+from typing import Any, NamedTuple
 
-import torch
+import numpy as np
 from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-MOST_OBJECTS = 100_000  # that are looked at in one attribute, which may lead to anything
-# What a value leads to, and does not keep: modules have attributes of their own. A dead proxy can not even be asked.
-NOT_INSIDE = (nn.Module, ModuleType, type, str, bytes, int, float, *ProxyTypes)
-EMPTY_CELL = CellType()
+MOST_OBJECTS = 1_000_000  # that are looked at in a model, whose attributes may lead to anything
+LEADS_EVERYWHERE = (type, ModuleType, FrameType)
+
+
+class _Extent(NamedTuple):
+    """Where a tensor's bytes begin and end in its storage, and those of each element."""
+
+    storage: int
+    start: int
+    stop: int
+    is_other: bool  # than a parameter
+    name: str
+    itemsize: int
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]  # in bytes
+
+    @property
+    def __array_interface__(self) -> dict[str, Any]:
+        """Numpy compares addresses, and reads nothing there."""
+        strided = {"shape": self.shape, "strides": self.strides, "typestr": f"|V{self.itemsize}"}
+        return {**strided, "data": (self.start + 1, True), "version": 3}
 
 
 def refuse_overlaps(module: nn.Module) -> None:
@@ -28,70 +45,67 @@ def refuse_overlaps(module: nn.Module) -> None:
     buffers = [("buffer", name, each) for name, each in module.named_buffers()]
     known = {id(each) for _, _, each in (*parameters, *buffers)}
     attributes = (each for each in _attributes(module) if id(each[2]) not in known)
-    ends = sorted(
-        (*_extent(each), kind != "parameter", f"{kind} {name}")
-        for kind, name, each in (*parameters, *buffers, *attributes)
-        if each.layout is torch.strided and each.numel()
-    )
-    reached: dict[bool, tuple[int, int, str]] = {}  # is no parameter -> what reaches furthest
-    for storage, start, stop, is_other, what in ends:
-        for others in (False, True):
-            before = reached.get(others)
-            if (is_other and others) or before is None or before[0] != storage:
-                continue
-            if start < before[1]:
+    extents = [*filter(None, (_extent(*each) for each in chain(parameters, buffers, attributes)))]
+    moved = {each.storage for each in extents if not each.is_other}
+    before: list[_Extent] = []  # what reaches into the next one's bytes
+    for each in sorted(e for e in extents if e.storage in moved):
+        before = [e for e in before if e.storage == each.storage and e.stop > each.start]
+        for other in before:
+            is_moved = not (other.is_other and each.is_other)
+            if is_moved and np.shares_memory(np.asarray(other), np.asarray(each)):
                 raise ValueError(
-                    f"{before[2]} and {what} lie in the same memory: make them one parameter, a view in forward, or "
-                    "a clone"
+                    f"{other.name} and {each.name} lie in the same memory: make them one parameter, a view in "
+                    "forward, or a clone"
                 )
-        if is_other not in reached or reached[is_other][:2] < (storage, stop):
-            reached[is_other] = storage, stop, what
+        before.append(each)
 
 
 def _attributes(module: nn.Module) -> Iterator[tuple[str, str, Tensor]]:
-    """Yield the tensors in attributes of modules, but for those that a pre-hook (spectral_norm) makes anew."""
+    """Yield the tensors that attributes of modules lead to, the nearest first.
+
+    Those that a pre-hook (spectral_norm) makes anew are left out. No code of the objects runs.
+    """
+    seen, found = set[int](), deque[tuple[str, Any]]()
     for prefix, each in module.named_modules():
+        seen.add(id(each))
         made = [getattr(hook, "name", None) for hook in each._forward_pre_hooks.values()]
         # Of recurrent cells: made anew in forward, or the weights themselves.
         made += ["_flat_weights"] * isinstance(each, nn.RNNBase)
-        for name in (name for name in vars(each) if name not in made):
-            leaves = _tensors_in(vars(each)[name])
-            what = "attribute", f"{prefix}.{name}".lstrip(".")
-            yield from ((*what, leaf) for leaf in leaves if not is_traceable_wrapper_subclass(leaf))
-
-
-def _tensors_in(value: Any) -> Iterator[Tensor]:
-    """Yield the tensors that a value is, or leads to."""
-    seen: dict[int, Any] = {}
-    found = [value]
-    while found and len(seen) < MOST_OBJECTS:
-        each = found.pop()
-        if id(each) in seen or issubclass(type(each), NOT_INSIDE):
+        own = vars(each).items()
+        found += (
+            (f"{prefix}.{name}".lstrip("."), value) for name, value in own if name not in made
+        )
+    most = len(found) + MOST_OBJECTS
+    while found and len(seen) < most:
+        name, each = found.popleft()
+        if id(each) in seen or not gc.is_tracked(each) or issubclass(type(each), LEADS_EVERYWHERE):
             continue
-        seen[id(each)] = each
-        if isinstance(each, Tensor):
-            yield each
+        seen.add(id(each))
+        if issubclass(type(each), Tensor):
+            yield "attribute", name, each
         else:
-            found += _inside(each)
+            found += ((name, inner) for inner in _inside(each))
 
 
-def _inside(value: Any) -> Iterable[Any]:
-    """Return what a container holds, a function encloses, or a plain object has in its attributes."""
-    if isinstance(value, dict):  # another mapping may refuse, as a config of which a key is missing
-        return dict.values(value)
-    if isinstance(value, list | tuple | set | frozenset | deque):
-        return value
-    if isinstance(value, FunctionType):
-        return (each.cell_contents for each in value.__closure__ or () if each != EMPTY_CELL)
-    if isinstance(value, MethodType):
-        return (value.__self__,)
-    if isinstance(value, partial):
-        return (value.func, *value.args, *value.keywords.values())
-    return vars(value).values() if hasattr(value, "__dict__") else ()
+def _inside(value: Any) -> list[Any]:
+    """Return what an object refers to; of a function all but its module's globals."""
+    if type(value) is FunctionType:
+        return [value.__closure__, value.__defaults__, value.__kwdefaults__, value.__dict__]
+    return gc.get_referents(value)
 
 
-def _extent(tensor: Tensor) -> tuple[int, int, int]:
-    """Return the storage of a tensor, and where in it the tensor's bytes begin and end."""
-    start = int(tensor.storage_offset()) * tensor.itemsize
-    reach = sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
-    return tensor.untyped_storage()._cdata, start, start + (1 + reach) * tensor.itemsize
+def _extent(kind: str, name: str, tensor: Tensor) -> _Extent | None:
+    """Return where a tensor lies; None where it has no elements, or no storage with strides."""
+    try:
+        if is_traceable_wrapper_subclass(tensor) or not tensor.numel():
+            return None
+        storage, strides = tensor.untyped_storage()._cdata, tensor.stride()
+    except (
+        NotImplementedError,
+        RuntimeError,
+    ):  # nested, sparse, or of a transformation by functorch
+        return None
+    size, shape = tensor.itemsize, tuple(tensor.shape)
+    start, steps = int(tensor.storage_offset()) * size, tuple(each * size for each in strides)
+    stop = start + size + sum((n - 1) * step for n, step in zip(shape, steps, strict=True))
+    return _Extent(storage, start, stop, kind != "parameter", f"{kind} {name}", size, shape, steps)
