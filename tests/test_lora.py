@@ -216,6 +216,13 @@ WRONG = {
     "model.lora.r=3 model.lora.layers_to_transform=[7]": "You specified 'layers_to_transform': [7]",
     "model.lora.r=3 model.lora.modules_to_save=[q]": "modules_to_save=q: no such module; name modules",
     "model.lora.r=3 model.lora.modules_to_save=[lm_head]": "=lm_head: it has no weight of its own; name the module",
+    **dict.fromkeys(
+        (
+            "model.lora.r=3 model.lora.modules_to_save=[self_attn]",
+            "model.lora.r=3 model.lora.modules_to_save=[layers.0.self_attn.q_proj]",
+        ),
+        "adapters lie around model.layers.0.self_attn.q_proj, and peft would not load both; leave one",
+    ),
     "model.lora.r=3 model.freeze=['*lora_*']": "model.freeze=*lora_*: nothing is left to train",
 }
 

@@ -120,7 +120,11 @@ def _inject(module: nn.Module, config: ModelConfig) -> None:
             targets = config.lora.target_modules
             problem = f"model.lora.target_modules={targets}: {name} is no layer that multiplies by its weight alone"
             raise ConfigError(f"{problem}; {_which_layers(module)}")
+    adapted = [name for name, layer in module.named_modules() if hasattr(layer, "lora_A")]
     for head in heads:
+        if inside := next((name for name in adapted if _is_of(f"{name}.", [head])), None):
+            problem = f"model.lora.modules_to_save={head}: adapters lie around {inside}, and peft would not load both"
+            raise ConfigError(f"{problem}; leave one of them out")
         own = [p for name, p in module.named_parameters() if _is_of(name, [head])]
         if not own:
             problem = f"model.lora.modules_to_save={head}: it has no weight of its own"
