@@ -286,6 +286,16 @@ def test_classes_that_the_data_names_are_no_difference(tmp_path):
     )
 
 
+def test_a_renamed_one_is_passed_over(tmp_path):
+    """Its steps would be done a second time, and its batches taken once more."""
+    config = config_for(tmp_path, "resume=latest")
+    older, newer = (write(tmp_path / "a" / "run", step, config) for step in (2, 3))
+    renamed = newer.rename(newer.with_name("step-000004"))
+    assert resolve_resume(config) == str(older)
+    line = refused(replace(config, resume=str(renamed)), CheckpointError)
+    assert "of step 3, so its folder was renamed; use resume=" in line
+
+
 OF_A_HUB = {"model_type": "llama", "rope_theta": 1e4, "pad_token_id": 0}
 OF_ITS_UPDATE = {"transformers_version": "9.9.9", "use_cache": False, "torch_dtype": "bfloat16"}
 OF_ITS_UPDATE |= {"id2label": {"0": "bad"}, "eos_token_id": [2, 3], "text": {"dropout": 0.1}}

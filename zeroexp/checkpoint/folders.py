@@ -12,7 +12,6 @@ import contextlib
 import errno
 import json
 import os
-import re
 import shutil
 import socket
 import tempfile
@@ -20,7 +19,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from zeroexp.checkpoint.manifest import MANIFEST, CheckpointError, Manifest
+from zeroexp.checkpoint.manifest import MANIFEST, WHOLE, CheckpointError, Manifest
 from zeroexp.config.keys import ConfigError, DamagedFile
 from zeroexp.process import locks
 from zeroexp.process.content_hash import hash_of
@@ -33,7 +32,6 @@ FOLDER = "checkpoint"  # inside the run's folder
 # This file in the run's folder has one line for each save and for each checkpoint that was passed over.
 LOG = "checkpoints.jsonl"
 PIN = ".pin"
-WHOLE = re.compile(r"step-(\d{6,})")
 UNFINISHED = ".step-"  # prefix of folders that are being written or removed
 
 

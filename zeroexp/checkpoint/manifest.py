@@ -27,6 +27,7 @@ DTYPES_BY_BYTES = {
 }
 ITEM_BYTES = {name: size for size, names in DTYPES_BY_BYTES.items() for name in names}
 REMEDY = "give another checkpoint"  # of damage
+WHOLE = re.compile(r"step-(\d{6,})")  # the name of a complete checkpoint
 FILE_NAME = re.compile(r"rank\d+\.bin")
 
 
@@ -109,7 +110,10 @@ def to_json(manifest: Manifest) -> bytes:
 
 
 def read_manifest(checkpoint: Path) -> Manifest:
-    """Read the manifest. Raises Damaged if it is missing or damaged, CheckpointError if its format is newer."""
+    """Read the manifest. Raises Damaged if it is missing, damaged or of another step than the folder's name says.
+
+    Raises CheckpointError if its format is newer.
+    """
     path = checkpoint / MANIFEST
     try:
         content = json.loads(path.read_bytes())
@@ -129,10 +133,13 @@ def read_manifest(checkpoint: Path) -> Manifest:
     try:
         del content["format"]
         stored = {key: _stored(content[key]) for key in ("state", "rng")}
-        return Manifest(**{**content, **stored})
+        manifest = Manifest(**{**content, **stored})
     except (KeyError, TypeError, ValueError) as error:
         reason = f"no manifest of zeroexp ({type(error).__name__}: {error})"
         raise Damaged(f"{path}: {reason}; {REMEDY}") from error
+    if (named := WHOLE.fullmatch(checkpoint.name)) and int(named[1]) != manifest.step:
+        raise Damaged(f"{path}: of step {manifest.step}, so its folder was renamed; {REMEDY}")
+    return manifest
 
 
 def _canonical(content: Mapping[str, Any]) -> bytes:
