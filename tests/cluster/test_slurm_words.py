@@ -25,7 +25,7 @@ from zeroexp.cluster.job import Job
 from zeroexp.cluster.slurm_state import Sighting, conclude_state
 from zeroexp.cluster.submit import SUBMITTING, _complaint, hold, slurm_id, submit_all
 from zeroexp.cluster.sweep import Sweep
-from zeroexp.cluster.task import DUTY, ENDED, PREEMPTED, WANTS_ANOTHER, Duty
+from zeroexp.cluster.task import DUTY, ENDED, JOB_ID, PREEMPTED, WANTS_ANOTHER, Duty
 from zeroexp.config.job_shape import JobShape
 from zeroexp.config.keys import (
     ClusterConfig,
@@ -166,6 +166,27 @@ def test_a_controller_that_is_away_is_asked_again_for_another_start(
     (ended,) = [*(job.folder / "slurm").glob("ended*")] or [None]
     assert (ended is None) == (num_asked == 3)
     assert ended is None or words in ended.read_text()
+
+
+def test_the_failure_of_an_attempt_is_not_that_of_the_next_which_fails_before_its_tasks(
+    slurm, monkeypatch, tmp_path
+):
+    """The first lost a node; the second ends in the site's lines, before anything of ours runs."""
+    slurm(srun="true", squeue="true", scontrol="true")
+    site = SlurmConfig(setup=["false"])
+    job = make_job(tmp_path / "run", ClusterConfig(kind="slurm", requeue=True, slurm=site))
+    (job.folder / "slurm").mkdir()
+    write_json(job.folder / "slurm.json", {"job_id": "7"})
+    failure.write(job.folder, "TaskLost", "rank 3 on node17 is gone")
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    batch = tmp_path / "batch.sh"
+    batch.write_text(batch_file(job).text())
+    errors = job.folder / "slurm" / "7_batch.err"
+    with errors.open("w") as file:
+        subprocess.run(["bash", batch], stderr=file, timeout=60)
+    seen = Sighting("FAILED", "NonZeroExitCode", "node3", preempted=False, restarts=1)
+    words = "cluster.slurm.setup: exit code 1 of: false"
+    assert conclude_state(job, seen) == ("failed", f"{words} ({errors})")
 
 
 @pytest.mark.slow
@@ -644,3 +665,36 @@ def test_a_job_that_slurm_may_have_queued_is_looked_for_later(
     submit_all([job])
     assert job.status == status and sbatch in job.state["reason"]
     assert (job.folder / SUBMITTING).exists() == is_remembered
+
+
+@pytest.mark.parametrize("array", [False, True], ids=["jobs", "an array"])
+def test_a_job_that_squeue_has_forgotten_is_found_by_the_id_that_it_wrote(
+    slurm, monkeypatch, tmp_path, array
+):
+    """sbatch queues it and does not say so, it trains, and whoever looks next does so after MinJobAge."""
+    monkeypatch.setattr("zeroexp.cluster.submit.SECONDS_BETWEEN_LOOKS", 0.0)
+    element = "env SLURM_ARRAY_JOB_ID=7 SLURM_ARRAY_TASK_ID={} bash $file; "
+    starts = element.format(0) + element.format(1) if array else "bash $file; "
+    ids = tmp_path / "ids"
+    write_json(tmp_path / "result", {"num_steps": 1})
+    slurm(
+        sbatch=f"echo >> {ids}; export SLURM_JOB_ID=$(wc -l < {ids}); for file; do :; done; {starts}"
+        + SAYS.format("Socket timed out"),
+        squeue=f"[ -e {tmp_path}/later ]",
+        sacct="true",
+        scontrol="true",
+        srun=f'for run; do :; done; cp {tmp_path}/result "$run/summary.json"',
+    )
+    jobs = slurm_jobs(tmp_path, array=array)
+    for job in jobs:
+        (job.folder / "slurm").mkdir()
+        (job.folder / "slurm" / JOB_ID).write_text("3")  # of the job before
+    submit_all(jobs)
+    assert [job.status for job in jobs] == ["failed", "failed"]
+    (tmp_path / "later").touch()
+    command = [sys.executable, "-m", "zeroexp", "--rerun", str(tmp_path)]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert "nothing there has failed" in done.stderr
+    assert [job.status for job in jobs] == ["done", "done"]
+    assert [slurm_id(job) for job in jobs] == (["7_0", "7_1"] if array else ["1", "2"])

@@ -32,6 +32,7 @@ from zeroexp.cluster.task import (
     HEARTBEAT_AT,
     HOSTS,
     JOB,
+    JOB_ID,
     PREEMPTED,
     TIME_LIMIT,
     WANTS_ANOTHER,
@@ -41,7 +42,7 @@ from zeroexp.config import plugins
 from zeroexp.config.job_shape import JobShape
 from zeroexp.config.keys import ClusterConfig
 from zeroexp.process.ports import RANGE, SCHEME, SECRET
-from zeroexp.tracking import attempt
+from zeroexp.tracking import attempt, failure
 from zeroexp.tracking.files import working_folder_of
 from zeroexp.tracking.mlflow_live import sends_live
 from zeroexp.tracking.run import SLURM_FILE
@@ -240,6 +241,7 @@ def _export_lines(job: Job, config: ClusterConfig) -> list[str]:
         *(f"export {key}={shlex.quote(value)}" for key, value in exports.items()),
         # The last element of an array has the array's id as its own, by which Slurm means all elements.
         f"export {JOB}=${{SLURM_ARRAY_JOB_ID:-$SLURM_JOB_ID}}${{SLURM_ARRAY_TASK_ID:+_$SLURM_ARRAY_TASK_ID}}",
+        f"echo ${JOB} > {shlex.quote(f'{folder}/slurm/{JOB_ID}')}",
         f'export {HOSTS}="$(scontrol show hostnames "$SLURM_JOB_NODELIST")"',
         f"export {attempt.NUMBER}=$(({attempt.newest(folder) + 1} + {restarts}))",
         f"export {SECRET}=$(od -vAn -N32 -tx1 /dev/urandom | tr -d ' \\n')",
@@ -252,8 +254,9 @@ def _export_lines(job: Job, config: ClusterConfig) -> list[str]:
     if most := max_requeues(config):  # the last attempt is not requeued even if a node is lost
         more = f"[ {restarts} -lt {most} ]"
         lines.append(f"{more} || scontrol update JobId=${JOB} Requeue=0")
-        # It may be of an attempt that was killed.
-        lines.append(f"rm -f {shlex.quote(f'{folder}/slurm/{WANTS_ANOTHER}')}")
+        # They may be of an attempt before this one, which may end before its tasks begin.
+        of_older = (f"{folder}/slurm/{WANTS_ANOTHER}", f"{folder}/{failure.FAILURE}")
+        lines.append(f"rm -f {shlex.join(of_older)}")
     return lines
 
 

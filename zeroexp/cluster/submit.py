@@ -2,7 +2,8 @@
 
 sbatch may time out after Slurm has queued the job, and the submitter may be killed between sbatch and the note of the
 job's id. So each submission has a name of ours, which is the job's comment and is noted in the run's folder
-before sbatch starts. Whoever looks at the run later finds its job by that name (`adopt`).
+before sbatch starts. Whoever looks at the run later finds its job by that name (`adopt`), or, as squeue soon forgets a
+job that has ended, by the id that its batch file wrote as it began.
 
 Only jobs of runs that save checkpoints are requeued: another run would start from the beginning unnoticed.
 """
@@ -20,7 +21,7 @@ from zeroexp.cluster import slurm_state
 from zeroexp.cluster.job import Job
 from zeroexp.cluster.local import RANK_MAIN
 from zeroexp.cluster.slurm_state import NO_ANSWER, SlurmSilent, find_by_comment
-from zeroexp.cluster.task import DUTY
+from zeroexp.cluster.task import DUTY, JOB_ID
 from zeroexp.cluster.tell import tell
 from zeroexp.config.job_shape import JobShape
 from zeroexp.config.keys import ConfigError
@@ -87,6 +88,7 @@ def submit_job_or_array(jobs: Sequence[Job], *, rank_main: str = RANK_MAIN) -> N
     for index, job in enumerate(jobs):
         slurm = job.folder / "slurm"
         slurm.mkdir(exist_ok=True)
+        (slurm / JOB_ID).unlink(missing_ok=True)  # of the job before this one
         write_json(job.folder / DUTY, asdict(duty_of(job, rank_main)))
         element = {"element": index} if len(jobs) > 1 else {}
         if element:
@@ -117,11 +119,14 @@ def adopt(job: Job) -> bool:
 
     Raises SlurmSilent.
     """
-    submitting = read_json(job.folder / SUBMITTING)
-    job_id = find_by_comment(submitting["name"]) if submitting else None
-    if submitting and job_id:
+    if not (submitting := read_json(job.folder / SUBMITTING)):
+        return False
+    began = job.folder / "slurm" / JOB_ID
+    if job_id := began.read_text(encoding="utf-8").strip() if began.exists() else "":
+        _note(job, job_id)
+    elif job_id := find_by_comment(submitting["name"]):
         _note(job, f"{job_id}_{submitting['element']}" if "element" in submitting else job_id)
-    return job_id is not None
+    return bool(job_id)
 
 
 def hold(job: Job, reason: str) -> None:

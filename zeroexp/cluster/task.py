@@ -46,6 +46,7 @@ TIME_LIMIT = "time limit of this attempt (cluster.timeout_s)"
 PREEMPTED = "preempted by a job of higher priority"
 ENDED = "ended by Slurm (SIGTERM)"  # by scancel, or for a reason that Slurm does not report
 DUTY = "slurm/duty.json"  # in the run's folder
+JOB_ID = "job_id"  # in its folder slurm: the job's id, by the batch file
 WANTS_ANOTHER = "wants-another-start"  # in its folder slurm: a file that rank 0's task leaves for the batch file
 
 
