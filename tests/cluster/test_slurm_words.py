@@ -63,7 +63,9 @@ def test_a_point_takes_the_fewest_nodes_that_share_it_evenly(
 def test_a_task_that_nobody_met_is_named_by_srun(tmp_path: Path) -> None:
     """Its peers had not reached it yet; the lines are what srun of Slurm 22 printed of a killed task."""
     job = make_job(tmp_path)
+    write_json(job.folder / "slurm.json", {"job_id": "13"})
     (job.folder / "slurm").mkdir()
+    (job.folder / "slurm" / "9_batch.err").write_text("srun: error: node8: task 5: Killed\n")
     (job.folder / "slurm" / "13_batch.err").write_text(
         "srun: error: node1: task 0: Killed\n"
         "srun: launch/slurm: _step_signal: Terminating StepId=13.0\n"
@@ -74,6 +76,8 @@ def test_a_task_that_nobody_met_is_named_by_srun(tmp_path: Path) -> None:
     )
     assert status == "failed"
     assert reason == "rank 0 on node1: its task ended first (killed, says srun)"
+    write_json(job.folder / "slurm.json", {"job_id": "14"})  # it never began
+    assert conclude_state(job, None)[1] == "Slurm has forgotten the job, and it left no result"
 
 
 def test_that_a_job_made_room_is_known_after_squeue_forgot(tmp_path: Path) -> None:
@@ -93,6 +97,8 @@ def test_a_job_that_slurm_holds_after_a_failed_start_says_so(tmp_path: Path) -> 
     job = make_job(tmp_path)
     assert conclude_state(job, seen) == ("requeued", "launch failed requeued held")
     assert conclude_state(job, replace(seen, reason="BeginTime")) == ("requeued", "")
+    held = replace(seen, word="SPECIAL_EXIT", reason="JobHeldUser")
+    assert conclude_state(job, held) == ("requeued", "JobHeldUser")
 
 
 def test_words_of_squeue_and_of_sacct_are_read_alike() -> None:
@@ -101,9 +107,10 @@ def test_words_of_squeue_and_of_sacct_are_read_alike() -> None:
         "7": Sighting("PENDING", "Resources", "", preempted=False, restarts=2),
         "8": Sighting("FAILED", "NonZeroExitCode", "n[1-2]", preempted=True),
     }
-    sacct = "8|CANCELLED by 1000|None|n1|\n9|RUNNING|None|n2|\n"
-    assert slurm_state.parse_job_lines(sacct, {"8"}) == {
-        "8": Sighting("CANCELLED", "None", "n1", False)
+    sacct = "7|FAILED|||\n8|CANCELLED by 1000|None|n1|\n9|RUNNING|None|n2|\n"
+    assert slurm_state.parse_job_lines(sacct, {"7", "8"}) == {
+        "7": Sighting("FAILED", "", "", False),
+        "8": Sighting("CANCELLED", "None", "n1", False),
     }
 
 
@@ -515,6 +522,16 @@ def test_points_of_an_array_keep_their_ids_where_others_look_while_it_is_submitt
     assert not any((job.folder / SUBMITTING).exists() for job in jobs)
     refresh(jobs)
     assert [job.status for job in jobs] == ["running", "running"]
+
+
+def test_points_beyond_the_largest_array_are_submitted_one_by_one(slurm, tmp_path):
+    no = SAYS.format("Invalid job array specification")
+    ids = tmp_path / "ids"
+    answer = f"echo >> {ids}; echo Submitted batch job $(wc -l < {ids})"
+    slurm(sbatch=f"case $* in *--array=*) {no} ;; esac; {answer}")
+    jobs = slurm_jobs(tmp_path, array=True)
+    submit_all(jobs)
+    assert [slurm_id(job) for job in jobs] == ["1", "2"]
 
 
 def test_what_watch_cancels_is_not_submitted_afterwards(slurm, tmp_path):

@@ -53,6 +53,7 @@ def noted(reason: str) -> Callable[[Job], None]:
 
 
 def words_of_batch_file(job: Job) -> None:
+    write_json(job.folder / "slurm.json", {"job_id": "13"})
     (job.folder / "slurm").mkdir()
     (job.folder / "slurm" / "13_batch.err").write_text(
         "zeroexp: cluster.slurm.setup: exit code 1 of: ls\n"

@@ -113,7 +113,7 @@ def parse_job_lines(lines: str, wanted: set[str]) -> dict[str, Sighting]:
     """Parse lines in which every field ends in a bar; squeue prints six fields, sacct the first four."""
     seen: dict[str, Sighting] = {}
     for line in lines.splitlines():
-        job_id, state, reason, nodes, *more = line.strip().rstrip("|").split("|")
+        job_id, state, reason, nodes, *more = line.strip().removesuffix("|").split("|")
         word = state.split()[0]  # "CANCELLED by 1000"
         preempted, restarts = more or ("N/A", "0")
         if job_id in wanted:
@@ -123,6 +123,7 @@ def parse_job_lines(lines: str, wanted: set[str]) -> dict[str, Sighting]:
 
 RUNS = {"RUNNING", "COMPLETING", "STAGE_OUT", "SIGNALING", "STOPPED", "SUSPENDED", "RESIZING"}
 WAITS = {"PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_FED", "REQUEUE_HOLD", "RESV_DEL_HOLD"}
+WAITS |= {"SPECIAL_EXIT"}  # as a site's RequeueExitHold holds it, until somebody releases it
 LOST: dict[str, tuple[Status, str]] = {
     "NODE_FAIL": ("node_lost", "node lost"),
     "BOOT_FAIL": ("node_lost", "a node did not boot"),
@@ -153,7 +154,7 @@ def conclude_state(job: Job, seen: Sighting | None) -> tuple[Status, str | None]
         nodes = _down_among(seen.nodes) if word == "NODE_FAIL" else None
         met = f": {first_cause(job.failure)}" if word == "OUT_OF_MEMORY" and job.failure else ""
         return status, f"{reason} ({nodes or seen.nodes}){met}"
-    if seen.reason == "JobLaunchFailure" and not _has_run(job):
+    if seen.reason == "JobLaunchFailure" and not _batch_errors(job).exists():
         where = f"{seen.nodes} could not open {job.folder.resolve()}"
         return "failed", f"{where}: outputs must lie where all nodes see it under this path"
     how = "no error, and no result either" if word == "COMPLETED" else f"{word} ({seen.reason})"
@@ -194,21 +195,21 @@ def _ending_from_files(job: Job, otherwise: str) -> tuple[Status, str | None]:
         return ending_of("failed", job.failure), first_cause(job.failure)
     if job.summary:
         return "done", job.verdict
-    files = sorted((job.folder / SRUN_WRITES).glob("*_batch.err"), key=os.path.getmtime)
-    errors = [(file, file.read_text(errors="replace", encoding="utf-8")) for file in files]
-    for file, text in errors[-1:]:
-        if line := OF_BATCH_FILE.search(text):
-            return "failed", f"{line[1]} ({file})"
+    file = _batch_errors(job)
+    text = file.read_text(errors="replace", encoding="utf-8") if file.exists() else ""
+    if line := OF_BATCH_FILE.search(text):
+        return "failed", f"{line[1]} ({file})"
     if (reason := _last_reason(job)).startswith(TIME_LIMIT):  # it saved, and is not to be requeued
         return "timed_out", reason
     if reason in (PREEMPTED, ENDED):
         return "failed", reason
-    return "failed", next(filter(None, (_first_to_end(*each) for each in errors)), otherwise)
+    return "failed", _first_to_end(file, text) or otherwise
 
 
-def _has_run(job: Job) -> bool:
+def _batch_errors(job: Job) -> Path:
+    """Return the file that the run's job writes errors to as it begins; earlier jobs of the run have others."""
     job_id = (read_json(job.folder / SLURM_FILE) or {}).get("job_id")
-    return (job.folder / SRUN_WRITES / f"{job_id}_batch.err").exists()
+    return job.folder / SRUN_WRITES / f"{job_id}_batch.err"
 
 
 def _down_among(nodes: str) -> str | None:

@@ -38,11 +38,12 @@ NO_GPUS = (
 QUEUE_IS_FULL = re.compile(
     r"(Max|Grp)Submit|temporarily unable|MaxJobCount|maximum number of jobs|connect failure"
 )
+TOO_LARGE = "Invalid job array specification"  # by MaxArraySize
 UNSURE = re.compile(NO_ANSWER)
 
 
 class QueueFull(ConfigError):
-    """Slurm takes no more jobs of this user now, or its controller is away."""
+    """Slurm takes no more jobs of this user now, not as many in one array, or its controller is away."""
 
 
 def submit_all(jobs: Iterable[Job], *, rank_main: str = RANK_MAIN) -> None:
@@ -105,8 +106,8 @@ def submit_job_or_array(jobs: Sequence[Job], *, rank_main: str = RANK_MAIN) -> N
     if job_id is None:
         for job in jobs:
             (job.folder / SUBMITTING).unlink(missing_ok=True)
-        kind = QueueFull if QUEUE_IS_FULL.search(message) else ConfigError
-        raise kind(f"cluster.slurm: {_complaint(message)}")
+        too_many = QUEUE_IS_FULL.search(message) or (len(jobs) > 1 and TOO_LARGE in message)
+        raise (QueueFull if too_many else ConfigError)(f"cluster.slurm: {_complaint(message)}")
     for index, job in enumerate(jobs):
         _note(job, f"{job_id}_{index}" if len(jobs) > 1 else job_id)
     meanwhile = [slurm_id(job) for job in jobs if job.status == "cancelled"]
