@@ -693,6 +693,33 @@ def test_files_are_those_of_their_names(tmp_path):
         assert sorted(table["text"]) == read
 
 
+def test_a_folder_says_which_split_its_files_are_of(tmp_path):
+    """As in `datasets`, whose words for the splits these are."""
+    names = [
+        "train/test_of_time.csv",
+        "train/b.csv",
+        "test/train_x.csv",
+        "test/deep/dev.csv",
+        "val.csv",
+    ]
+    names += ["testing.csv", "evaluation.csv", "more/training.csv"]
+    for name in names:
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(f"text\n{name}\n")
+    for split, read in (
+        ("train", ["more/training.csv", "train/b.csv", "train/test_of_time.csv"]),
+        ("test", ["evaluation.csv", "test/deep/dev.csv", "test/train_x.csv", "testing.csv"]),
+        ("validation", ["val.csv"]),
+    ):
+        config = composed("data=yelp_causal", f"data.split={split}").data
+        config.path = str(tmp_path)
+        assert [str(f.relative_to(tmp_path)) for f in data_files(config)] == read
+    config.path, config.split = str(tmp_path / "train"), "test"
+    with pytest.raises(ConfigError, match="no file for the split"):
+        shutil.move(tmp_path / "train/test_of_time.csv", tmp_path / "train/a.csv")
+        data_files(config)
+
+
 def test_each_column_of_a_table_has_tokens_of_its_own(tmp_path):
     (tmp_path / "a.csv").write_text("one,two\n" + "a name,some words\n" * 99)
     asked: dict[str, Any] = {"path": str(tmp_path / "a.csv"), "seq_len": 8, "micro_batch_size": 1}

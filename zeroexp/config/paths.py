@@ -10,7 +10,8 @@ from zeroexp.config.data_kinds import DATA, TABLES
 from zeroexp.config.keys import ConfigError, DataConfig
 
 TRAIN = "train"
-SPLITS = "train|validation|valid|val|dev|test|eval"
+# Words for each split, those of `datasets`.
+SPLITS = "train|training", "validation|valid|val|dev", "test|testing|eval|evaluation"
 HUB_ID = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
 
 
@@ -56,9 +57,12 @@ def split_name(split: str | None) -> str:
 
 def _of_split(root: Path, files: list[Path], split: str, config: DataConfig) -> list[Path]:
     """Return the files named after the split, or inside a folder named so; all that name no split are for training."""
-    chosen = [file for file in files if _names(re.escape(split), file, root)]
+    words = next((each for each in SPLITS if split in each.split("|")), re.escape(split))
+    every = "|".join([*SPLITS, words])
+    told = {file: _part_that_tells(every, file, root) for file in files}
+    chosen = [file for file in files if _names(words, told[file])]
     if not chosen and split == TRAIN:
-        chosen = files if len(files) == 1 else [f for f in files if not _names(SPLITS, f, root)]
+        chosen = files if len(files) == 1 else [f for f in files if not _names(every, told[f])]
     if not chosen and len(files) == 1:
         raise ConfigError(
             f"data.path={config.path}: has no split {split}, being one file; cut it in two with "
@@ -73,10 +77,15 @@ def _of_split(root: Path, files: list[Path], split: str, config: DataConfig) -> 
     return chosen
 
 
-def _names(splits: str, file: Path, root: Path) -> bool:
-    """Tell whether a word of the path is one of these, as `datasets` does: also Test.csv and reviews_test.csv."""
-    named = re.compile(rf"(?<![a-z])({splits})(?![a-z])", re.IGNORECASE)
-    return any(named.search(part) for part in file.relative_to(root).parts)
+def _part_that_tells(splits: str, file: Path, root: Path) -> str:
+    """Return the outermost folder that is named after a split, else the file's name: train/test_of_time.csv trains."""
+    *folders, name = file.relative_to(root).parts
+    return next((folder for folder in folders if _names(splits, folder)), name)
+
+
+def _names(splits: str, part: str) -> bool:
+    """Tell whether a word of a file's or folder's name is one of these: also of Test.csv and reviews_test.csv."""
+    return bool(re.search(rf"(?<![a-z])({splits})(?![a-z])", part, re.IGNORECASE))
 
 
 def cache_root() -> Path:
