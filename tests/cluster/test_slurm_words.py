@@ -107,8 +107,9 @@ def test_words_of_squeue_and_of_sacct_are_read_alike() -> None:
         "7": Sighting("PENDING", "Resources", "", preempted=False, restarts=2),
         "8": Sighting("FAILED", "NonZeroExitCode", "n[1-2]", preempted=True),
     }
-    sacct = "7|FAILED|||\n8|CANCELLED by 1000|None|n1|\n9|RUNNING|None|n2|\n"
-    assert slurm_state.parse_job_lines(sacct, {"7", "8"}) == {
+    sacct = "6|CANCELLED|None|None assigned|\n7|FAILED|||\n8|CANCELLED by 1000|None|n1|\n9|RUNNING|None|n2|\n"
+    assert slurm_state.parse_job_lines(sacct, {"6", "7", "8"}) == {
+        "6": Sighting("CANCELLED", "None", "", False),
         "7": Sighting("FAILED", "", "", False),
         "8": Sighting("CANCELLED", "None", "n1", False),
     }
@@ -415,6 +416,31 @@ def test_of_a_job_that_outlives_its_sweep_whoever_sees_its_end_tells_once(slurm,
     refresh([job])
     refresh([job])
     assert (tmp_path / "told").read_text() == f"{job.folder}: failed: {job.state['reason']}\n"
+
+
+def test_a_job_that_slurm_cancels_by_itself_is_told_and_says_on_which_node(slurm, tmp_path):
+    """As where a node's Prolog fails. What somebody cancels by a command of ours is not told."""
+    slurm(squeue="echo '17|CANCELLED|None|n1|N/A|0|'", scancel="true")
+    slurms, ours = make_job(tmp_path / "run1"), make_job(tmp_path / "run2")
+    events = EventsConfig(tell=f"cat >> {tmp_path}/told")
+    for job in (slurms, ours):
+        save(replace(job.config, events=events), job.folder / "config.yaml")
+        job.enter("running")
+    write_json(slurms.folder / "slurm.json", {"job_id": "17"})
+    refresh([slurms])
+    cancel_unfinished([ours])
+    reason = "cancelled in Slurm before it began on n1 (sinfo -R may say why)"
+    assert (tmp_path / "told").read_text() == f"{slurms.folder}: cancelled: {reason}\n"
+    (slurms.folder / "slurm").mkdir()
+    (slurms.folder / "slurm" / JOB_ID).touch()
+    seen = Sighting("CANCELLED", "None", "n1", False)
+    assert conclude_state(slurms, seen) == ("cancelled", "cancelled in Slurm")
+
+
+def test_a_time_limit_of_the_sites_options_is_named(tmp_path):
+    job = make_job(tmp_path, ClusterConfig(slurm=SlurmConfig(sbatch={"time": "0-02"})))
+    limit = "time limit of 0-02 (cluster.slurm.sbatch.time)"
+    assert conclude_state(job, Sighting("TIMEOUT", "None", "n1", False)) == ("timed_out", limit)
 
 
 def test_a_job_that_has_ended_is_not_cancelled(slurm, tmp_path):

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from zeroexp.cluster.job import Job, Status, ending_of, first_cause, reason_of
-from zeroexp.cluster.task import ENDED, PREEMPTED, TIME_LIMIT
+from zeroexp.cluster.task import ENDED, JOB_ID, PREEMPTED, TIME_LIMIT
 from zeroexp.config.keys import ConfigError
 from zeroexp.tracking import attempt, failure
 from zeroexp.tracking.json_files import read_json
@@ -20,6 +20,7 @@ from zeroexp.tracking.run import SLURM_FILE
 OF_THIS_USER = (f"--user={os.getuid()}", "--noheader", "--states=all")
 OPTIONS_OF_THE_USER = ("SQUEUE_", "SACCT_", "SCANCEL_")
 SRUN_WRITES = "slurm"  # a folder in the run's folder
+CANCELLED_IN_SLURM = "cancelled in Slurm"  # and not by us
 # What commands say, as a regular expression, where the controller may or may not have done what was asked.
 NO_ANSWER = "[Tt]imed out|Zero Bytes|Unexpected message|(send|receive|shutdown) failure"
 
@@ -115,6 +116,7 @@ def parse_job_lines(lines: str, wanted: set[str]) -> dict[str, Sighting]:
     for line in lines.splitlines():
         job_id, state, reason, nodes, *more = line.strip().removesuffix("|").split("|")
         word = state.split()[0]  # "CANCELLED by 1000"
+        nodes = nodes.replace("None assigned", "")  # by sacct
         preempted, restarts = more or ("N/A", "0")
         if job_id in wanted:
             seen[job_id] = Sighting(word, reason, nodes, preempted != "N/A", int(restarts))
@@ -141,9 +143,16 @@ def conclude_state(job: Job, seen: Sighting | None) -> tuple[Status, str | None]
     if seen.word in WAITS:
         return _state_of_waiting(job, seen)
     if seen.word == "CANCELLED":
-        return "cancelled", "cancelled in Slurm"
-    if seen.word in ("TIMEOUT", "DEADLINE"):
-        return "timed_out", reason_of("timed_out", job)
+        # Where a node's Prolog fails, say.
+        unstarted = seen.nodes and not (job.folder / SRUN_WRITES / JOB_ID).exists()
+        where = f" before it began on {seen.nodes} (sinfo -R may say why)" if unstarted else ""
+        return "cancelled", f"{CANCELLED_IN_SLURM}{where}"
+    if seen.word == "DEADLINE":
+        return "timed_out", "its deadline came (cluster.slurm.sbatch.deadline)"
+    if seen.word == "TIMEOUT":
+        own = job.config.cluster.slurm.sbatch.get("time")
+        limit = f"time limit of {own} (cluster.slurm.sbatch.time)"
+        return "timed_out", limit if own else reason_of("timed_out", job)
     preempted = seen.preempted or _last_reason(job) == PREEMPTED  # sacct does not report it
     word = "PREEMPTED" if preempted and seen.word == "FAILED" else seen.word
     # Where another failure came first, it may be a consequence.

@@ -10,6 +10,7 @@ import subprocess
 import sys
 
 from zeroexp.cluster.job import Job
+from zeroexp.cluster.slurm_state import CANCELLED_IN_SLURM
 from zeroexp.tracking.run import UNFINISHED
 
 TELL_SECONDS = 60.0
@@ -17,12 +18,13 @@ TELL_SECONDS = 60.0
 
 def tell(job: Job) -> None:
     """Hand a line about a run that did not end well to the command of events.tell."""
-    state, quiet = job.state, (*UNFINISHED, "cancelled", "skipped")
-    if not state["reason"] or state["status"] in quiet:
+    state = job.state
+    reason = " ".join((state["reason"] or "").split())  # of an exception it may be several lines
+    ours = state["status"] == "cancelled" and not reason.startswith(CANCELLED_IN_SLURM)
+    if not reason or ours or state["status"] in (*UNFINISHED, "skipped"):
         return
     if not (command := job.config.events.tell):
         return
-    reason = " ".join(state["reason"].split())  # of an exception it may be several lines
     line = f"{job.folder}: {state['status']}: {reason}\n"
     try:
         subprocess.run(command, shell=True, check=True, input=line.encode(), timeout=TELL_SECONDS)
