@@ -92,6 +92,8 @@ ATTRIBUTES = {
     "torch._meta_registrations._create_grouped_mm_output_tensor",
     "torch._meta_registrations._meta_grouped_mm_common",
     "torch.distributed._coalescing_manager",
+    "torch._C._distributed_c10d.FakeProcessGroup._create_internal",
+    "torch.distributed.ProcessGroup._register_backend",
     "torch.cpu._is_avx512_supported",
     "torch.cpu._is_avx512_bf16_supported",
     "torch.ops.mkldnn._is_mkldnn_bf16_supported",
