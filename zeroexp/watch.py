@@ -82,6 +82,8 @@ def watch(arguments: argparse.Namespace) -> int:
             remedy = "watch on a machine of the cluster, or show the last look with --once"
             raise ConfigError(f"squeue: not on this machine; {remedy}")
         follow_all(jobs, uploads)
+        while unfinished(jobs):  # of another process, which has submitted more meanwhile
+            follow_all(jobs, uploads)
     runs = readable_runs(job.folder for job in jobs)
     points = points_of(runs)
     print_table(points)
@@ -91,6 +93,8 @@ def watch(arguments: argparse.Namespace) -> int:
         page.write_into(arguments.sweep, points)
     sync(jobs, uploads)
     failed = [job for job in jobs if job.status not in (*FINE, *UNFINISHED)]
+    if not (arguments.cancel or arguments.once):
+        failed += [job for job in jobs if is_held_back(job)]
     return SOMETHING_FAILED if failed or len(runs) < len(jobs) else EVERYTHING_FINE
 
 
@@ -114,7 +118,8 @@ def submitter_of(jobs: list[Job]) -> Generator[dict[int, Job]]:
     try:
         if held:
             sweep_owner.take_ownership(sweep)
-    except ConfigError:
+    except ConfigError as error:
+        print(f"zeroexp: {len(held)} points are submitted by another: {error}", file=sys.stderr)
         held = {}
     try:
         yield held

@@ -629,6 +629,34 @@ def test_a_held_point_that_slurm_refuses_later_is_told(slurm, tmp_path):
     assert "Invalid account" in told.read_text()
 
 
+def test_a_watch_tells_of_points_that_a_lost_machine_was_to_submit(slurm, tmp_path):
+    slurm(squeue="true", sbatch=f"touch {tmp_path}/submitted")
+    first, second = slurm_jobs(tmp_path)
+    write_json(first.folder / "slurm.json", {"job_id": "7"})
+    first.enter("done")
+    hold(second, "MaxSubmitJobs")
+    write_json(tmp_path / "owner.json", {"host": "login1", "pid": 77, "locked": True})
+    command = [sys.executable, "-m", "zeroexp.watch", str(tmp_path)]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert "1 points are submitted by another" in done.stderr and "77 on login1" in done.stderr
+    assert done.returncode == 1 and not (tmp_path / "submitted").exists()
+
+
+def test_a_watch_follows_what_a_living_sweep_submits_meanwhile(slurm, tmp_path):
+    """It notes the second job's id while the first is followed."""
+    first, second = slurm_jobs(tmp_path)
+    write_json(first.folder / "slurm.json", {"job_id": "7"})
+    looks, note = tmp_path / "looks", f'{{"job_id": "8"}}\' > {second.folder}/slurm.json'
+    later = f"echo '{note}; echo '7|COMPLETED|None|n1|N/A|0|\n8|COMPLETED|None|n1|N/A|0|'"
+    runs = f"echo >> {looks}; if [ $(wc -l < {looks}) -lt 3 ]; then echo '7|RUNNING|None|n1|N/A|0|'; else {later}; fi"
+    slurm(squeue=f"case $* in *Comment*) ;; *) {runs} ;; esac")
+    for job in (first, second):
+        write_json(job.folder / "summary.json", {"num_steps": 1})
+    _watch(tmp_path)
+    assert [job.status for job in (first, second)] == ["done", "done"]
+
+
 def cancelled_by_watch(sweep: Path) -> str:
     return _watch(sweep, "--cancel")
 
