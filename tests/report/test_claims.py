@@ -145,6 +145,17 @@ def test_losses_that_must_fall_are_a_claim_of_any_study(
     assert {"text": "0 of 2 losses fall", "holds": False, "sweep": None} in told["claims"]
 
 
+@pytest.mark.parametrize("lost", [("ours",), ("ours", "theirs")])
+def test_losses_that_can_not_be_read_prove_nothing(sweep: Path, lost: tuple[str, ...]) -> None:
+    for name in ("ours", "theirs"):
+        edit(sweep / name / "config.yaml", "loss_must_fall: false", "loss_must_fall: true")
+    for name in lost:
+        (sweep / name / "records.jsonl").write_text("torn")
+    broken = conclude(points(sweep)).broken
+    of_losses = [line for line in broken if "loss" in line]
+    assert of_losses and all("no losses can be read of ours" in line for line in of_losses)
+
+
 def test_what_nobody_knows_is_not_proved(sweep: Path) -> None:
     for name in ("ours", "theirs"):
         change(sweep / name / "summary.json", {"rehearsed": {}})

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from zeroexp.measure.record import RunSummary
-from zeroexp.report.loss_agreement import losses_of
+from zeroexp.report.loss_agreement import asks_of_losses, losses_of
 from zeroexp.report.measured_points import MeasuredPoint, of_one_seed
 from zeroexp.tracking.run import UNFINISHED
 
@@ -82,21 +82,24 @@ def claims_of(points: Sequence[MeasuredPoint]) -> list[Claim]:
 
 
 def _of_losses(done: Sequence[MeasuredPoint]) -> list[Claim]:
-    claims, losses = list[Claim](), losses_of(done)
+    claims, losses, same = list[Claim](), losses_of(done), of_one_seed(done)
+    unread = ", ".join(point.name for point in same if not point.losses)
+    lacks = f"; no losses can be read of {unread}" if unread else ""
+    if not losses and unread and asks_of_losses(done):
+        return [Claim(f"loss curves{lacks}", False)]
     if losses and losses.agreement and losses.compared:
         summaries = [point.pooled.summary for point in done]
         diverged = [summary for summary in summaries if summary and summary.verdict]
         others = [curve.point for curve in losses.off[1:]]
         more = f"; off too: {', '.join(others)}" if others else ""
         more += f"; {len(diverged)} of {len(done)} runs diverged" if diverged else ""
-        same = of_one_seed(done)
-        can_be_read = all(point.losses for point in same)
         if apart := {point.name for point in done} - {point.name for point in same}:
             more += f"; of another seed, and not compared: {', '.join(sorted(apart))}"
-        holds = losses.agree and can_be_read and not diverged
-        claims.append(Claim(losses.agreement + more, holds))
+        holds = losses.agree and not unread and not diverged
+        claims.append(Claim(losses.agreement + more + lacks, holds))
     if losses and losses.fall:
-        claims.append(Claim(losses.fall, all(curve.falls for curve in losses.curves)))
+        falls = all(curve.falls for curve in losses.curves) and not unread
+        claims.append(Claim(losses.fall + lacks, falls))
     return claims
 
 

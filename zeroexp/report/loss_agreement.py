@@ -102,6 +102,12 @@ class LossVerdict:
         return lines
 
 
+def asks_of_losses(points: Sequence[MeasuredPoint]) -> bool:
+    """Tell whether the study of the first point asks that losses agree, or fall."""
+    study = points[0].run.config
+    return study.get(AGREEMENT, "null") != "null" or study.get(MUST_FALL) == "true"
+
+
 def losses_of(points: Sequence[MeasuredPoint]) -> LossVerdict | None:
     """Judge the curves of runs that came to their end by the first point's study.loss_agreement and loss_must_fall.
 

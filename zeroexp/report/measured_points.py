@@ -73,14 +73,19 @@ class MeasuredPoint:
 
     @property
     def seconds_by_round(self) -> dict[Round, float]:
-        """Median step seconds of each run that came to its end; a copy of a run gets the next number."""
+        """Median step seconds of each run that came to its end; copies of runs have numbers behind all others."""
         seconds: dict[Round, float] = {}
+        copies: list[tuple[int, float]] = []
         for index, run in enumerate(self.runs):
             if run.summary:
-                number = int(run.environment.get("repeat", index))
-                while (seed_of(run), number) in seconds:
-                    number += 1
-                seconds[seed_of(run), number] = run.summary.step_seconds_median
+                each = seed_of(run), int(run.environment.get("repeat", index))
+                if each in seconds:
+                    copies.append((seed_of(run), run.summary.step_seconds_median))
+                else:
+                    seconds[each] = run.summary.step_seconds_median
+        behind = 1 + max((number for _, number in seconds), default=0)
+        for number, (seed, of_copy) in enumerate(copies, start=behind):
+            seconds[seed, number] = of_copy
         return seconds
 
     @cached_property
