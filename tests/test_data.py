@@ -658,6 +658,7 @@ def test_a_part_of_a_file_is_a_split(tmp_path, limit, num_samples):
         ("train[:100]", "train[-10:]"),
         ("train[5:100]+train[200:]", "train[100:200]+test"),
         ("train[:90%]", "train[1000:]"),  # nobody knows before it is read
+        ("train[50:]", "train[:-50]"),
         (None, "test[:5]"),
     ],
 )
@@ -665,6 +666,18 @@ def test_parts_without_rows_in_common_may_be_trained_and_validated_on(training, 
     changes = [f"data.validation_split={validation!r}"]
     changes += [f"data.split={training!r}"] if training else []
     assert not [*check_validation(composed("data=yelp", *changes))]
+
+
+@pytest.mark.parametrize(
+    ("training", "validation", "here"),
+    [("train", "train[:1_000]", False), ("test", "all", False), ("test", "eval[:9]", True)],
+)
+def test_parts_with_rows_in_common_are_refused(tmp_path, training, validation, here):
+    """In a folder, `eval` and `test` are words for the same files."""
+    words = [f"data.split={training}", f"data.validation_split={validation!r}"]
+    words += [f"data.path={tmp_path}"] if here else []
+    (refusal,) = check_validation(composed("data=yelp", *words))
+    assert refusal[:2] == ("data.validation_split", "has rows that are trained on")
 
 
 def test_files_are_those_of_their_names(tmp_path):

@@ -50,6 +50,16 @@ def test_numbers_that_vary_between_repeats_break_a_claim(sweep: Path) -> None:
     assert line.startswith("a: gradients bytes: [") and line.endswith(" (a, b)")
 
 
+def test_traffic_of_a_repeat_that_was_resumed_is_of_fewer_steps(sweep: Path) -> None:
+    """An outer step is in some of the steps, so that means over other numbers of steps differ."""
+    sent = json.loads((sweep / "b/summary.json").read_text())["sent_bytes_by_kind"]
+    other = {"sent_bytes_by_kind": {kind: number + 0.5 for kind, number in sent.items()}}
+    change(sweep / "b/summary.json", other)
+    assert len(conclude(points(sweep)).broken) == len(sent)
+    change(sweep / "b/summary.json", {"num_steps": 3})
+    assert conclude(points(sweep)).broken == []
+
+
 def test_a_last_bit_of_a_loss_that_varies_breaks_a_claim_where_sums_have_one_order(
     sweep: Path,
 ) -> None:
@@ -175,6 +185,16 @@ def test_who_got_faster_is_said_and_who_did_not(sweeps: Path) -> None:
     head, first, *_ = lines_of_moved(pairs, alone)
     assert head == "1 of 2 points moved (after over before):"
     assert first == "  zero3: step 0.75 [0.75, 0.75]: faster"
+
+
+def test_a_point_of_torch_that_failed_hides_no_time(sweeps: Path) -> None:
+    """It has no time, over which others could be taken; that it failed is what moved."""
+    write_run(sweeps / "before/torch", "ddp", "torch", status="failed", reason="rank 0 died")
+    write_run(sweeps / "after/torch", "ddp", "torch")
+    pairs, _ = points_that_moved(points(sweeps / "before"), points(sweeps / "after"))
+    changes = {one.name: (one.comparison is not None, one.changes) for one in pairs}
+    assert changes["zero3"] == changes["ddp"] == (True, [])
+    assert changes["torch"] == (False, ["did not come to its end before"])
 
 
 def test_points_that_differ_in_what_they_save_are_each_beside_themselves(tmp_path: Path) -> None:

@@ -107,9 +107,9 @@ def written_outside_by(lab: Lab, way: str) -> None:
 
 
 @variants(
-    ["assigned", "data", "set"],
+    ["assigned", "set"],
     refused={"zero3": r"moved or given|written in place"},
-    may_refuse="moved or given",
+    may_refuse="moved or given|written in place",
 )
 def a_frozen_weight_written_in_forward_by(lab: Lab, way: str) -> None:
     """A momentum encoder inside of the model. Under ZeRO-3 what is written would be lost when the block is freed."""

@@ -55,9 +55,14 @@ def split_name(split: str | None) -> str:
     return (split or TRAIN).partition("[")[0]
 
 
+def words_of_split(split: str) -> str:
+    """Return the words, as a pattern, by which a folder's files are of this split."""
+    return next((each for each in SPLITS if split in each.split("|")), re.escape(split))
+
+
 def _of_split(root: Path, files: list[Path], split: str, config: DataConfig) -> list[Path]:
     """Return the files named after the split, or inside a folder named so; all that name no split are for training."""
-    words = next((each for each in SPLITS if split in each.split("|")), re.escape(split))
+    words = words_of_split(split)
     every = "|".join([*SPLITS, words])
     told = {file: _part_that_tells(every, file, root) for file in files}
     chosen = [file for file in files if _names(words, told[file])]

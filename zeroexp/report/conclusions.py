@@ -98,8 +98,15 @@ def lines_of_varied_numbers(point: MeasuredPoint) -> list[str]:
 
 
 def _changed_numbers(one: Run, two: Run) -> list[str]:
+    """Say which exact numbers of two runs differ; traffic, a mean over steps, is of as many in both or not compared."""
+    if not (one.summary and two.summary):
+        return []
     first, second = exact_numbers(one), exact_numbers(two)
-    pairs = {name: (first.get(name), second.get(name)) for name in [*first, *second]}
+    # Of what a run that was resumed measured less often, as an outer step in several.
+    differ = one.summary.num_steps != two.summary.num_steps
+    means = ("bytes sent", "calls") if differ else ()
+    names = [name for name in {**first, **second} if not name.endswith(means)]
+    pairs = {name: (first.get(name), second.get(name)) for name in names}
     return [f"{name}: {a} and {b}" for name, (a, b) in pairs.items() if a != b]
 
 
@@ -182,13 +189,22 @@ def points_that_moved(
     """Return each point that both sweeps have, by its configuration, and a line for each that only one has.
 
     Times are taken over those of a point that the change left alone, in the same round of the same sweep: what the
-    machine did between the sweeps is no change of ours. That is the first point of PyTorch's own, if both have one.
+    machine did between the sweeps is no change of ours. That is the first point of PyTorch's own, if both have one, and
+    a time of it.
     """
     apart = {key for point in (*before, *after) for key in point.apart}
     old = {settings_of(point.run, apart): point for point in before}
     new = {settings_of(point.run, apart): point for point in after}
     both = [key for key in new if key in old]
-    steady = next((key for key in both if new[key].run.implementation == "torch"), None)
+    steady = next(
+        (
+            key
+            for key in both
+            if new[key].run.implementation == "torch"
+            and old[key].seconds_by_round.keys() & new[key].seconds_by_round.keys()
+        ),
+        None,
+    )
     unchanged = (old[steady], new[steady]) if steady else None
     pairs = [_moved(old[key], new[key], unchanged, len(both)) for key in both]
     return pairs, _without_partner(
@@ -244,6 +260,9 @@ def _moved(
     number: int,
 ) -> Moved:
     changes = [*_changed_numbers(old.run, new.run), *_changed_peaks(old.run, new.run)]
+    ended = bool(old.run.summary), bool(new.run.summary)
+    if not all(ended) and any(ended):
+        changes.append(f"did not come to its end {'after' if ended[0] else 'before'}")
     curves = [point.losses for point in of_one_seed([old, new])]
     if len(curves) == 2:
         changes += _changed_losses(*curves)

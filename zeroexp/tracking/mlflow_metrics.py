@@ -132,7 +132,7 @@ def _verb_entries(summary: RunSummary) -> dict[str, float]:
         for verb in parts["working"]
         for part, means in parts.items()
     }
-    if ranks and parts["working"].keys() != {LOSS}:
+    if parts["working"].keys() - {LOSS}:
         exposed = fmean(rank.exposed_seconds for rank in ranks)
         hidden = fmean(rank.overlapped_seconds for rank in ranks)
         values["time/exposed_ms"] = _milliseconds(exposed)
