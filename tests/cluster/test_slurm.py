@@ -44,8 +44,8 @@ from zeroexp.config.keys import ClusterConfig, Config, SlurmConfig, save
 from zeroexp.process.watchdog.lost import SECONDS_BETWEEN_CALLS
 from zeroexp.report.sweep_progress import SweepProgress
 from zeroexp.tracking import attempt
+from zeroexp.tracking.disk_full import reserve
 from zeroexp.tracking.files import read_json, read_records
-from zeroexp.tracking.json_files import reserve
 from zeroexp.tracking.mlflow import MlflowTracker
 from zeroexp.watch import submitter_of
 

@@ -65,7 +65,7 @@ def test_the_fastest_that_fits_is_named_beside_the_one_that_leaves_most_memory()
         "the fastest of the leanest stage"
     )
     assert [each.seconds for each in found.frontier] == [1.0, 2.0, 2.5, 4.0, 5.0]
-    (late,) = found.late
+    (late,) = found.left_unrehearsed
     assert late.outcome.strategy == "zero2" and not found.only_saves_memory(late)
     assert found.only_saves_memory(candidate("zero2", 1, None, 0))
     text = " ".join(as_text(found).split())
@@ -284,7 +284,7 @@ def test_an_engine_that_can_not_be_rehearsed_leaves_the_others(monkeypatch):
     advise_module._rehearse_likely_first(found, None, lambda: 0.0)
     assert found.best and found.best.outcome.implementation == "buffer"
     assert as_text(found).count("deepspeed is not compared: values.") == 1
-    assert not found.late and " were not rehearsed" not in as_text(found)
+    assert not found.left_unrehearsed and " were not rehearsed" not in as_text(found)
 
 
 def test_what_is_named_is_another_one_where_its_full_rehearsal_fails(monkeypatch):

@@ -49,6 +49,7 @@ from zeroexp.report.results_table import print_lines, print_table
 from zeroexp.report.statistics import AGAIN, in_doubt
 from zeroexp.report.sweep_progress import SweepProgress
 from zeroexp.tracking import sweep_owner
+from zeroexp.tracking.disk_full import reserve
 from zeroexp.tracking.files import (
     read_json,
     read_summary,
@@ -56,7 +57,6 @@ from zeroexp.tracking.files import (
     write_json,
     write_summary,
 )
-from zeroexp.tracking.json_files import reserve
 from zeroexp.tracking.mlflow_labels import LINK
 from zeroexp.tracking.mlflow_store import with_store
 from zeroexp.tracking.mlflow_uploads import UploadsOfSweep

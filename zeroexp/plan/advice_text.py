@@ -38,7 +38,7 @@ def _entry(advice: Advice) -> dict[str, object]:
         "use": best and best.outcome.name,
         "leanest": leanest and leanest.outcome.name,
         "frontier": [each.outcome.name for each in advice.frontier],
-        "num_not_rehearsed": len(advice.late),
+        "num_not_rehearsed": len(advice.left_unrehearsed),
         "candidates": [
             {"words": each.outcome.name, "recomputes": each.recomputes, **json_entry(each)}
             for each in advice.candidates
@@ -91,7 +91,7 @@ def _first_line(advice: Advice) -> str:
         for each in [] if advice.rehearsed else advice.candidates:
             if reason := each.outcome.not_rehearsed:
                 return f"Nothing can be advised {on}: {reason}."
-        if late := advice.late:
+        if late := advice.left_unrehearsed:
             return f"Nothing is known yet {on}: {len(late)} candidates whose model states fit were not rehearsed."
         least = min(advice.candidates, key=lambda each: each.outcome.peak_bytes)
         held = f"{least.outcome.strategy} with micro-batch {least.micro} holds {_held(least)}"
@@ -116,7 +116,7 @@ def _first_line(advice: Advice) -> str:
         parts.append(f"{lean.outcome.strategy}{again}, micro-batch {lean.micro}, would {room}")
         if lean not in others[:1]:  # of which the seconds are told
             parts[-1] += f" and take {lean.seconds / best.seconds:.3g} x as long"
-    if num := sum(not advice.only_saves_memory(each) for each in advice.late):
+    if num := sum(not advice.only_saves_memory(each) for each in advice.left_unrehearsed):
         parts.append(f"of {len(advice.rehearsed)} rehearsed, {num} more may be faster")
     return f"{'; '.join([*parts, on])}."
 
@@ -159,7 +159,7 @@ def _reasons(advice: Advice) -> list[str]:
     without = [each.outcome for each in advice.candidates if each.outcome.not_rehearsed]
     told = {f"{each.implementation} is not compared: {each.not_rehearsed}." for each in without}
     reasons += sorted(told)
-    if late := advice.late:
+    if late := advice.left_unrehearsed:
         spare = all(advice.only_saves_memory(each) for each in late)
         which = ", which may hold less, but are not expected to be faster" if spare else ""
         reasons.append(

@@ -107,7 +107,7 @@ class Advice:
         )
 
     @property
-    def late(self) -> list[PlannedPoint]:
+    def left_unrehearsed(self) -> list[PlannedPoint]:
         """What may fit and was not rehearsed, since the time was over."""
         others = (e for e in self.candidates if e.outcome.fits and not e.outcome.rehearsed)
         return [e for e in others if not e.outcome.not_rehearsed]

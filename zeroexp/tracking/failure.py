@@ -19,7 +19,8 @@ from pathlib import Path
 
 from zeroexp.process.durable import write_durably
 from zeroexp.tracking import attempt
-from zeroexp.tracking.json_files import read_json, write_with_reserve
+from zeroexp.tracking.disk_full import write_with_reserve
+from zeroexp.tracking.json_files import read_json
 from zeroexp.tracking.out_of_memory import Shortage, describe_shortage, gib, kills_by_kernel
 
 FAILURE = "failure.json"

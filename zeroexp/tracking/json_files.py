@@ -1,27 +1,22 @@
-"""Small JSON files that are complete at any moment, and a reserve of space to report a full disk.
+"""Small JSON files that are complete at any moment.
 
 JSON cannot express numbers that are not finite: they are written as strings, "NaN", "Infinity" and "-Infinity".
 """
 
 from __future__ import annotations
 
-import contextlib
-import errno
 import json
-import os
 import re
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from zeroexp.config.keys import DamagedFile
 from zeroexp.process.durable import replace_durably
+from zeroexp.tracking.disk_full import write_with_reserve
 
-RESERVE, RESERVE_BYTES = ".reserve", 1 << 16
 NOT_FINITE = ("NaN", "Infinity", "-Infinity")
 # What `write_json` and its like write into before they rename it: .state.json.<pid>, .failure.json.<host>.<pid>, ...
 UNFINISHED = re.compile(r"\.\w+\.(json|jsonl|yaml)(\..+)?\.\d+")
-NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
 
 
 def dumps(content: Any, *, indent: int | None = None) -> str:
@@ -73,21 +68,3 @@ def read_json(path: Path) -> dict[str, Any] | None:
     if not isinstance(content, dict):
         raise DamagedFile(path, "no JSON object")
     return content
-
-
-def reserve(folder: Path) -> None:
-    """Reserve space in the folder, so that the reason of a failure can still be written when records fill the disk."""
-    with (folder / RESERVE).open("wb") as file:
-        os.posix_fallocate(file.fileno(), 0, RESERVE_BYTES)
-
-
-def write_with_reserve(folder: Path, write: Callable[[], None]) -> None:
-    """Call `write`; if the disk is full, free the folder's reserve and call it again."""
-    try:
-        write()
-    except OSError as error:
-        if error.errno not in NO_SPACE:
-            raise
-        with contextlib.suppress(FileNotFoundError):
-            (folder / RESERVE).unlink()
-        write()

@@ -46,7 +46,7 @@ from zeroexp.process import progress
 from zeroexp.process.world import World, barrier
 from zeroexp.training.agree_to_stop import Stop
 from zeroexp.training.learning_rate import learning_rate
-from zeroexp.training.validate import validate
+from zeroexp.training.validate import validate, validated_steps
 
 GPU_TIMES_EVERY = 10  # steps, of which one has its moves timed
 
@@ -210,15 +210,6 @@ def first_measured_step(config: Config, start_step: int) -> int:
     """Return the first step that counts in times: a process that resumes is as cold as one that begins."""
     last = config.train.warmup_steps + config.train.steps - 1  # it counts always
     return min(start_step + config.train.warmup_steps, last)
-
-
-def validated_steps(config: Config) -> set[int]:
-    """Return the 0-based steps that a validation follows: every so many, and the last one."""
-    if config.data.validation_split is None and config.data.validation_samples is None:
-        return set()
-    num_steps = config.train.warmup_steps + config.train.steps
-    every = config.train.validate_every or num_steps
-    return {num_steps - 1, *range(every - 1, num_steps, every)}
 
 
 def _loss_sum(strategy: Strategy, microbatch: Microbatch, world: World, task: str) -> Tensor:

@@ -16,11 +16,21 @@ import torch
 from torch import Tensor, nn
 
 from zeroexp.comm.collectives import Collectives, take_traffic
+from zeroexp.config.keys import Config
 from zeroexp.data.batches import Data
 from zeroexp.interface.strategy import Strategy
 from zeroexp.models.loss import loss_sum
 from zeroexp.process import progress
 from zeroexp.process.world import barrier
+
+
+def validated_steps(config: Config) -> set[int]:
+    """Return the 0-based steps that a validation follows: every so many, and the last one."""
+    if config.data.validation_split is None and config.data.validation_samples is None:
+        return set()
+    num_steps = config.train.warmup_steps + config.train.steps
+    every = config.train.validate_every or num_steps
+    return {num_steps - 1, *range(every - 1, num_steps, every)}
 
 
 @dataclass(frozen=True)
