@@ -715,12 +715,15 @@ def test_a_folder_says_which_split_its_files_are_of(tmp_path):
         "test/deep/dev.csv",
         "val.csv",
     ]
-    names += ["testing.csv", "evaluation.csv", "more/training.csv"]
+    names += ["testing.csv", "evaluation.csv", "more/training.csv", "dev-set/train.csv"]
     for name in names:
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(f"text\n{name}\n")
     for split, read in (
-        ("train", ["more/training.csv", "train/b.csv", "train/test_of_time.csv"]),
+        (
+            "train",
+            ["dev-set/train.csv", "more/training.csv", "train/b.csv", "train/test_of_time.csv"],
+        ),
         ("test", ["evaluation.csv", "test/deep/dev.csv", "test/train_x.csv", "testing.csv"]),
         ("validation", ["val.csv"]),
     ):

@@ -221,7 +221,7 @@ WRONG = {
             "model.lora.r=3 model.lora.modules_to_save=[self_attn]",
             "model.lora.r=3 model.lora.modules_to_save=[layers.0.self_attn.q_proj]",
         ),
-        "adapters lie around model.layers.0.self_attn.q_proj, and peft would not load both; leave one",
+        "adapters lie around model.layers.0.self_attn.q_proj, of the head ",
     ),
     "model.lora.r=3 model.freeze=['*lora_*']": "model.freeze=*lora_*: nothing is left to train",
 }

@@ -162,7 +162,7 @@ def test_a_controller_that_is_away_is_asked_again_for_another_start(
     (job.folder / "slurm").mkdir()
     slurm(
         srun=f"touch {job.folder}/slurm/{WANTS_ANOTHER}",
-        squeue="echo N/A",
+        squeue="echo 'squeue: warning 13 of its own' >&2; echo N/A",
         sleep="[ $1 != 60 ] || kill $PPID",
         scontrol=f"case $1 in requeue) {requeue};; esac",
     )

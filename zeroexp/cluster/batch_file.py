@@ -282,7 +282,8 @@ def _end_lines(slurm: Path) -> list[str]:
         'ask() { until words=$("$@" 2>&1); do [[ $words =~ $silent ]] || return 1; sleep 5; done; }',
         'if [ -e "$asked" ]; then',
         '    rm "$asked"',
-        f"    if {preempted} && [[ $words =~ [0-9] ]]; then",
+        # The last line: a warning may stand before it.
+        f"    if {preempted} && [[ ${{words##*$'\\n'}} =~ [0-9] ]]; then",
         f'        echo {shlex.quote(PREEMPTED)} > "$ended"; wait_to_be_killed',
         "    fi",
         f'    ask scontrol requeue "${JOB}" && wait_to_be_killed',

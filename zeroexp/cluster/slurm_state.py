@@ -144,7 +144,8 @@ def conclude_state(job: Job, seen: Sighting | None) -> tuple[Status, str | None]
         return _state_of_waiting(job, seen)
     if seen.word == "CANCELLED":
         # Where a node's Prolog fails, say.
-        unstarted = seen.nodes and not (job.folder / SRUN_WRITES / JOB_ID).exists()
+        signs = (job.folder / SRUN_WRITES / JOB_ID, _batch_errors(job))
+        unstarted = seen.nodes and not any(sign.exists() for sign in signs)
         where = f" before it began on {seen.nodes} (sinfo -R may say why)" if unstarted else ""
         return "cancelled", f"{CANCELLED_IN_SLURM}{where}"
     if seen.word == "DEADLINE":

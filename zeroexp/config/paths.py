@@ -83,9 +83,14 @@ def _of_split(root: Path, files: list[Path], split: str, config: DataConfig) -> 
 
 
 def _part_that_tells(splits: str, file: Path, root: Path) -> str:
-    """Return the outermost folder that is named after a split, else the file's name: train/test_of_time.csv trains."""
+    """Return the part of a path that says which split a file is of: train/test_of_time.csv and dev-set/train.csv train.
+
+    That is the outermost folder whose name is a split's, else the file's name, else a folder with a split in its name.
+    """
     *folders, name = file.relative_to(root).parts
-    return next((folder for folder in folders if _names(splits, folder)), name)
+    named = [folder for folder in folders if re.fullmatch(splits, folder, re.IGNORECASE)]
+    parts = [*named, name, *folders]
+    return next((part for part in parts if _names(splits, part)), name)
 
 
 def _names(splits: str, part: str) -> bool:

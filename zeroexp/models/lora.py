@@ -123,8 +123,12 @@ def _inject(module: nn.Module, config: ModelConfig) -> None:
     adapted = [name for name, layer in module.named_modules() if hasattr(layer, "lora_A")]
     for head in heads:
         if inside := next((name for name in adapted if _is_of(f"{name}.", [head])), None):
-            problem = f"model.lora.modules_to_save={head}: adapters lie around {inside}, and peft would not load both"
-            raise ConfigError(f"{problem}; leave one of them out")
+            key = f"modules_to_save={head}"
+            if config.lora.modules_to_save is None:
+                key = f"target_modules={config.lora.target_modules}"
+            problem = f"adapters lie around {inside}, of the head {head} that is trained as it is"
+            remedy = "name other layers, or other modules in model.lora.modules_to_save"
+            raise ConfigError(f"model.lora.{key}: {problem}; peft would not load both; {remedy}")
         own = [p for name, p in module.named_parameters() if _is_of(name, [head])]
         if not own:
             problem = f"model.lora.modules_to_save={head}: it has no weight of its own"
