@@ -119,7 +119,8 @@ def submitter_of(jobs: list[Job]) -> Generator[dict[int, Job]]:
         if held:
             sweep_owner.take_ownership(sweep)
     except ConfigError as error:
-        print(f"zeroexp: {len(held)} points are submitted by another: {error}", file=sys.stderr)
+        names = ", ".join(job.name for job in held.values())
+        print(f"zeroexp: another process is to submit {names}: {error}", file=sys.stderr)
         held = {}
     try:
         yield held

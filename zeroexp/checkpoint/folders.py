@@ -176,9 +176,8 @@ def kept(checkpoint: Path) -> Iterator[None]:
 
 
 def _unlink(path: Path) -> None:
-    with contextlib.suppress(
-        OSError
-    ):  # a file system that is read alone refuses it of what is not there, too
+    # A file system that is only read refuses it, also of what is not there.
+    with contextlib.suppress(OSError):
         path.unlink()
 
 

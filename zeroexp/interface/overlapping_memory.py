@@ -100,11 +100,8 @@ def _extent(kind: str, name: str, tensor: Tensor) -> _Extent | None:
         if is_traceable_wrapper_subclass(tensor) or not tensor.numel():
             return None
         storage, strides = tensor.untyped_storage()._cdata, tensor.stride()
-    except (
-        NotImplementedError,
-        RuntimeError,
-    ):  # nested, sparse, or of a transformation by functorch
-        return None
+    except (NotImplementedError, RuntimeError):
+        return None  # nested, sparse, or of a transformation by functorch
     size, shape = tensor.itemsize, tuple(tensor.shape)
     start, steps = int(tensor.storage_offset()) * size, tuple(each * size for each in strides)
     stop = start + size + sum((n - 1) * step for n, step in zip(shape, steps, strict=True))

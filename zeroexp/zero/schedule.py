@@ -252,14 +252,11 @@ class Schedule:
     def before_backward(self, unit: Unit, ticks: Ticks) -> None:
         """Close the units used later and gather `unit`, since the gradient of its output is about to be used."""
         began, ended, microbatch, generation = ticks
-        if (
-            not self.in_microbatch and not microbatch
-        ):  # gradients are read, as by torch.autograd.grad
-            is_whole = unit.is_pinned or not unit.is_sharded
-            if is_whole and generation == unit.generation:
-                return
+        has_changed = generation != unit.generation
+        is_whole = unit.is_pinned or not unit.is_sharded
+        if not (self.in_microbatch or microbatch or has_changed) and is_whole:
+            return  # gradients are read, as by torch.autograd.grad
         if not self.in_microbatch or microbatch != self._microbatch:
-            has_changed = generation != unit.generation
             stepped = ", and a step has changed its weights since" if has_changed else ""
             raise RuntimeError(
                 f"backward of {unit} outside of the microbatch in which its forward ran{stepped}: run forward and "
