@@ -35,12 +35,12 @@ from benchmarks.table import grid, machine, tell
 from zeroexp.calibrate.__main__ import calibrate
 from zeroexp.config.job_shape import JobShape
 from zeroexp.config.keys import Config
-from zeroexp.plan.closed_forms import EngineForm
 from zeroexp.plan.form_of_config import build_on_meta, form_of
 from zeroexp.plan.machines import Machines
 from zeroexp.plan.outcome import RankPeak, RehearsedPeaks, plan_point
 from zeroexp.plan.peak import rehearse_point
 from zeroexp.plan.rehearse import rehearse
+from zeroexp.plan.sent_bytes import EngineForm
 from zeroexp.plan.speed import Speed, calibrated_speed
 from zeroexp.report.markdown import wrapped
 

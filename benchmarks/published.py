@@ -10,8 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import isclose
 
-from zeroexp.plan.closed_forms import ClosedForm
-from zeroexp.plan.form_terms import ITEMSIZE, OptimizerForm
+from zeroexp.plan.form_terms import ITEMSIZE, ClosedForm, OptimizerForm
 
 RATIOS = ("vs baseline", "fullest vs baseline", "times", "saving")  # columns without a unit
 MIB, GIB, GB = 2**20, 2**30, 10**9

@@ -24,7 +24,7 @@ from benchmarks.published_page import compare_study
 from benchmarks.published_tables import TABLE_A
 from benchmarks.table import grid, machine, tell
 from zeroexp.measure.record import MemorySummary, RunSummary
-from zeroexp.plan.closed_forms import ClosedForm
+from zeroexp.plan.form_terms import ClosedForm
 from zeroexp.report.markdown import wrapped
 from zeroexp.tracking.run import read_run
 

@@ -24,7 +24,7 @@ from zeroexp.cut.chunk import Chunk
 from zeroexp.cut.codec_bytes import CODE_BITS, CODES_IN_BLOCK, encoded_bytes
 from zeroexp.cut.stage import STAGES
 from zeroexp.measure.tcp_bytes import wire_meter
-from zeroexp.plan.closed_forms import EngineForm
+from zeroexp.plan.sent_bytes import EngineForm
 from zeroexp.process.world import World, barrier
 from zeroexp.zero.options import Options
 

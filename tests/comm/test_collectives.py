@@ -31,8 +31,8 @@ from zeroexp.cut.chunk import Chunk, ParameterSpec
 from zeroexp.cut.layout import lay_out
 from zeroexp.cut.stage import STAGES
 from zeroexp.measure.tcp_bytes import wire_meter
-from zeroexp.plan.closed_forms import EngineForm
 from zeroexp.plan.form_terms import PrecisionForm
+from zeroexp.plan.sent_bytes import EngineForm
 from zeroexp.process import progress
 from zeroexp.process import world as worlds
 from zeroexp.process.watchdog.differs import Moves

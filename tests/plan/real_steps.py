@@ -30,10 +30,11 @@ from zeroexp.measure.memory import AllocationMeter, bytes_by_kind, count_cpu_all
 from zeroexp.measure.record import MOMENTS, Traffic
 from zeroexp.models.checkpointing import checkpoint_as_configured
 from zeroexp.models.module import build_model
-from zeroexp.plan.closed_forms import ClosedForm, EngineForm
 from zeroexp.plan.form_of_config import build_on_meta, form_of
+from zeroexp.plan.form_terms import ClosedForm
 from zeroexp.plan.hidden_memory import product_scratch_bytes
 from zeroexp.plan.rehearse import UNDISTURBED_STEP, RehearsedRank, config_to_rehearse
+from zeroexp.plan.sent_bytes import EngineForm
 from zeroexp.plan.stand_ins import NoData
 from zeroexp.process.world import World, barrier, fake_world, joined_process_group
 from zeroexp.training.loop import train

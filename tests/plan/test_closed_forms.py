@@ -24,11 +24,11 @@ from zeroexp.cut.codec_bytes import CODE_BITS
 from zeroexp.cut.stage import STAGES
 from zeroexp.engines.sharded import Sharded
 from zeroexp.measure.record import MOMENTS, Traffic
-from zeroexp.plan.closed_forms import EngineForm
 from zeroexp.plan.form_of_config import build_on_meta
 from zeroexp.plan.form_of_config import form_of as form_of_config
 from zeroexp.plan.form_terms import OptimizerForm, PrecisionForm
 from zeroexp.plan.outcome import plan_point, planned_ranks
+from zeroexp.plan.sent_bytes import EngineForm
 from zeroexp.process.world import World, fake_world
 from zeroexp.zero.options import DTYPES, MIB, Dtypes, Options, OuterOptimizer
 

@@ -15,9 +15,9 @@ from torch.utils.checkpoint import checkpoint
 
 from tests.plan.real_steps import agree, config_of, in_a_fake_world
 from zeroexp.config.families import MODELS, ModelFamily
-from zeroexp.plan.closed_forms import EngineForm
 from zeroexp.plan.form_of_config import build_on_meta, form_of
 from zeroexp.plan.rehearse import rehearse
+from zeroexp.plan.sent_bytes import EngineForm
 from zeroexp.plan.timing import Timeline
 
 # Two microbatches.

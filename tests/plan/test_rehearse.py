@@ -38,10 +38,10 @@ from zeroexp.config.keys import Config, ConfigError, ModelConfig
 from zeroexp.config.optimizer import OPTIMIZERS, OptimizerKind
 from zeroexp.models.mlp import build as build_mlp
 from zeroexp.plan.caching_allocator import replay
-from zeroexp.plan.closed_forms import EngineForm
 from zeroexp.plan.form_of_config import build_on_meta, form_of
 from zeroexp.plan.machines import Machines
 from zeroexp.plan.rehearse import CHECKPOINT, RehearsedRank, rehearse
+from zeroexp.plan.sent_bytes import EngineForm
 from zeroexp.plan.stand_ins import NoData
 
 # -- points ----------------------------------------------------------------------------------------

@@ -46,8 +46,8 @@ from zeroexp.cut.matrix_step import orthogonalizing_cost
 from zeroexp.cut.stage import STAGES
 from zeroexp.interface.canonical import merge
 from zeroexp.interface.strategy import CanonicalState, CanonicalTensor
-from zeroexp.plan.closed_forms import EngineForm
 from zeroexp.plan.form_of_config import build_on_meta, form_of
+from zeroexp.plan.sent_bytes import EngineForm
 from zeroexp.process.world import World
 from zeroexp.zero.options import Options
 

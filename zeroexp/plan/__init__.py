@@ -2,7 +2,8 @@
 
 What rests and what is sent
     form_terms.py                             what a closed form is made of: precision, optimizer, elements
-    closed_forms.py, torch_closed_forms.py    our engine, torch's
+    held_bytes.py, sent_bytes.py              of our engine
+    torch_closed_forms.py, deepspeed_closed_form.py    of others
     form_of_config.py, machines.py            of a configured point; the machines it is planned for
     module_uses.py                            how often a forward uses each of its modules
     outcome.py                                what all ranks hold and send; of a run that was measured too

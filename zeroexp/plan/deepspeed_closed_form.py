@@ -22,9 +22,8 @@ from zeroexp.config.parameter_groups import parameter_groups
 from zeroexp.measure.record import Traffic
 from zeroexp.models.checkpointing import recomputed_blocks
 from zeroexp.models.module import BuiltModel
-from zeroexp.plan.closed_forms import ClosedForm
 from zeroexp.plan.form_of_config import arguments_of_every_form
-from zeroexp.plan.form_terms import HeldElements, Owned
+from zeroexp.plan.form_terms import ClosedForm, HeldElements, Owned
 
 
 @dataclass(frozen=True)

@@ -19,9 +19,9 @@ from zeroexp.cut.stage import Move, Placement
 from zeroexp.engines.build import options_of, row_dtypes, stage_of
 from zeroexp.models.checkpointing import recomputed_blocks
 from zeroexp.models.module import BuiltModel, build_model
-from zeroexp.plan.closed_forms import ClosedForm, EngineForm
-from zeroexp.plan.form_terms import OptimizerForm, PrecisionForm
+from zeroexp.plan.form_terms import ClosedForm, OptimizerForm, PrecisionForm
 from zeroexp.plan.module_uses import uses_in_forward
+from zeroexp.plan.sent_bytes import EngineForm
 from zeroexp.zero.grouping import (
     Group,
     group_parameters,

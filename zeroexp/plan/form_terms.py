@@ -1,12 +1,14 @@
-"""What a closed form is made of: precision and optimizer of a point, and the elements that a rank holds."""
+"""What a closed form is made of: precision and optimizer of a point, elements that a rank holds, and their bytes."""
 
 from __future__ import annotations
 
-from collections.abc import Collection
-from dataclasses import dataclass
-from typing import NamedTuple
+from collections.abc import Collection, Hashable
+from dataclasses import dataclass, field
+from typing import ClassVar, NamedTuple
 
 from zeroexp.cut.moment_blocks import INT8, ROW_BYTES, num_blocks
+from zeroexp.cut.rank_grid import RankGrid
+from zeroexp.measure.record import MOMENTS, Traffic
 
 ITEMSIZE = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 
@@ -72,3 +74,90 @@ class HeldElements(NamedTuple):
     @property
     def owned(self) -> int:
         return sum(own.numel for own in self.parts)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClosedForm:
+    """What rests on each rank of any engine, from what a subclass says of its elements, gradients and buffers.
+
+    at_rest: which dtype of the precision a parameter has. Moments have the master's, and so have master weights, which
+    are others than the parameters where the dtypes differ, or where `copies_weights`.
+    """
+
+    world_size: int
+    accumulation: int = 1  # microbatches in a step
+    precision: PrecisionForm = field(default_factory=PrecisionForm)
+    optimizer: OptimizerForm = field(default_factory=OptimizerForm)
+    shares_updates = False  # whether the optimizer's state of some chunks is cut over all of them
+    copies_weights = False
+    at_rest: ClassVar[str] = "compute"
+
+    def traffic(self, rank: int) -> Traffic:
+        """Return the bytes `rank` sends in one step and the number of its collectives, by kind."""
+        raise NotImplementedError
+
+    def held_elements(self, rank: int) -> HeldElements:
+        """Return what `rank` holds of all parameters."""
+        raise NotImplementedError
+
+    def _gradient_bytes(self, moment: str, rank: int) -> int:
+        raise NotImplementedError
+
+    def _buffer_bytes(self, moment: str, rank: int) -> int:
+        raise NotImplementedError
+
+    def held_bytes(self, moment: str, rank: int) -> dict[str, int]:
+        """Return the bytes of model states on `rank` at one of MOMENTS of a step's last microbatch, by kind.
+
+        This assumes that every trainable parameter has got a gradient.
+        """
+        assert moment in MOMENTS, moment
+        held = self.held_elements(rank)
+        at_rest = 0 if self.copies_weights else self.parameter_itemsize
+        return {
+            "parameters": self.parameter_itemsize * held.resting,
+            "gradients": self._gradient_bytes(moment, rank) if self._has_gradients(moment) else 0,
+            "optimizer": self.optimizer.num_bytes(held, self._master),
+            "master": self.optimizer.master_bytes(held, self._master, at_rest),
+            "secondary": 0,
+            "buffers": self._buffer_bytes(moment, rank),
+        }
+
+    def padding_bytes(self, rank: int) -> int:
+        """Return the bytes of padding among the parameters at rest."""
+        return self.parameter_itemsize * self.held_elements(rank).padding
+
+    def _has_gradients(self, moment: str) -> bool:
+        between = moment == "after_forward" and self.accumulation > 1
+        return between or moment in ("after_backward", "after_step")
+
+    def equivalence_key(self, rank: int) -> Hashable:
+        """Return a key that is equal for ranks that hold and send as much."""
+        return self.held_elements(rank)
+
+    @property
+    def parameter_itemsize(self) -> int:
+        """Bytes of one element of a parameter at rest."""
+        return ITEMSIZE[getattr(self.precision, self.at_rest)]
+
+    @property
+    def grid(self) -> RankGrid:
+        return RankGrid(self.world_size)
+
+    @property
+    def group_size(self) -> int:
+        """Ranks that shard among themselves."""
+        return self.grid.group_size
+
+    @property
+    def _compute(self) -> int:
+        """Bytes of one element in the dtype of computation."""
+        return ITEMSIZE[self.precision.compute]
+
+    @property
+    def _reduce(self) -> int:
+        return ITEMSIZE[self.precision.reduce]
+
+    @property
+    def _master(self) -> int:
+        return ITEMSIZE[self.precision.master]

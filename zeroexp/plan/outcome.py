@@ -17,9 +17,10 @@ from zeroexp.config.keys import Config, UndefinedCombination
 from zeroexp.measure.record import FILES, HOST, MOMENTS, Spread, kinds_in, on_device
 from zeroexp.measure.summary import spread
 from zeroexp.models.module import BuiltModel
-from zeroexp.plan.closed_forms import ClosedForm, EngineForm
 from zeroexp.plan.form_of_config import build_on_meta, form_of
+from zeroexp.plan.form_terms import ClosedForm
 from zeroexp.plan.machines import Machines, machines_of
+from zeroexp.plan.sent_bytes import EngineForm
 
 OF_RUNTIME_GIB = 1.0  # of CUDA's context and NCCL's buffers
 

@@ -27,8 +27,9 @@ from zeroexp.config.gpus import GPUS, USUAL_GPU
 from zeroexp.config.keys import Config, ConfigError
 from zeroexp.measure.record import STEP_SECONDS
 from zeroexp.plan.caching_allocator import OutOfDeviceMemory, expands_segments, replay
-from zeroexp.plan.closed_forms import ClosedForm, EngineForm
+from zeroexp.plan.form_terms import ClosedForm
 from zeroexp.plan.outcome import PlannedPoint, RankPeak, RehearsedPeaks, plan_point
+from zeroexp.plan.sent_bytes import EngineForm
 from zeroexp.plan.speed import NOT_CALIBRATED, Speed, speed_of
 
 if TYPE_CHECKING:

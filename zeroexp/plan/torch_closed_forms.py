@@ -24,9 +24,8 @@ from zeroexp.config.parameter_groups import parameter_groups
 from zeroexp.cut.rank_grid import RankGrid
 from zeroexp.measure.record import Traffic
 from zeroexp.models.module import BuiltModel
-from zeroexp.plan.closed_forms import ClosedForm
 from zeroexp.plan.form_of_config import arguments_of_every_form
-from zeroexp.plan.form_terms import HeldElements, Owned, owned_of
+from zeroexp.plan.form_terms import ClosedForm, HeldElements, Owned, owned_of
 from zeroexp.plan.module_uses import Use, uses_in_forward
 from zeroexp.zero.grouping import group_parameters, named_in, with_shared_in_root
 

@@ -62,5 +62,5 @@ a step together, `twins` those that update the same elements, and the `bus` runs
     outer.py            replicas that are seldom synchronised: the outer optimizer of DiLoCo
     engine.py *         microbatch, backward and step: the verbs in their order; states, and back
 
-Bytes move in `zeroexp/comm/`; `zeroexp/plan/closed_forms.py` predicts what a step sends and holds.
+Bytes move in `zeroexp/comm/`; `zeroexp/plan/held_bytes.py` and `sent_bytes.py` predict them.
 """
