@@ -21,6 +21,7 @@ from typing import Any
 import datasets
 import huggingface_hub
 import numpy as np
+import pandas
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -345,6 +346,12 @@ def write_saved(folder: Path) -> Path:
     return folder / "s"
 
 
+def write_twins(folder: Path) -> Path:
+    table = pa.table([pa.array(["a"]), pa.array(["b"])], names=["text", "text"])
+    pq.write_table(table, folder / "twins.parquet")
+    return folder
+
+
 WRITERS = [write_csv, write_archive, write_jsonl, write_parquet, write_saved]
 
 
@@ -381,8 +388,21 @@ WRONG: list[tuple[Any, str, dict[str, Any], str]] = [
     ({"a.csv": "text,n\n"}, CAUSAL, {}, r"data.path=.*a.csv: has no rows; name a file with"),
     ({"a.csv": "text;n\na;1\n"}, CAUSAL, {}, r"columns are separated by ';', no comma; con"),
     ({"a.csv": "n,text\n1,a, b\n"}, CAUSAL, {}, r"a row has more fields than the first row has"),
-    ({"a.csv": "\0" + "x" * 200_000 + ",b\n"}, CAUSAL, {}, r"data.path=.*; repair or conver"),
-    ({"a.csv": "text\na\n", "b.csv": "word\nb\n"}, CAUSAL, {}, r"have different columns; n"),
+    (
+        {"a.csv": 'text\n"a\n'},
+        CAUSAL,
+        {},
+        r"a.csv: a quote that opens a field is not closed; close",
+    ),
+    ({"a.csv": "text\na\n", "b.csv": "word\nb\n"}, CAUSAL, {}, r"b.csv: has no column text, as"),
+    ({"a.csv": "text\na\n", "b.csv": ""}, CAUSAL, {}, r"b.csv: has no column text, as other files"),
+    (
+        {"a.tsv": 'text\tn\n"a\t0\nb"\t1\n'},
+        CAUSAL,
+        {},
+        r"a.tsv: quotes may be letters of it, or join",
+    ),
+    (write_twins, CAUSAL, {}, r"column=text: several columns of .*; rename all but one"),
     ({"a.csv": "text\na\n", "b.txt": "b\n"}, CAUSAL, {}, r"several kinds \(.csv, .txt\); na"),
     (write_csv, "offline", {}, r"data.kind=text reads no .csv; use data=hf for tables"),
     ({"l.jsonl": '{"text": "caf\xe9"}'}, CAUSAL, {}, r"data.path=.*l.jsonl: .*; repair or"),
@@ -583,6 +603,11 @@ CLASSES = "model.task=classification", "model.num_labels=2"
         (["true", "False"], "true", {True, False}),
         (["01", "02"], "03", {"01", "02", "03"}),
         (["1", "2"], "2.5", {1.0, 2.0, 2.5}),
+        (["+1", "-1"], " 0", {1, -1, 0}),
+        ([" 1", "2"], "2.5 ", {1.0, 2.0, 2.5}),
+        (["1_0", "2_0"], "٣", {"1_0", "2_0", "٣"}),
+        (["-01", "01"], "inf", {"-01", "01", "inf"}),
+        (["nan", "inf"], "inf", {"nan", "inf"}),
     ],
 )
 def test_labels_of_a_csv_are_numbers_where_all_are_written_so(tmp_path, first, then, found):
@@ -597,7 +622,6 @@ def test_labels_of_a_csv_are_numbers_where_all_are_written_so(tmp_path, first, t
     ("text", "rows"),
     [
         ('text\tlabel\n"aaa\t0\nbbb" ccc\t1\nddd\t1\n', [('"aaa', 0), ('bbb" ccc', 1), ("ddd", 1)]),
-        ('text\tlabel\n"aaa\t0\nbbb"\t1\n', [('"aaa', 0), ('bbb"', 1)]),
         ('"text"\t"label"\n"aaa"\t0\nb\t1\n', [("aaa", 0), ("b", 1)]),
         ('label\ttext\n0\t"Good" it was\n1\tb\n', [('"Good" it was', 0), ("b", 1)]),
         ('label\ttext\n0\t5" wide\n1\tb "so"\n', [('5" wide', 0), ('b "so"', 1)]),
@@ -609,6 +633,23 @@ def test_quotes_of_a_tsv_join_no_rows(tmp_path, text, rows):
     (tmp_path / "a.tsv").write_text(text, encoding="utf-8")
     read = _read(tmp_path / "a.tsv", *CLASSES)
     assert [*zip(read["text"], read["label"], strict=True)] == rows
+
+
+@pytest.mark.parametrize("quoting", [csv.QUOTE_MINIMAL, csv.QUOTE_ALL])
+def test_what_pandas_writes_is_read(tmp_path, quoting):
+    """Code, say, whose tabs and lines stand in quotes."""
+    rows = [("if a:\n\treturn", 0), ("a\tb\n", 1), ('"so"\n', 1), ("c", 0), (' "d', 1)]
+    for suffix, sep in ((".tsv", "\t"), (".csv", ",")):
+        file = tmp_path / f"a{suffix}"
+        table = pandas.DataFrame(rows, columns=["text", "label"])
+        table.to_csv(file, sep=sep, quoting=quoting, index=False)
+        read = _read(file, *CLASSES)
+        assert [*zip(read["text"], read["label"], strict=True)] == rows
+
+
+def test_blank_lines_of_a_csv_are_no_rows(tmp_path):
+    (tmp_path / "a.csv").write_text("\n  \ntext,label\n\ngood,1\n\nbad,0\n\n")
+    assert [*_read(tmp_path / "a.csv", *CLASSES)["text"]] == ["good", "bad"]
 
 
 def test_keys_that_only_later_messages_have_are_kept(tmp_path):

@@ -6,9 +6,10 @@ rank that reads it, so a global batch is the same at every world size, and a run
     one global permutation per epoch:   7 2 9 | 4 0 5 | ...       one step = the next global_batch_size of them
     rank r, microbatch m reads          position + (m * world_size + r) * micro_batch_size ...
 
-`tokenize_and_pack.py` tokenizes the rows that `table_rows.py` reads and packs them into sequences, once, into the
-folder of `packed_cache.py`, which a rank maps into memory; `synthetic.py` makes samples from their index; `batches.py`
-permutes them. config/data_kinds.py names the sources, and imports no torch.
+`tokenize_and_pack.py` tokenizes the rows that `table_rows.py` reads (.csv files by `csv_files.py`) and packs them into
+sequences, once, into the folder of `packed_cache.py`, which a rank maps into memory; `table_columns.py` says what
+columns must hold; `synthetic.py` makes samples from their index; `batches.py` permutes them. config/data_kinds.py names
+the sources, and imports no torch.
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ from transformers import AutoTokenizer
 
 from zeroexp.config.keys import ConfigError
 from zeroexp.config.vocabulary import TokenizerChoice
-from zeroexp.data.table_rows import COMPLETION, PROMPT
+from zeroexp.data.table_columns import COMPLETION, PROMPT
 
 # The day on which a template writes a text, as Llama's own do without a clock: else each day would train on another.
 DAY = datetime(2024, 7, 26)

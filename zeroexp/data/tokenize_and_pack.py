@@ -18,15 +18,11 @@ from tokenizers import Tokenizer
 from zeroexp.config.keys import ConfigError, DataConfig
 from zeroexp.config.vocabulary import TokenizerChoice
 from zeroexp.data.classes import classes_of
+from zeroexp.data.table_columns import COMPLETION, MESSAGES, TEXT, columns_of, holds_texts
 from zeroexp.data.table_rows import (
-    COMPLETION,
-    MESSAGES,
-    TEXT,
     Table,
     class_names,
-    columns_of,
     first_rows,
-    holds_texts,
     map_batches,
     read_documents,
     read_table,
