@@ -747,6 +747,19 @@ def test_files_are_those_of_their_names(tmp_path):
         assert sorted(table["text"]) == read
 
 
+@pytest.mark.parametrize("name", ["{}.csv", "{}/a.csv"])
+def test_names_with_words_of_two_splits_are_of_both_as_datasets_reads_them(tmp_path, name):
+    words = ["train", "train_test", "dev-train", "test 2", "train+test", "fêtest", "(test)", "val."]
+    for word in words:
+        file = tmp_path / "there" / name.format(word)
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(f"text\n{word}\n", encoding="utf-8")
+    there = {"data_dir": str(tmp_path / "there"), "cache_dir": str(tmp_path / "cache")}
+    for split, theirs in datasets.load_dataset("csv", **there).items():
+        read = _read(tmp_path / "there", f"data.split={split}")
+        assert sorted(read["text"]) == sorted(theirs["text"])
+
+
 def test_a_folder_says_which_split_its_files_are_of(tmp_path):
     """As in `datasets`, whose words for the splits these are."""
     names = [
@@ -923,10 +936,14 @@ def test_messages_go_through_the_chat_template_and_all_tokens_count(tmp_path, co
     assert tokens == (ids(text) * 3)[: len(tokens)] and all(counts[1:])
 
 
-def test_a_template_that_writes_the_date_writes_the_same_every_day(tmp_path):
-    template = "{{ strftime_now('%-d %b %Y') }}{% for m in messages %}{{ m.content }}{% endfor %}"
+@pytest.mark.parametrize(
+    ("form", "day"),
+    [("%-d %b %Y", "26 Jul 2024"), ("%F", "2024-07-26"), ("%d.%m. %T %%d", "26.07. 00:00:00 %d")],
+)
+def test_a_template_that_writes_the_date_writes_the_same_every_day(tmp_path, form, day):
+    template = f"{{{{ strftime_now('{form}') }}}}{{% for m in messages %}}{{{{ m.content }}}}{{% endfor %}}"
     data = of_rows(tmp_path, [{"messages": QUESTION}] * 9, template=template)
-    assert TOKENIZER.decode(stream_of(data)[0]).startswith("26 Jul 2024What is a slice?")
+    assert TOKENIZER.decode(stream_of(data)[0]).startswith(f"{day}What is a slice?")
 
 
 @pytest.mark.parametrize("talks", [False, True])

@@ -94,8 +94,8 @@ def _part_that_tells(splits: str, file: Path, root: Path) -> str:
 
 
 def _names(splits: str, part: str) -> bool:
-    """Tell whether a word of a file's or folder's name is one of these: also of Test.csv and reviews_test.csv."""
-    return bool(re.search(rf"(?<![a-z])({splits})(?![a-z])", part, re.IGNORECASE))
+    """Tell whether a name has one of these words, parted as in `datasets`: also Test.csv, and train_test.csv both."""
+    return bool(re.search(rf"(?<![^-._ 0-9])({splits})(?![^-._ 0-9])", part, re.IGNORECASE))
 
 
 def cache_root() -> Path:

@@ -14,6 +14,7 @@ from collections.abc import Callable
 from datetime import datetime
 from functools import partial
 from pathlib import Path
+from string import ascii_letters
 from typing import Any, NoReturn
 
 from tokenizers import Tokenizer
@@ -32,9 +33,14 @@ def _with_fixed_day(template: str) -> str:
     """Put DAY into each directive of a format, where the template asks for the time."""
     if "strftime_now" not in template:
         return template
-    directives = [f"%{each}" for each in ("-d", "-m", *"aAbBcdHIjmMpSUwWxXyYZ")]
-    replaced = "".join(f".replace('{each}', '{DAY.strftime(each)}')" for each in directives)
-    macro = "{%- macro strftime_now(format) -%}{{ format" + replaced + " }}{%- endmacro %}"
+    directives = [f"%{flag}{letter}" for flag in ("", "-") for letter in ascii_letters]
+    pairs = [("%%", "\0"), *((each, DAY.strftime(each)) for each in directives), ("\0", "%")]
+    macro = (
+        "{%- macro strftime_now(format) -%}{%- set text = namespace(so_far=format) -%}"
+        f"{{%- for each, value in {pairs} -%}}"
+        "{%- set text.so_far = text.so_far.replace(each, value) -%}{%- endfor -%}"
+        "{{ text.so_far }}{%- endmacro %}"
+    )
     return f"{macro}\n{template}"  # the end of the line is no text after a block
 
 
