@@ -77,7 +77,9 @@ def test_table_and_picture_of_the_readme_show_the_same_runs() -> None:
     lines = [line.strip("| ").split(" | ") for line in rest.partition(END)[0].splitlines()]
     header, _, *rows = [cells for cells in lines if len(cells) > 1]
     names = ["-".join([*row[:2], "n2"]) for row in rows]
-    peaks = {name: float(row[header.index("peak")]) for name, row in zip(names, rows, strict=True)}
+    peaks = {
+        name: float(row[header.index("peak, MiB")]) for name, row in zip(names, rows, strict=True)
+    }
     texts = [
         "".join(element.itertext()).strip()
         for element in ET.parse(ROOT / "docs/memory.svg").iter()

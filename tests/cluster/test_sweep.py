@@ -280,7 +280,7 @@ def test_repeats_run_in_rounds_and_give_verdicts_and_a_broken_claim_fails_the_st
     assert {*of} == {"4", "8"}, "how many run again is known before they do"
     rows = re.findall(r"^(?:ddp|zero3) .*$", done.stdout, flags=re.MULTILINE)
     assert len(rows) == 2, "one row per point"
-    assert re.search(r"zero3-buffer-n1 +[\d.]+: can't tell from 2 runs each", done.stdout)
+    assert re.search(r"zero3-buffer-n1 +[\d.]+: can't tell from 2 rounds", done.stdout)
     loads = [read_run(job.folder).other_cores for job in order]
     assert all(0 <= load <= os.cpu_count() for load in loads)
 

@@ -99,7 +99,7 @@ def test_losses_that_part_break_their_claim(sweep: Path) -> None:
     edit(third / "config.yaml", "loss_agreement: null", "loss_agreement: 1.0e-05")
     edit(third / "records.jsonl", '"loss": 7.0,', '"loss": 7.01,')
     broken = conclude(points(sweep)).broken[0]
-    assert "(theirs, step 0)" in broken and "; off too: third:" in broken
+    assert "(theirs, step 0)" in broken and "; off too: third 1.3e-02 (step 0):" in broken
 
 
 def test_a_point_that_did_not_come_to_its_end_breaks_the_proof(sweep: Path) -> None:
@@ -138,11 +138,11 @@ def test_losses_that_must_fall_are_a_claim_of_any_study(
             line["loss"] = 7.0 + number
         text = "".join(json.dumps(line) + "\n" for line in lines)
         (sweep / name / "records.jsonl").write_text(text)
-    found = conclude(points(sweep))
-    assert found.broken == ["0 of 2 losses fall: DOES NOT HOLD"]
+    found, text = conclude(points(sweep)), "0 of 2 losses fall, and not ours, theirs"
+    assert found.broken == [f"{text}: DOES NOT HOLD"]
     assert bool(found.claim_lines) == is_proof
     told = json.loads(as_json(points(sweep), [], found))
-    assert {"text": "0 of 2 losses fall", "holds": False, "sweep": None} in told["claims"]
+    assert {"text": text, "holds": False, "sweep": None} in told["claims"]
 
 
 @pytest.mark.parametrize("lost", [("ours",), ("ours", "theirs")])
@@ -221,6 +221,4 @@ def test_seldom_synchronised_replicas_are_in_no_verdict_of_equality(sweep: Path)
     page = render(given)
     assert "In no comparison, by design not equal: far." in page
     both = losses_of(given)
-    assert both and both.agree and both.reference == "ours"
-    apart = "  far: in no verdict, by design not equal to one process; off by 2.5e-01"
-    assert both.lines_of_curves()[0].startswith(apart)
+    assert both and not both.off and both.reference == "ours"

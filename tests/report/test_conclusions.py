@@ -11,20 +11,15 @@ import pytest
 from tests.composing import composed
 from tests.report.made import change, edit, points, repeats
 from tests.run_folders import write_run
-from zeroexp.config.keys import save
-from zeroexp.report import conclusions
-from zeroexp.report.conclusions import (
-    compare_points,
-    conclude,
-    differences,
-    lines_of_broken_must_equal,
-    lines_of_moved,
-    points_that_moved,
-)
+from zeroexp.config.keys import ConfigError, save
+from zeroexp.report import conclusions, moved_points
+from zeroexp.report.conclusions import compare_points, conclude
+from zeroexp.report.differences import differences, lines_of_broken_must_equal
 from zeroexp.report.exports import as_json
 from zeroexp.report.headline import headline_cards
 from zeroexp.report.loss_agreement import losses_of
 from zeroexp.report.measured_points import MeasuredPoint, points_of
+from zeroexp.report.moved_points import lines_of_moved, points_that_moved
 from zeroexp.report.page.losses import loss_chart
 from zeroexp.report.reading import read_runs
 from zeroexp.report.results_table import render
@@ -119,8 +114,7 @@ def test_a_time_that_others_spoilt_or_that_nobody_knows_is_in_doubt(tmp_path: Pa
 
 
 def test_the_reference_is_chosen_by_name(sweep: Path) -> None:
-    chosen = conclude(points(sweep), "c").reference
-    assert chosen is not None and chosen.run.name == "c"
+    assert conclude(points(sweep), "c").reference == "c"
 
 
 @pytest.mark.parametrize("metric", ["final_loss", "validation_accuracy"])
@@ -139,6 +133,8 @@ def test_what_points_reach_is_compared_seed_by_seed(tmp_path: Path, metric: str)
     assert ddp == "  ddp    2.8750 ± 0.8539 (4 seeds)"
     assert zero2 == "  zero2  2.9050 ± 0.8539 (4 seeds): higher by 1 % at least"
     assert zero3 == "  zero3  2.8750 ± 0.8541 (4 seeds): equal within 0.084 %"
+    change(tmp_path / "zero3-seed1/summary.json", {"diverged_at": 5})
+    assert conclude(points(tmp_path)).verdicts[-1] == "  zero3  nan (4 seeds): diverged"
 
 
 @pytest.fixture
@@ -195,6 +191,23 @@ def test_a_point_of_torch_that_failed_hides_no_time(sweeps: Path) -> None:
     changes = {one.name: (one.comparison is not None, one.changes) for one in pairs}
     assert changes["zero3"] == changes["ddp"] == (True, [])
     assert changes["torch"] == (False, ["did not come to its end before"])
+
+
+def test_no_point_is_compared_with_one_of_another_sweep(sweeps: Path) -> None:
+    """What the machine did between them would be a verdict: all of `after` took twice the time."""
+    for run in (sweeps / "after").glob("*"):
+        seconds = json.loads((run / "summary.json").read_text())["step_seconds_median"]
+        change(run / "summary.json", {"step_seconds_median": 2 * seconds})
+    both = points_of([x for name in ("before", "after") for x in read_runs(sweeps / name)[0]])
+    found = conclude(both)
+    told = {name: (one.ratio, one.verdict) for name, one in found.comparisons.items()}
+    assert told["before/zero3"] == (1, "no difference within ±2 %")
+    assert told["after/zero3"] == (pytest.approx(0.75), "faster")
+    assert {*told} == {"before/zero3", "after/zero3", "after/zero2"}
+    assert found.reference == "before/ddp or after/ddp"
+    assert conclude(both, "zero3").comparisons.keys() == {"before/ddp", "after/ddp", "after/zero2"}
+    with pytest.raises(ConfigError, match="--reference zero2: no such point with a time"):
+        conclude(both, "zero2")
 
 
 def test_points_that_differ_in_what_they_save_are_each_beside_themselves(tmp_path: Path) -> None:
@@ -265,7 +278,8 @@ def test_times_of_many_points_are_compared_as_many(
     def compared(*seconds: Any, num_comparisons: int = 1) -> None:
         asked.append(num_comparisons)
 
-    monkeypatch.setattr(conclusions, "compare_step_times", compared)
+    for module in (conclusions, moved_points):
+        monkeypatch.setattr(module, "compare_step_times", compared)
     points_that_moved(points(sweeps / "before"), points(sweeps / "after"))
     assert asked == [2, 2]
     asked.clear()

@@ -90,7 +90,7 @@ def test_it_writes_figures_pages_and_texts(outputs, report):
     assert "\nzero2 & 240.0 " in Path("t.tex").read_text(encoding="utf-8")
     means = "total_bytes_mean,peak_bytes_mean"
     _, text, _ = report("outputs/newer", "--markdown", "-", "--columns", means)
-    assert "| total mean | peak mean |" in text
+    assert "| total mean, MiB | peak mean, MiB |" in text
     _, text, _ = report("outputs/newer", "--markdown", "-", "--columns", "total_bytes")
     assert "\n| zero2 | tensor | 240.0 |\n" in text, "only numbers are chosen"
     assert Path("c.csv").read_text(encoding="utf-8").splitlines()[0] == "strategy,total_bytes"
@@ -107,6 +107,7 @@ def test_a_folder_behind_a_text_is_no_file_for_it(outputs, report, option):
     both = report("outputs/newer", "outputs/older", option, "-")
     assert report(option, "outputs/newer", "outputs/older") == both
     assert report("outputs/newer", option, "outputs/older") == both
+    assert report(option, "table", "outputs/older")[0] == 0 and Path("table").exists()
 
 
 def test_steps_have_the_names_of_torchtitan_on_request(outputs, report):
@@ -145,6 +146,8 @@ def test_a_torn_run_is_one_line_and_a_broken_claim_an_exit_code(outputs, report)
         (["--html=-"], "--html -: a page is a file; name one, as --html report.html"),
         (["--figure=m.svg", "outputs/older"], "--figure: it shows one sweep, not 2; name one"),
         (["--write=R.md", "outputs/older"], "--write: it shows one sweep, not 2; name one"),
+        (["outputs/older", "--markdown"], "--markdown: it shows one sweep, not 2; name one"),
+        (["--csv", "outputs/oldr"], "--csv outputs/oldr: no such sweep; for a file give it a"),
         (["--html=nowhere/x.html"], "--html nowhere/x.html: No such file or directory; use a file"),
         (["--write=absent.md"], "--write absent.md: No such file or directory; use a page"),
         (["--reference=c"], "--reference c: no such point with a time; use one of a, b"),
@@ -164,7 +167,7 @@ def test_a_mistake_is_one_line(outputs, report, words, error):
     folders = [] if words == ["elsewhere"] else ["outputs/newer"]
     code, _, errors = report(*words, *folders)
     assert code == REFUSED and errors.startswith(f"zeroexp: {error}") and errors.count("\n") == 1
-    assert not Path("-").exists()
+    assert not Path("-").exists() and not (outputs / "oldr").exists()
 
 
 def test_where_nothing_is_it_says_what_to_do(tmp_path, monkeypatch, report):

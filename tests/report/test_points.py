@@ -7,11 +7,14 @@ from pathlib import Path
 import pytest
 
 from tests.composing import composed
-from tests.report.made import change, edit, points, timed
+from tests.report.made import change, edit, points, repeats, timed
 from tests.run_folders import write_run
 from zeroexp.config.keys import save
+from zeroexp.report.conclusions import ONCE, conclude
 from zeroexp.report.headline import headline_sentences
+from zeroexp.report.markdown import render as as_markdown
 from zeroexp.report.measured_points import points_of
+from zeroexp.report.results_table import render
 from zeroexp.tracking.run import read_run
 
 
@@ -48,7 +51,21 @@ def test_a_point_of_which_a_seed_diverged_says_so(tmp_path: Path) -> None:
     change(later / "summary.json", {"diverged_at": 3})
     (point,) = points(tmp_path)
     assert point.pooled.summary and point.pooled.summary.diverged_at == 3
+    assert point.pooled.reason is None, "a single line tells it"
     assert any("diverged at step 3" in each for each in headline_sentences([point]))
+    change(later / "state.json", {"reason": "diverged at step 3"})
+    (point,) = points(tmp_path)
+    assert (point.pooled.status, point.pooled.reason) == ("done", "1 of 2 runs: diverged at step 3")
+    assert "done: 1 of 2 runs: diverged at step 3" in render([point])
+    assert "1 of 2 runs: diverged" in as_markdown([point], [])
+
+
+def test_a_headline_tells_unequal_numbers_of_runs(tmp_path: Path) -> None:
+    repeats(tmp_path, {"ddp": [0.2, 0.2, 0.2], "zero3": [0.3]})
+    made = points(tmp_path)
+    assert "; all came to their end, 1 to 3 runs each." in headline_sentences(made)[0]
+    assert "; all came to their end, 3 runs each." in headline_sentences(made[:1])[0]
+    assert conclude(made).verdicts == [ONCE] and "in one round alone" in ONCE
 
 
 def test_points_of_two_sweeps_are_told_apart_by_their_folders(tmp_path: Path) -> None:

@@ -48,8 +48,8 @@ def against_one(*ratios: float, num_comparisons: int = 1) -> Comparison:
             TimeVerdict.SAME,
             "",
         ),  # surely slower, and surely by less than 2 %
-        ((0.50, 0.50), 1, TimeVerdict.OPEN, " from 2 runs each; repeats=3 at least"),
-        ((0.9,), 1, TimeVerdict.OPEN, " from one run each; repeats=3 at least"),
+        ((0.50, 0.50), 1, TimeVerdict.OPEN, " from 2 rounds; repeats=3 at least"),
+        ((0.9,), 1, TimeVerdict.OPEN, " from one round; repeats=3 at least"),
         ((0.90, 0.92, 0.88), 1, TimeVerdict.FASTER, ""),
         (
             (0.90, 0.92, 0.88),
@@ -170,8 +170,8 @@ def judged(
 def test_who_goes_on_from_another_run_is_compared_where_both_have_steps() -> None:
     whole = {step: 10.0 - step for step in range(10)}
     late = {step: whole[step] for step in range(6, 10)}
-    assert judge_losses({"whole": whole, "late": late}, bound=0.0).agree
-    assert judge_losses({"late": late, "whole": whole}, bound=0.0).agree
+    assert judge_losses({"whole": whole, "late": late}, bound=0.0).off == []
+    assert judge_losses({"late": late, "whole": whole}, bound=0.0).off == []
     (_, off) = judge_losses({"whole": whole, "late": late | {8: 3.0}}, bound=0.0).curves
     assert (off.step, off.difference) == (8, 0.5)
     (_, apart) = judge_losses({"whole": whole, "behind": {20: 1.0}}, bound=0.0).curves
@@ -182,35 +182,31 @@ def test_the_largest_relative_difference_and_its_step_are_found() -> None:
     verdict = judged({"ddp": FALLING, "zero3": [4.0, 3.003, 2.02, 1.0]}, bound=1e-3)
     reference, curve = verdict.curves
     assert (reference.difference, curve.step) == (0.0, 2)
-    assert curve.difference == pytest.approx(0.01) and not verdict.agree
+    assert curve.difference == pytest.approx(0.01) and verdict.off
     kept = judged({"ddp": [2.0, 1.0], "zero3": [2.0, 1.25]}, bound=0.25)
-    assert kept.agree
-    assert kept.lines_of_curves() == [] and kept.agreement == (
+    assert kept.off == [] and kept.agreement == (
         "2 loss curves agree: largest relative difference to ddp 2.5e-01 (zero3, step 1), "
         "allowed 2.5e-01"
     )
 
 
-def test_the_lines_name_every_curve_that_breaks_a_claim() -> None:
+def test_the_sentences_name_every_curve_that_breaks_a_claim() -> None:
     curves = {"a": [1.0, 1.0], "b": [1.0, 1.5], "c": [1.0, 1.0], "d": [3.0, 1.0]}
-    lines = judged(curves, bound=0.1).lines_of_curves()
-    assert lines == ["  b: off by 5.0e-01 at step 1", "  d: off by 2.0e+00 at step 0"]
+    told = judged(curves, bound=0.1).agreement
+    assert told and "2.0e+00 (d, step 0), allowed 1.0e-01; off too: b 5.0e-01 (step 1)" in told
     noisy, rising = [4.0, 4.4, 3.0, 3.5, 2.5, 2.9, 2.0, 2.2], [1.0, 1.0, 1.1, 1.2]
     assert (loss_falls(noisy), loss_falls(rising), loss_falls([1.0])) == (True, False, False)
     alone = judged({"a": rising}, bound=1e-6)  # whether it falls is not asked
-    assert (alone.agreement, alone.lines_of_curves()) == (
-        "1 loss curve, and no other one to compare it with",
-        [],
-    )
+    assert alone.agreement == "1 loss curve, and no other one to compare it with"
+    assert alone.fall is None
     beside = judged({"a": rising, "far": noisy[:4]}, ["far"], bound=1e-6)
     assert beside.agreement == alone.agreement
     verdict = judged({"a": noisy, "b": rising}, bound=None, must_fall=True)
-    assert verdict.fall == "1 of 2 losses fall"
-    assert verdict.lines_of_curves() == ["  b: its loss does not fall"]
+    assert verdict.fall == "1 of 2 losses fall, and not b"
 
 
 @pytest.mark.parametrize("bad", [[4.0, 3.0, 2.0], [4.0, math.nan, 2.0, 1.0], [math.inf, 3, 2, 1]])
 def test_missing_steps_and_numbers_that_are_none_never_agree(bad: list[float]) -> None:
     for curves in ({"a": FALLING, "b": bad}, {"a": bad, "b": FALLING}):
-        assert not judged(curves, bound=1e9).agree
-    assert not judged({"a": [math.nan], "b": [math.nan]}, bound=1e9).agree
+        assert judged(curves, bound=1e9).off
+    assert judged({"a": [math.nan], "b": [math.nan]}, bound=1e9).off

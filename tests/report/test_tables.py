@@ -153,6 +153,12 @@ def test_a_column_is_there_where_it_says_something(tmp_path: Path) -> None:
     assert "range of its step" in foot and "No peak is planned of a: it is to be seen." in foot
 
 
+def test_a_zero_is_shown_but_for_bytes_that_nobody_holds(tmp_path: Path) -> None:
+    change(write_run(tmp_path / "a") / "summary.json", {"validation_accuracy": 0.0})
+    (row,) = rows(render(points(tmp_path)))
+    assert row["accuracy"] == "0.00" and "buffers" not in row
+
+
 def test_utilisation_is_of_the_largest_peak_that_a_run_measured(folder: Path) -> None:
     """A busy machine measures a smaller peak, so that the largest of one name holds for all points."""
     change(folder / "a-ddp/summary.json", {"peak_flops_per_second": 1e12})
@@ -291,14 +297,21 @@ def test_a_page_says_when_and_where_and_what_differs(folder: Path) -> None:
     sentence, table = as_markdown(made, printed_columns(made, conclude(made))).split("\n\n")
     assert " ".join(sentence.split()) == (
         "Measured on 2026-09-21 with `zeroexp -m study=compare`; a processor, 2 cores; "
-        "Python 3.11.7, torch 2.13.0. All points: model small, ranks 2. Bytes are MiB of the fullest rank."
+        "Python 3.11.7, torch 2.13.0. All points: model small, ranks 2. MiB are of the fullest rank."
     )
     assert max(map(len, sentence.splitlines())) <= 100
     header, rule, ddp, zero3 = [line.strip("| ").split(" | ") for line in table.splitlines()]
     assert len(header) == len(rule) == len(ddp) == len(zero3) and "status" not in header
     row = dict(zip(header, zero3, strict=True))
-    expected = {"strategy": "zero3", "params": "48.0", "total": "192.0", "step, ms median": "360.0"}
+    expected = {"strategy": "zero3", "params, MiB": "48.0", "step, ms median": "360.0"}
     assert expected.items() <= row.items()
+    machine = {"machine": {"processor": "another", "num_cpus": 8}}
+    change(folder / "b-zero3/environment.json", machine)
+    chosen = chosen_columns(all_columns(made, conclude(made)), ["planned_bytes", "mfu"])
+    sentence, table = as_markdown(points(folder)[:2], chosen).split("\n\n")
+    assert "; a processor, 2 cores and another, 8 cores; Python" in sentence.replace("\n", " ")
+    assert "MiB" not in sentence, "it is of other columns"
+    assert table.startswith("| strategy | implementation | planned_bytes | MFU, % |")
     failed = as_markdown(points(folder), [])
     assert "| failed: rank 1: ValueError: x \\| y & z |" in failed, "a bar cuts no cell"
     (folder / "a-ddp/environment.json").unlink()

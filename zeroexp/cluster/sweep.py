@@ -41,7 +41,6 @@ from zeroexp.measure.record import RunSummary
 from zeroexp.process import locks
 from zeroexp.process.writable import require_writable
 from zeroexp.report.exports import runs_as_json
-from zeroexp.report.loss_agreement import losses_of
 from zeroexp.report.measured_points import MeasuredPoint
 from zeroexp.report.measured_points import points_of as runs_as_points
 from zeroexp.report.reading import readable_runs
@@ -449,7 +448,7 @@ class Sweep:
         conclusions = conclude(points)
         claims = [claim.line for claim in conclusions.claims]
         broken = [line for line in conclusions.broken if line not in claims]
-        claims = [*(conclusions.claim_lines or claims), *_lines_of_losses(points)]
+        claims = conclusions.claim_lines or claims
         for lines in filter(None, (conclusions.verdicts, conclusions.doubts, broken, claims)):
             print()
             print_lines(lines)
@@ -472,16 +471,6 @@ def put_back(job: Job) -> None:
 def _add_to_environment(folder: Path, facts: Mapping[str, Any]) -> None:
     file = folder / "environment.json"
     write_json(file, {**(read_json(file) or {}), **facts})
-
-
-def _lines_of_losses(points: Sequence[MeasuredPoint]) -> list[str]:
-    """Return, curve by curve, what breaks what the study asks of the losses of points that came to their end."""
-    done = [(point, point.summary.verdict) for point in points if point.summary]
-    verdict = losses_of([point for point, _ in done])
-    if verdict is None or (verdict.bound is None and not verdict.must_fall):
-        return []
-    done = [(p, what or ("" if p.losses else "its losses can not be read")) for p, what in done]
-    return [*verdict.lines_of_curves(), *(f"  {p.name}: {what}" for p, what in done if what)]
 
 
 def _new_folder(parent: Path, name: str) -> Path:

@@ -30,8 +30,9 @@ from zeroexp.report.columns import (
     exported_columns,
     printed_columns,
 )
-from zeroexp.report.conclusions import Conclusions, conclude, lines_of_moved, points_that_moved
+from zeroexp.report.conclusions import Conclusions, conclude
 from zeroexp.report.measured_points import MeasuredPoint, points_of
+from zeroexp.report.moved_points import lines_of_moved, points_that_moved
 from zeroexp.report.reading import read_runs
 from zeroexp.report.results_table import print_lines, print_table
 from zeroexp.report.tables import Table
@@ -39,15 +40,15 @@ from zeroexp.report.writing import writing
 
 FINE, BROKEN, REFUSED = 0, 1, 2
 STANDARD_OUTPUT = "-"
-ONE_SWEEP = ("figure", "write")  # what shows a single sweep
+ONE_SWEEP = ("figure", "write", "markdown")  # what shows a single sweep
 TEXTS = ("markdown", "csv", "json", "latex", "torchtitan")
+RUNS = "*/*/config.yaml"  # of a folder of sweeps
 
 
 def main() -> int:
     safe_output.ignore_output_errors()
-    arguments = _arguments()
     try:
-        return _report(arguments)
+        return _report(_arguments())
     except ConfigError as error:
         print(f"zeroexp: {error}", file=sys.stderr)
         return REFUSED
@@ -149,7 +150,7 @@ def _put(option: str, where: str, text: str) -> None:
 
 
 def _newest(outputs: Path) -> list[Path]:
-    configs = [*outputs.glob("*/*/config.yaml")]
+    configs = [*outputs.glob(RUNS)]
     if not configs:
         raise ConfigError("outputs/ holds no sweep; run one first: zeroexp")
     # A page that is written again renews the folder of its sweep, and the config of no run.
@@ -176,11 +177,17 @@ def _arguments() -> argparse.Namespace:
 
 
 def _printing_before_folders(words: Sequence[str]) -> list[str]:
-    """Put - between a text's option and a folder, which is a sweep to show and no file: as in --json outputs/a."""
+    """Put - between a text's option and a folder, which is a sweep to show and no file: as in --json outputs/a.
+
+    Raises ConfigError for what may be a sweep, misspelled: a file beside sweeps whose name has no suffix.
+    """
     options, apart = {f"--{option}" for option in TEXTS}, list[str]()
     for word in words:
-        if apart and apart[-1] in options and Path(word).is_dir():
+        is_named = bool(apart) and apart[-1] in options and not word.startswith("-")
+        if is_named and Path(word).is_dir():
             apart.append(STANDARD_OUTPUT)
+        elif is_named and not Path(word).suffix and any(Path(word).parent.glob(RUNS)):
+            raise ConfigError(f"{apart[-1]} {word}: no such sweep; for a file give it a suffix")
         apart.append(word)
     return apart
 

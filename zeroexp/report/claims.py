@@ -88,14 +88,14 @@ def _of_losses(done: Sequence[MeasuredPoint]) -> list[Claim]:
     if not losses and unread and asks_of_losses(done):
         return [Claim(f"loss curves{lacks}", False)]
     if losses and losses.agreement and losses.compared:
-        summaries = [point.pooled.summary for point in done]
-        diverged = [summary for summary in summaries if summary and summary.verdict]
-        others = [curve.point for curve in losses.off[1:]]
-        more = f"; off too: {', '.join(others)}" if others else ""
-        more += f"; {len(diverged)} of {len(done)} runs diverged" if diverged else ""
+        runs = ((point.name, point.pooled.summary) for point in done)
+        diverged = [
+            f"{name} {summary.verdict}" for name, summary in runs if summary and summary.verdict
+        ]
+        more = f"; {', '.join(diverged)}" if diverged else ""
         if apart := {point.name for point in done} - {point.name for point in same}:
             more += f"; of another seed, and not compared: {', '.join(sorted(apart))}"
-        holds = losses.agree and not unread and not diverged
+        holds = not losses.off and not unread and not diverged
         claims.append(Claim(losses.agreement + more + lacks, holds))
     if losses and losses.fall:
         falls = all(curve.falls for curve in losses.curves) and not unread

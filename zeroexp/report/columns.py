@@ -64,7 +64,10 @@ class Column:
     def is_shown(self, points: Sequence[MeasuredPoint]) -> bool:
         if self.is_needed is not None:
             return self.is_needed(points)
-        return any(self.value(point) for point in points)
+        values = [self.value(point) for point in points]
+        # Bytes of a kind that nobody holds say nothing, as other zeros do.
+        says_zero = self.form and self.unit != "MiB"
+        return any(value is not None if says_zero else value for value in values)
 
 
 def columns_to_show(
@@ -191,7 +194,7 @@ def _numbers(points: Sequence[MeasuredPoint]) -> list[Column]:
         ),
         *_spread("total_bytes", "memory.total", "total"),
         *_spread("peak_bytes", "memory.peak", "peak", bool),  # unknown without a compiler: –
-        _number("planned_peak_bytes", "planned", "peak", *plan, path="rehearsed.peak"),
+        _number("planned_peak_bytes", "planned", "MiB", *plan, path="rehearsed.peak"),
         *chain.from_iterable(
             _spread(f"{each}_bytes", f"memory.{each}", name)
             for each, name in figures_of(MemorySummary).items()
@@ -344,6 +347,11 @@ def _columns_for_programs(points: Sequence[MeasuredPoint]) -> list[Column]:
         Column("doubt", why_doubtful),
         Column("drift", lambda p: " ".join(drift_lines([p])) or None),
     ]
+
+
+def status_column(points: Sequence[MeasuredPoint]) -> list[Column]:
+    """Return it where a point has more to say than that it is done."""
+    return [STATUS] if any(p.pooled.status != "done" or p.pooled.reason for p in points) else []
 
 
 def _outcome(point: MeasuredPoint) -> str:

@@ -9,7 +9,8 @@ from dataclasses import asdict
 from typing import Any
 
 from zeroexp.report.columns import Column, exported_columns
-from zeroexp.report.conclusions import Conclusions, conclude, differences
+from zeroexp.report.conclusions import Conclusions, conclude
+from zeroexp.report.differences import differences
 from zeroexp.report.loss_agreement import losses_of_sweeps
 from zeroexp.report.measured_points import MeasuredPoint, points_of
 from zeroexp.tracking.json_files import dumps
@@ -34,7 +35,7 @@ def as_json(
     content = {
         "format": FORMAT,
         "points": rows_of(points, columns),
-        "reference": conclusions.reference and conclusions.reference.name,
+        "reference": conclusions.reference,
         "comparisons": [
             {"point": name, **asdict(comparison)}
             for name, comparison in conclusions.comparisons.items()

@@ -127,8 +127,9 @@ def _write_sums(axes: Axes, chart: Chart, ends: Mapping[str, float]) -> None:
         beyond = trace.get("error_x", {}).get("array", [0.0] * len(trace["y"]))
         for row, x, more in zip(trace["y"], trace["x"], beyond, strict=True):
             reach[row] = max(reach[row], x + more)
-            if trace["marker"]["symbol"] == "line-ns-open":
-                words[row].append(f"{trace['name'].split()[0]} {x:{form}}")
+            mark = f"{x:{form}}"
+            if trace["marker"]["symbol"] == "line-ns-open" and words[row] != [mark]:
+                words[row].append(f"{trace['name'].split()[0]} {mark}")
     left, right = axes.get_xlim()
     for place, row in enumerate(ends):
         text, end = ", ".join(words[row]), min(reach[row], right)

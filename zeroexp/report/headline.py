@@ -78,8 +78,9 @@ def _what_ran(points: Sequence[MeasuredPoint]) -> str:
     sizes = sorted({run.world_size for run in runs})
     states = Counter(run.status for run in runs if run.status != "done")
     others = ", ".join(f"{number} {status}" for status, number in states.items())
-    repeats = max(len(point.runs) for point in points)
-    often = f", {repeats} runs each" if repeats > 1 else ""
+    fewest, *_, most = sorted(len(point.runs) for point in points) * 2
+    repeats = f"{fewest} to {most}" if most > fewest else most
+    often = f", {repeats} runs each" if most > 1 else ""
     done = f"all came to their end{often}" if not states else f"not all came to their end: {others}"
     return (
         f"{_count(len(points), 'point')} of model {' and '.join(models)} on {_count(sizes[0], 'rank')}"

@@ -43,10 +43,6 @@ class LossVerdict:
         return sorted(off, key=lambda curve: -curve.difference)
 
     @property
-    def agree(self) -> bool:
-        return not self.off
-
-    @property
     def compared(self) -> list[Curve]:
         """The curves that are meant to be equal; of seldom synchronised replicas no equality is claimed."""
         return [curve for curve in self.curves if not curve.is_apart]
@@ -70,36 +66,26 @@ class LossVerdict:
 
     @property
     def agreement(self) -> str | None:
-        """The sentence about the bound; None without one."""
+        """The sentence about the bound, and which curves break it; None without one."""
         if self.bound is None:
             return None
-        if self.agree and len(self.compared) == 1:
+        if not self.off and len(self.compared) == 1:
             return "1 loss curve, and no other one to compare it with"
-        agree, worst = "agree" if self.agree else "DISAGREE", self._worst
+        agree, worst = "DISAGREE" if self.off else "agree", self._worst
+        others = [f"{each.point} {each.difference:.1e} (step {each.step})" for each in self.off[1:]]
+        off = f"; off too: {', '.join(others)}" if others else ""
         return (
             f"{len(self.compared)} loss curves {agree}: largest relative difference to {self.reference} "
-            f"{worst.difference:.1e} ({worst.point}, step {worst.step}), allowed {self.bound:.1e}"
+            f"{worst.difference:.1e} ({worst.point}, step {worst.step}), allowed {self.bound:.1e}{off}"
         )
 
     @property
     def fall(self) -> str | None:
-        """The sentence about how many fall; None where they need not."""
-        falling = sum(curve.falls for curve in self.curves)
-        return f"{falling} of {len(self.curves)} losses fall" if self.must_fall else None
-
-    def lines_of_curves(self) -> list[str]:
-        """Return one line for each curve that breaks the verdict, or is in none."""
-        lines: list[str] = []
-        for curve in self.curves:
-            off = f"off by {curve.difference:.1e} at step {curve.step}"
-            if curve.is_apart:
-                apart = "in no verdict, by design not equal to one process"
-                lines.append(f"  {curve.point}: {apart}; {off}")
-            elif curve.agrees is False:
-                lines.append(f"  {curve.point}: {off}")
-            if self.must_fall and not curve.falls:
-                lines.append(f"  {curve.point}: its loss does not fall")
-        return lines
+        """The sentence about how many fall, and which do not; None where they need not."""
+        rising = [curve.point for curve in self.curves if not curve.falls]
+        text = f"{len(self.curves) - len(rising)} of {len(self.curves)} losses fall"
+        text += f", and not {', '.join(rising)}" if rising else ""
+        return text if self.must_fall else None
 
 
 def asks_of_losses(points: Sequence[MeasuredPoint]) -> bool:

@@ -9,7 +9,7 @@ from textwrap import wrap
 
 from zeroexp.config.keys import ConfigError
 from zeroexp.process.durable import replace_durably
-from zeroexp.report.columns import STATUS, Column, beside_names, point_columns
+from zeroexp.report.columns import Column, beside_names, point_columns, status_column
 from zeroexp.report.measured_points import MeasuredPoint
 from zeroexp.report.statistics import DOUBT, why_doubtful
 from zeroexp.report.tables import Table
@@ -24,14 +24,15 @@ def render(points: Sequence[MeasuredPoint], columns: Sequence[Column]) -> str:
     """Return a sentence that says when, where and by which command it ran, then a table of what differs."""
     every = point_columns(points)
     differ = [column for column in every if column.differs(points)]
-    status = [STATUS] if any(point.pooled.status != "done" for point in points) else []
     models = dict.fromkeys(point.run.config["model.name"] for point in points)
     alike = [f"{c.name} {c.text(points[0])}" for c in every if c not in differ]
     shared = ", ".join([f"model {' and '.join(models)}", *alike])
-    sentence = f"{_circumstances(points)} All points: {shared}. Bytes are MiB of the fullest rank."
+    sentence = f"{_circumstances(points)} All points: {shared}."
+    if any(column.unit == "MiB" for column in columns):
+        sentence += " MiB are of the fullest rank."
     if any(why_doubtful(point) for point in points):
         sentence += f" {DOUBT}"
-    table = Table.of(points, [*beside_names(differ, columns), *status])
+    table = Table.of(points, [*beside_names(differ, columns), *status_column(points)])
     return f"{wrapped(sentence)}\n\n{table.as_markdown()}"
 
 
@@ -59,14 +60,18 @@ def wrapped(sentence: str) -> str:
 
 
 def _circumstances(points: Sequence[MeasuredPoint]) -> str:
-    """Return the day, command, machine and versions of the first run that tells; all runs of a sweep share them."""
+    """Return the day, command and versions of the first run that tells, which a sweep shares, and all machines."""
     runs = [point.run for point in points]
-    facts = next((run.environment for run in runs if "command" in run.environment), {})
-    if not facts:
+    told = [run.environment for run in runs if "command" in run.environment]
+    if not told:
         return "No run tells when, where and with which command it ran."
+    facts = told[0]
     day = datetime.fromtimestamp(min(runs[0].times.values(), default=0.0), UTC).date()
-    processor = facts.get("machine.processor", facts["host"])
+    machines = dict.fromkeys(
+        f"{each.get('machine.processor', each['host'])}, {each['machine.num_cpus']} cores"
+        for each in told
+    )
     return (
-        f"Measured on {day} with `{facts['command']}`; {processor}, {facts['machine.num_cpus']} cores; "
+        f"Measured on {day} with `{facts['command']}`; {' and '.join(machines)}; "
         f"Python {facts['versions.python']}, torch {facts['versions.torch']}."
     )

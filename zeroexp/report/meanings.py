@@ -19,7 +19,8 @@ MEANINGS = {
     "params": "params, grads, optimizer: the most held at any of the moments at rest, after forward, after backward, "
     "after step, on the fullest rank (mean: over ranks, where they differ by more than 2 %).",
     "total": "total: the most of all kinds held at one moment, so it may be less than their sum.",
-    "peak": "peak: the most allocated at once during any step, activations included; – where it cannot be known.",
+    "peak": "peak: the most allocated at once during any step since the last start, activations included; – where it "
+    "cannot be known.",
     "planned": "planned: the peak of the rank with most model states, rehearsed (zeroexp plan --rehearse).",
     "predicted": "predicted: the range of its step, by what zeroexp calibrate has measured of this machine.",
     "build": "build: the most allocated at once before the first step.",

@@ -51,6 +51,10 @@ class MeasuredPoint:
         return next(iter(self.finished_runs), self.runs[0])
 
     @property
+    def sweep_folder(self) -> Path:
+        return self.run.folder.parent
+
+    @property
     def outer_every(self) -> int | None:
         """strategy.outer.every: replicas that are seldom synchronised train, by design, another model."""
         every = self.run.config.get("strategy.outer.every", "null")
@@ -135,10 +139,13 @@ class MeasuredPoint:
 
         It diverged where one of them did.
 
-        Its status is that of a repeat that did not come to its end, if there is one.
+        Its status is that of a repeat that did not come to its end, if there is one, else its reason that of a run that
+        diverged.
         """
         run = self.run
-        if others := [other for other in self.runs if other.status != run.status]:
+        unlike = [other for other in self.runs if other.status != run.status]
+        others = unlike or [each for each in self.finished_runs if each.reason]
+        if others and len(self.runs) > 1:
             reason = others[0].reason or others[0].status
             reason = f"{len(others)} of {len(self.runs)} runs: {reason}"
             run = replace(run, status=others[0].status, reason=reason)
@@ -205,7 +212,7 @@ def points_of(runs: Sequence[Run]) -> list[MeasuredPoint]:
 def by_sweep(points: Sequence[MeasuredPoint]) -> list[list[MeasuredPoint]]:
     sweeps: dict[Path, list[MeasuredPoint]] = {}
     for point in points:
-        sweeps.setdefault(point.run.folder.parent, []).append(point)
+        sweeps.setdefault(point.sweep_folder, []).append(point)
     return [*sweeps.values()]
 
 

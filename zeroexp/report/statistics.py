@@ -65,13 +65,19 @@ class Comparison:
         if self.verdict is not TimeVerdict.OPEN:
             remedy = ""
         elif self.num_pairs < FEWEST:
-            runs = "one run" if self.num_pairs == 1 else f"{self.num_pairs} runs"
-            remedy = f" from {runs} each; repeats={FEWEST} at least"
+            rounds = "one round" if self.num_pairs == 1 else f"{self.num_pairs} rounds"
+            remedy = f" from {rounds}; repeats={FEWEST} at least"
         elif self.needed:
             remedy = f"; repeats={self.needed} would"
         else:
             remedy = f"; not even with repeats={MOST}"
         return f"{numbers}: {self.verdict}{remedy}"
+
+
+def aligned(texts: Mapping[str, str]) -> list[str]:
+    """Return an indented line for each name."""
+    width = max(map(len, texts), default=0)
+    return [f"  {name:<{width}}  {text}" for name, text in texts.items()]
 
 
 @dataclass(frozen=True)

@@ -44,18 +44,20 @@ class Table:
     def as_markdown(self) -> str:
         rules = ["---" if left else "---:" for left in self.lefts]
         rows = [[cell.replace("|", r"\|") for cell in row] for row in self.rows]
-        names = [f"{name}, {unit}" if unit.startswith("ms") else name for name, unit in self.heads]
-        return "\n".join(f"| {' | '.join(cells)} |" for cells in [names, rules, *rows])
+        return "\n".join(f"| {' | '.join(cells)} |" for cells in [self._names, rules, *rows])
 
     def as_latex(self) -> str:
         """Return a `tabular` with three rules of the booktabs package."""
-        names = [", ".join(filter(None, head)) for head in self.heads]
         escapes = str.maketrans(LATEX)
-        escaped = ([cell.translate(escapes) for cell in row] for row in [names, *self.rows])
+        escaped = ([cell.translate(escapes) for cell in row] for row in [self._names, *self.rows])
         head, *body = (" & ".join(row) + r" \\" for row in escaped)
         form = "".join("l" if left else "r" for left in self.lefts)
         rules = [r"\toprule", head, r"\midrule", *body, r"\bottomrule"]
         return "\n".join([rf"\begin{{tabular}}{{{form}}}", *rules, r"\end{tabular}"])
+
+    @property
+    def _names(self) -> list[str]:
+        return [", ".join(filter(None, head)) for head in self.heads]
 
     def as_html(self) -> str:
         """Return a table that scrolls sideways where it must."""

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from zeroexp.measure.record import CAUSES, Peak, RunSummary, kinds_in
 from zeroexp.report.columns import MIB
-from zeroexp.report.conclusions import describe_values
+from zeroexp.report.differences import describe_values
 from zeroexp.report.measured_points import MOMENT, MeasuredPoint
 from zeroexp.report.page.chart import INK, Chart, Trace, row_chart, row_marks
 from zeroexp.report.palette import CAUSE_COLOURS, KIND_LOOKS, RED, part_colour

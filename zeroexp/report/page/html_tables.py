@@ -8,8 +8,8 @@ from html import escape
 from pathlib import Path
 from shlex import quote
 
-from zeroexp.report.columns import POINT, STATUS, Column, columns_to_show, of_parts
-from zeroexp.report.conclusions import describe_values, differences
+from zeroexp.report.columns import POINT, Column, columns_to_show, of_parts, status_column
+from zeroexp.report.differences import describe_values, differences
 from zeroexp.report.meanings import meanings_of
 from zeroexp.report.measured_points import MeasuredPoint
 from zeroexp.report.statistics import step_time_interval
@@ -33,8 +33,7 @@ def results_table(points: Sequence[MeasuredPoint]) -> str:
     columns = columns_to_show(points)
     times, losses = (of_parts(columns, part) for part in ("times", "losses"))
     results = of_parts(columns, "memory", "plan", "traffic")
-    status = [STATUS] if any(p.pooled.status != "done" or p.pooled.reason for p in points) else []
-    shown = [POINT, INTERVAL, *times, *losses, *results, *status]
+    shown = [POINT, INTERVAL, *times, *losses, *results, *status_column(points)]
     meanings = {
         "runs": "over runs",
         "steps": "over the steps of one run, which do not know how much runs differ: repeats=5 would",

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from math import log10
 from statistics import fmean
 
-from zeroexp.measure.record import ALL_RANKS, RankTimes, mean_verb_seconds
+from zeroexp.measure.record import RunSummary, mean_verb_seconds
 from zeroexp.report.conclusions import Conclusions
 from zeroexp.report.measured_points import MeasuredPoint
 from zeroexp.report.page.chart import (
@@ -37,9 +37,9 @@ def step_time_chart(points: Sequence[MeasuredPoint]) -> Chart:
         if point.name in done and (interval := step_time_interval(point))
     }
     caption = (
-        "Medians of rank 0 over the measured steps. Backward includes whatever communication runs beside it or is "
-        "waited for in it; what follows is clipping, the optimizer, and what publishes its weights. The line is the "
-        "median of the whole step, and its whiskers are the 95 % interval of that median."
+        "The median step of rank 0, in the proportions of its phases' medians. Backward includes whatever "
+        "communication runs beside it or is waited for in it; what follows is clipping, the optimizer, and what "
+        "publishes its weights. The whiskers of the line, where it ends, are the 95 % interval of that median."
     )
     phases = dict.fromkeys(phase for s in done.values() for phase in s.phase_seconds_median)
     return row_chart(
@@ -47,11 +47,18 @@ def step_time_chart(points: Sequence[MeasuredPoint]) -> Chart:
         "Time of a step",
         caption,
         axis="ms per step",
-        numbers={row: s.phase_seconds_median for row, s in done.items()},
+        numbers={row: _parts_of_median_step(s) for row, s in done.items()},
         scale=1e3,
         colours={phase: part_colour(phase, index) for index, phase in enumerate(phases)},
         marks=[row_marks("whole step", medians, "line-ns-open", INK, ends)],
     )
+
+
+def _parts_of_median_step(summary: RunSummary) -> dict[str, float]:
+    """Medians of phases are no parts of the median of their sum."""
+    phases = summary.phase_seconds_median
+    scale = summary.step_seconds_median / (sum(phases.values()) or 1)
+    return {phase: scale * seconds for phase, seconds in phases.items()}
 
 
 # ---- how much of a step computes and how much waits for bytes, by verb of the engine
@@ -81,7 +88,7 @@ def exposed_chart(points: Sequence[MeasuredPoint]) -> Chart:
     return row_chart(
         "exposed",
         "Compute and exposed communication",
-        f"{caption} {_longest_wait(done)}".rstrip(),
+        caption,
         axis="ms per step",
         numbers=numbers,
         scale=1e3,
@@ -89,21 +96,6 @@ def exposed_chart(points: Sequence[MeasuredPoint]) -> Chart:
         marks=[arrows],
         nothing="No run tells its time by verb; runs of this version do.",
     )
-
-
-def _longest_wait(done: Mapping[str, Sequence[RankTimes]]) -> str:
-    waits = [
-        (seconds, name, rank.rank, peer)
-        for name, ranks in done.items()
-        for rank in ranks
-        for peer, seconds in rank.waited_seconds.items()
-        if peer != ALL_RANKS
-    ]
-    if not waits:
-        return ""
-    seconds, name, rank, peer = max(waits)
-    waited = f"rank {rank} waited {1e3 * seconds:,.1f} ms a step for rank {peer}"
-    return f"The longest wait for one rank: in {name} {waited}."
 
 
 # ---- each point's step time over that of the reference, with its interval
@@ -124,11 +116,13 @@ def verdict_chart(conclusions: Conclusions) -> Chart:
     """Return the chart; without an interval there is nothing to draw, and the table says so."""
     title = "Which differences are real"
     compared = conclusions.comparisons
-    if conclusions.reference is None or not compared:
-        return Chart("forest", title, "One point has nothing to be compared with.")
-    caption = f"Step time over that of {conclusions.reference.name}"
+    if not compared:
+        return Chart("forest", title, "One point of a sweep has nothing to be compared with.")
+    caption = f"Step time over that of {conclusions.reference}"
     if all(comparison.low is None for comparison in compared.values()):
-        too_few = "With fewer than three runs each nobody knows how much runs differ, so nothing is claimed"
+        too_few = (
+            "In fewer than three rounds nobody knows how much runs differ, so nothing is claimed"
+        )
         return Chart("forest", title, f"{caption}. {too_few}; repeats=5 would tell.")
     caption += (
         ", from pairs of runs of one round; intervals hold with 95 % for all points together. Left of the line is "
