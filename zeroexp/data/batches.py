@@ -132,7 +132,7 @@ def tokenize_data(config: DataConfig, model: ModelConfig, seed: int) -> Samples:
     words, files = sources.choose_tokenizer(config, model), sources.text_files(config)
     labelled = config.task == "classification"
     decisive = {
-        "format": 11,
+        "format": 12,
         "kind": config.kind,
         "task": config.task,
         "seq_len": config.seq_len,
