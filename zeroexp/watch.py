@@ -13,13 +13,12 @@ from __future__ import annotations
 import argparse
 import shutil
 import sys
-from collections.abc import Generator
-from contextlib import contextmanager
+import time
 from pathlib import Path
 
 from zeroexp.cluster.follow import cancel, follow, refresh_if_slurm_answers, unfinished
 from zeroexp.cluster.job import Job
-from zeroexp.cluster.submit import is_held_back, slurm_id
+from zeroexp.cluster.submit import awaits_sbatch, is_held_back, slurm_id
 from zeroexp.config.keys import ConfigError
 from zeroexp.process import signals
 from zeroexp.process.json_output import answer, parser_of
@@ -34,6 +33,7 @@ from zeroexp.tracking.mlflow_uploads import UploadsOfSweep
 from zeroexp.tracking.run import FINE, UNFINISHED
 
 EVERYTHING_FINE, SOMETHING_FAILED = 0, 1
+SECONDS_BETWEEN_LOOKS = 2.0  # at what another process is to submit
 
 
 def main() -> int:
@@ -78,12 +78,13 @@ def watch(arguments: argparse.Namespace) -> int:
     uploads = UploadsOfSweep()
     if not (arguments.cancel or arguments.once):
         # A controller that is silent is waited for.
-        if unfinished(jobs) and not shutil.which("squeue"):
+        if (unfinished(jobs) or any(map(awaits_sbatch, jobs))) and not shutil.which("squeue"):
             remedy = "watch on a machine of the cluster, or show the last look with --once"
             raise ConfigError(f"squeue: not on this machine; {remedy}")
-        follow_all(jobs, uploads)
-        while unfinished(jobs):  # of another process, which has submitted more meanwhile
+        try:
             follow_all(jobs, uploads)
+        finally:
+            sweep_owner.release_ownership(arguments.sweep)
     runs = readable_runs(job.folder for job in jobs)
     points = points_of(runs)
     print_table(points)
@@ -94,38 +95,43 @@ def watch(arguments: argparse.Namespace) -> int:
     sync(jobs, uploads)
     failed = [job for job in jobs if job.status not in (*FINE, *UNFINISHED)]
     if not (arguments.cancel or arguments.once):
-        failed += [job for job in jobs if is_held_back(job)]
+        failed += filter(awaits_sbatch, jobs)
     return SOMETHING_FAILED if failed or len(runs) < len(jobs) else EVERYTHING_FINE
 
 
 def follow_all(jobs: list[Job], uploads: UploadsOfSweep) -> None:
-    waiting = set(unfinished(jobs).values())
-    numbered = {n: job for n, job in enumerate(jobs, start=1) if job in waiting}
-    with SweepProgress(len(jobs)) as progress, submitter_of(jobs) as held:
-        follow(
-            {**numbered, **held},
-            progress,
-            on_step=lambda job: uploads.look(job.folder),
-            on_end=lambda job: uploads.send(job.folder),
-        )
+    """Follow to its end what Slurm has, and what this process, or another one that lives, is to submit."""
+    told = False
+    while True:
+        ours, problem = to_follow(jobs)
+        waiting = ", ".join(job.name for job in jobs if awaits_sbatch(job))
+        if problem and waiting and not told:
+            print(f"zeroexp: another process is to submit {waiting}: {problem}", file=sys.stderr)
+            told = True
+        if ours:
+            with SweepProgress(len(jobs)) as progress:
+                follow(
+                    {n: job for n, job in enumerate(jobs, start=1) if job in ours},
+                    progress,
+                    on_step=lambda job: uploads.look(job.folder),
+                    on_end=lambda job: uploads.send(job.folder),
+                )
+        elif isinstance(problem, sweep_owner.OwnerLives):
+            time.sleep(SECONDS_BETWEEN_LOOKS)
+            refresh_if_slurm_answers(jobs)  # the owner may have died
+        else:
+            return
 
 
-@contextmanager
-def submitter_of(jobs: list[Job]) -> Generator[dict[int, Job]]:
-    """Become the process that submits the held jobs, and return them; none if the sweep's own process still does."""
-    held = {n: job for n, job in enumerate(jobs, start=1) if is_held_back(job)}
-    sweep = jobs[0].folder.parent
+def to_follow(jobs: list[Job]) -> tuple[list[Job], ConfigError | None]:
+    """Return the jobs that Slurm has and those that this process submits now, or why another one submits them."""
+    waiting, problem = [job for job in jobs if awaits_sbatch(job)], None
     try:
-        if held:
-            sweep_owner.take_ownership(sweep)
+        if waiting:
+            sweep_owner.take_ownership(jobs[0].folder.parent)
     except ConfigError as error:
-        names = ", ".join(job.name for job in held.values())
-        print(f"zeroexp: another process is to submit {names}: {error}", file=sys.stderr)
-        held = {}
-    try:
-        yield held
-    finally:
-        sweep_owner.release_ownership(sweep)
+        waiting, problem = [], error
+    return [*unfinished(jobs).values(), *filter(is_held_back, waiting)], problem
 
 
 if __name__ == "__main__":

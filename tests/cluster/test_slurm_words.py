@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.cluster.test_sweep import ONE, jobs, start, zeroexp
 from tests.warm import Warm
 from zeroexp.cluster import slurm_state
 from zeroexp.cluster.batch_file import BatchFile, array_file, batch_file
@@ -38,8 +39,8 @@ from zeroexp.config.keys import (
 from zeroexp.process import signals
 from zeroexp.process.world import device_index
 from zeroexp.report.sweep_progress import SweepProgress
-from zeroexp.tracking import attempt, failure
-from zeroexp.tracking.files import read_json, write_json
+from zeroexp.tracking import attempt, failure, sweep_owner
+from zeroexp.tracking.files import read_json, read_records, write_json
 
 ROOT = Path(__file__).parents[2]
 
@@ -328,6 +329,22 @@ def test_a_task_that_slurm_ends_blames_nobody(tmp_path: Path) -> None:
     assert Job(tmp_path).failure is None
     (told,) = attempt.read(tmp_path)
     assert told["reason"] == ENDED
+
+
+def test_that_slurm_ended_a_task_is_noted_before_slurm_is_asked_why(slurm, tmp_path: Path) -> None:
+    """Its controller may be away until the task is killed."""
+    slurm(squeue=f"touch {tmp_path}/asked; exec sleep 1000")
+    running = subprocess.Popen(task(tmp_path, "hang"), env=slurm_task(0), start_new_session=True)
+    try:
+        for reached, then in (("pid0", signal.SIGTERM), ("asked", signal.SIGKILL)):
+            while not (tmp_path / reached).exists():
+                assert running.poll() is None
+                time.sleep(0.02)
+            os.killpg(running.pid, then)
+        running.wait(timeout=600)
+    finally:
+        running.kill()
+    assert [each["reason"] for each in attempt.read(tmp_path)] == [ENDED]
 
 
 def task(folder: Path, main: str) -> list[str]:
@@ -656,6 +673,71 @@ def test_a_watch_follows_what_a_living_sweep_submits_meanwhile(slurm, tmp_path):
         write_json(job.folder / "summary.json", {"num_steps": 1})
     _watch(tmp_path)
     assert [job.status for job in (first, second)] == ["done", "done"]
+
+
+def test_a_watch_waits_for_points_that_a_living_sweep_has_not_submitted(slurm, tmp_path):
+    """Also where it begins before any of them has an id."""
+    slurm(squeue="printf '7|COMPLETED|None|n1|N/A|0|\\n8|COMPLETED|None|n1|N/A|0|\\n'")
+    jobs = slurm_jobs(tmp_path)
+    sweep_owner.take_ownership(tmp_path)
+    command = [sys.executable, "-m", "zeroexp.watch", str(tmp_path)]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    with subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True) as watch:
+        assert watch.stderr is not None
+        line = watch.stderr.readline()
+        for number, job in enumerate(jobs, start=7):
+            write_json(job.folder / "summary.json", {"num_steps": 1})
+            write_json(job.folder / "slurm.json", {"job_id": str(number)})
+        sweep_owner.release_ownership(tmp_path)
+        watch.stderr.read()
+    assert line.startswith("zeroexp: another process is to submit run")
+    assert f"process {os.getpid()} on " in line
+    assert [job.status for job in jobs] == ["done", "done"]
+
+
+def test_what_watch_cancels_is_not_told_by_who_sees_it_first(slurm, tmp_path):
+    """A sweep that lives, or another look, sees the end in Slurm before watch has written it."""
+    look = f"{sys.executable} -m zeroexp.watch {tmp_path} --once > /dev/null"
+    slurm(
+        squeue=f"[ -e {tmp_path}/ends ] && word=CANCELLED || word=RUNNING; echo \"7|$word|None|n1|N/A|0|\"",
+        scancel=f"touch {tmp_path}/ends; {look}; cp {tmp_path}/run0/state.json {tmp_path}/seen",
+    )
+    job, other = slurm_jobs(tmp_path)
+    other.enter("done")
+    tells = EventsConfig(tell=f"cat >> {tmp_path}/told")
+    save(replace(job.config, events=tells), job.folder / "config.yaml")
+    write_json(job.folder / "slurm.json", {"job_id": "7"})
+    cancelled_by_watch(tmp_path)
+    assert '"cancelled by watch --cancel"' in (tmp_path / "seen").read_text()
+    assert job.state["reason"] == "cancelled by watch --cancel"
+    assert not (tmp_path / "told").exists()
+
+
+def test_a_terminal_that_is_gone_leaves_what_slurm_has_and_ends_what_runs_here(slurm, tmp_path):
+    slurm(sbatch="echo Submitted batch job 7", scancel=f"touch {tmp_path}/asked", squeue="true")
+    process = start(tmp_path, "-m", "cluster=slurm,local", *ONE, "train.steps=10000000")
+    while not any(read_records(job.folder) for job in jobs(tmp_path).values()):
+        assert process.poll() is None
+        time.sleep(0.05)
+    process.send_signal(signal.SIGHUP)
+    out, _ = process.communicate(timeout=600)
+    assert process.returncode == 130
+    ended = {job.config.cluster.kind: job.status for job in jobs(tmp_path).values()}
+    assert ended == {"local": "cancelled", "slurm": "pending"}
+    assert not (tmp_path / "asked").exists()
+    (sweep,) = tmp_path.glob("outputs/*-*")
+    assert "Points that Slurm has now: 1; to see what becomes of them:" in out
+    assert f"  zeroexp watch outputs/{sweep.name}\n" in out
+
+
+def test_points_that_nobody_waits_for_are_slurms_or_wait_for_watch(slurm, tmp_path):
+    ids, full = tmp_path / "ids", SAYS.format("QOSMaxSubmitJobPerUserLimit")
+    slurm(sbatch=f"echo >> {ids}; [ $(wc -l < {ids}) = 1 ] || {{ {full}; }}; echo Submitted batch job 7")
+    words = ["cluster=slurm", "cluster.wait=false", "train.seed=0,1,2", *ONE]
+    done = zeroexp(tmp_path, "-m", *words)
+    assert done.returncode == 0, done.stderr
+    told = "Points that Slurm has now: 1, and that zeroexp watch is to submit: 2; to see"
+    assert told in done.stdout
 
 
 def cancelled_by_watch(sweep: Path) -> str:

@@ -17,8 +17,17 @@ from zeroexp.checkpoint.folders import LOG
 from zeroexp.cluster import slurm_state
 from zeroexp.cluster.job import Job
 from zeroexp.cluster.slurm_state import Sighting, SlurmSilent
-from zeroexp.cluster.submit import SUBMITTING, adopt, is_held_back, slurm_id, submit_all
+from zeroexp.cluster.submit import (
+    SUBMITTING,
+    adopt,
+    awaits_sbatch,
+    is_held_back,
+    slurm_id,
+    submit_all,
+)
+from zeroexp.cluster.task import CANCELLED_BY
 from zeroexp.cluster.tell import tell
+from zeroexp.process import signals
 from zeroexp.report.sweep_progress import SweepProgress
 from zeroexp.tracking.files import RECORDS, Tail, read_json, read_rows, step_record, write_json
 from zeroexp.tracking.run import HELD_FILE, SLURM_FILE, UNFINISHED, read_state, why_abandoned
@@ -85,30 +94,36 @@ def cancel(jobs: Sequence[Job], reason: str) -> list[Job]:
     _adopt_all(jobs)
     with suppress(SlurmSilent):  # a job that has ended by now keeps its end
         refresh(jobs)
-    waiting = [job for job in jobs if job.status == "pending" and _awaits_sbatch(job)]
+    waiting = [job for job in jobs if awaits_sbatch(job)]
     for job in waiting:
         job.enter("cancelled", reason)
         (job.folder / HELD_FILE).unlink(missing_ok=True)
     open_jobs = unfinished(jobs)
+    for job in open_jobs.values():  # for whoever sees it before this process writes it
+        (job.folder / slurm_state.SRUN_WRITES).mkdir(exist_ok=True)
+        note = job.folder / slurm_state.SRUN_WRITES / CANCELLED_BY
+        note.write_text(reason, encoding="utf-8")
     slurm_state.cancel([*open_jobs, *filter(None, map(slurm_id, waiting))])
     for job in open_jobs.values():
         job.enter("cancelled", reason)
     return [*open_jobs.values(), *waiting]
 
 
-def _awaits_sbatch(job: Job) -> bool:
-    return slurm_id(job) is None and job.config.cluster.kind == "slurm"
-
-
 def cancel_unfinished(jobs: Iterable[Job]) -> list[Job]:
-    """End and return the unfinished jobs, except jobs in Slurm with cluster.wait=false, or if Slurm is silent.
+    """End and return the unfinished jobs, but for what Slurm has or takes later where nobody waits for it any more.
 
-    One line then says how to end and follow the jobs that go on.
+    That is with cluster.wait=false, and where the terminal is gone. Where Slurm is silent, one line says how to end and
+    follow the jobs that go on.
     """
-    ours = [
-        job for job in jobs if job.config.cluster.wait or not (slurm_id(job) or is_held_back(job))
+    jobs = [job for job in jobs if job.status in UNFINISHED]
+    with suppress(SlurmSilent):
+        _adopt_all(jobs)
+    gone = signals.has_hung_up()
+    stopped = [
+        job
+        for job in jobs
+        if not ((gone or not job.config.cluster.wait) and (slurm_id(job) or is_held_back(job)))
     ]
-    stopped = [job for job in ours if job.status in UNFINISHED]
     try:
         cancel(stopped, STOPPED)
     except SlurmSilent as error:

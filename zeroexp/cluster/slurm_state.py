@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from zeroexp.cluster.job import Job, Status, ending_of, first_cause, reason_of
-from zeroexp.cluster.task import ENDED, JOB_ID, PREEMPTED, TIME_LIMIT
+from zeroexp.cluster.task import CANCELLED_BY, ENDED, JOB_ID, PREEMPTED, TIME_LIMIT
 from zeroexp.config.keys import ConfigError
 from zeroexp.tracking import attempt, failure
 from zeroexp.tracking.json_files import read_json
@@ -143,6 +143,8 @@ def conclude_state(job: Job, seen: Sighting | None) -> tuple[Status, str | None]
     if seen.word in WAITS:
         return _state_of_waiting(job, seen)
     if seen.word == "CANCELLED":
+        if (ours := job.folder / SRUN_WRITES / CANCELLED_BY).exists():
+            return "cancelled", ours.read_text(encoding="utf-8")
         # Where a node's Prolog fails, say.
         signs = (job.folder / SRUN_WRITES / JOB_ID, _batch_errors(job))
         unstarted = seen.nodes and not any(sign.exists() for sign in signs)

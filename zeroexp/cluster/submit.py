@@ -21,7 +21,7 @@ from zeroexp.cluster import slurm_state
 from zeroexp.cluster.job import Job
 from zeroexp.cluster.local import RANK_MAIN
 from zeroexp.cluster.slurm_state import NO_ANSWER, SlurmSilent, find_by_comment
-from zeroexp.cluster.task import DUTY, JOB_ID
+from zeroexp.cluster.task import CANCELLED_BY, DUTY, JOB_ID
 from zeroexp.cluster.tell import tell
 from zeroexp.config.job_shape import JobShape
 from zeroexp.config.keys import ConfigError
@@ -89,7 +89,8 @@ def submit_job_or_array(jobs: Sequence[Job], *, rank_main: str = RANK_MAIN) -> N
     for index, job in enumerate(jobs):
         slurm = job.folder / "slurm"
         slurm.mkdir(exist_ok=True)
-        (slurm / JOB_ID).unlink(missing_ok=True)  # of the job before this one
+        for of_the_job_before in (JOB_ID, CANCELLED_BY):
+            (slurm / of_the_job_before).unlink(missing_ok=True)
         write_json(job.folder / DUTY, asdict(duty_of(job, rank_main)))
         element = {"element": index} if len(jobs) > 1 else {}
         if element:
@@ -144,6 +145,12 @@ def slurm_id(job: Job) -> str | None:
     """Return Slurm's id of the job; None if the run was never submitted to Slurm."""
     submitted = read_json(job.folder / SLURM_FILE)
     return submitted["job_id"] if submitted else None
+
+
+def awaits_sbatch(job: Job) -> bool:
+    """Tell whether the run is to be submitted, by whoever owns the sweep."""
+    waits = job.status == "pending" and slurm_id(job) is None
+    return waits and job.config.cluster.kind == "slurm"
 
 
 def _in_arrays(jobs: Iterable[Job]) -> list[list[Job]]:

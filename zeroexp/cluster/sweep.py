@@ -33,7 +33,7 @@ from zeroexp.cluster.job import Job, event_of, reason_of
 from zeroexp.cluster.local import LocalCluster
 from zeroexp.cluster.machine_load import begin_load
 from zeroexp.cluster.slurm_state import require_slurm
-from zeroexp.cluster.submit import slurm_id, submit_all
+from zeroexp.cluster.submit import is_held_back, slurm_id, submit_all
 from zeroexp.cluster.tell import tell
 from zeroexp.config import plugins
 from zeroexp.config.keys import ClusterConfig, Config, ConfigError, DamagedFile, save
@@ -59,7 +59,7 @@ from zeroexp.tracking.files import (
 from zeroexp.tracking.mlflow_labels import LINK
 from zeroexp.tracking.mlflow_store import with_store
 from zeroexp.tracking.mlflow_uploads import UploadsOfSweep
-from zeroexp.tracking.run import FINE, UNFINISHED, Run, run_folders
+from zeroexp.tracking.run import FINE, UNFINISHED, run_folders
 
 MAKING = ".making"  # in a sweep's folder while those of its points are made
 RERUN_LOCK = ".rerun.lock"  # there, held while points are submitted again
@@ -201,7 +201,7 @@ class Sweep:
         if any(run.summary for run in runs):
             holds = self._print_conclusions(points)
         self._uploads.conclude(self._jobs[0].folder.parent)
-        self._print_queued(runs)
+        self._print_queued()
         failed = sum(run.status not in (*FINE, *UNFINISHED) for run in runs)
         failed += len(self._jobs) - len(runs)
         if failed and self._folder:
@@ -433,11 +433,11 @@ class Sweep:
 
     # ---- the end
 
-    def _print_queued(self, runs: Sequence[Run]) -> None:
-        of_slurm = [run for run in runs if run.config.get("cluster.kind") == "slurm"]
-        queued = sum(run.status in UNFINISHED for run in of_slurm)
-        if queued and self._folder:
-            print(f"\n{queued} points are Slurm's now; to see what becomes of them:")
+    def _print_queued(self) -> None:
+        queued, held = len(unfinished(self._jobs)), sum(map(is_held_back, self._jobs))
+        if (queued or held) and self._folder:
+            waits = f", and that zeroexp watch is to submit: {held}" if held else ""
+            print(f"\nPoints that Slurm has now: {queued}{waits}; to see what becomes of them:")
             print(f"  zeroexp watch {shlex.quote(os.path.relpath(self._folder))}")
 
     def _print_conclusions(self, points: Sequence[MeasuredPoint]) -> bool:

@@ -40,13 +40,14 @@ HEARTBEAT_AT = "ZEROEXP_HEARTBEAT"  # the host of the task of rank 0
 JOB = "ZEROEXP_JOB"  # Slurm's id of the job; of an element of an array with its number, 7_2
 HOSTS = "ZEROEXP_HOSTS"  # the job's hosts in Slurm's order
 SECONDS_BETWEEN_SIGNALS = 1.0  # from Slurm's signal to a task's child until its signal to the task
-SECONDS_TO_NOTE = 2.0  # for one query to Slurm and one small file
+SECONDS_TO_NOTE = 2.0  # for one query to Slurm and two small files
 SIGNALLED = 128  # a shell's exit code for a signal is this plus the signal
 TIME_LIMIT = "time limit of this attempt (cluster.timeout_s)"
 PREEMPTED = "preempted by a job of higher priority"
 ENDED = "ended by Slurm (SIGTERM)"  # by scancel, or for a reason that Slurm does not report
 DUTY = "slurm/duty.json"  # in the run's folder
 JOB_ID = "job_id"  # in its folder slurm: the job's id, by the batch file
+CANCELLED_BY = "cancelled_by"  # in its folder slurm: which command of ours asked Slurm to cancel the job
 WANTS_ANOTHER = "wants-another-start"  # in its folder slurm: a file that rank 0's task leaves for the batch file
 
 
@@ -163,8 +164,7 @@ def _exit_superseded(folder: Path) -> str | None:
 def _leave_to_slurm(folder: Path, duty: Duty, rank: int, asked: _Asked) -> int:
     """Return the exit code at the time limit; else stay until killed, see [Note: being asked to stop]."""
     if asked.to_end:
-        if rank == 0:
-            attempt.end(folder, PREEMPTED if _is_preempted() else ENDED)
+        _record_why_slurm_ended(folder, rank)
         while True:
             time.sleep(1)
     if rank == 0:
@@ -179,10 +179,12 @@ def _leave_to_slurm(folder: Path, duty: Duty, rank: int, asked: _Asked) -> int:
 
 
 def _record_why_slurm_ended(folder: Path, rank: int) -> None:
-    """Record why Slurm ended the attempt, because Slurm forgets a preemption and its accounting never knows of it."""
+    """Record that Slurm ended the attempt, and why as soon as it answers, for it forgets a preemption."""
     if rank == 0:
         with suppress(attempt.Superseded):
-            attempt.end(folder, PREEMPTED if _is_preempted() else ENDED)
+            attempt.end(folder, ENDED)
+            if _is_preempted():
+                attempt.end(folder, PREEMPTED)
     else:
         time.sleep(SECONDS_TO_NOTE)  # srun kills rank 0's task as soon as another has failed
 

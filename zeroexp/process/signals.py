@@ -19,7 +19,7 @@ PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
 
 Made = TypeVar("Made")
 _num_asked = 0
-_asked_by = signal.SIGINT
+_asked_by = signal.SIGINT  # the first of them
 
 
 def handle_ctrl_c() -> None:
@@ -40,6 +40,11 @@ def was_asked_twice() -> bool:
     return _num_asked > 1
 
 
+def has_hung_up() -> bool:
+    """Return whether the first of the signals said that the terminal is gone."""
+    return was_asked() and _asked_by == signal.SIGHUP
+
+
 def until_interrupted(each: Iterable[Made], what: str) -> list[Made]:
     """Return what is made one by one; of an interrupted work what there is, if anything, and say so."""
     made: list[Made] = []
@@ -55,8 +60,9 @@ def until_interrupted(each: Iterable[Made], what: str) -> list[Made]:
 
 def _ask(number: int, frame: FrameType | None) -> None:
     global _num_asked, _asked_by
-    _num_asked, _asked_by = _num_asked + 1, signal.Signals(number)
+    _num_asked += 1
     if _num_asked == 1:
+        _asked_by = signal.Signals(number)
         raise KeyboardInterrupt
 
 

@@ -41,8 +41,12 @@ class Owner:
         return None if content is None else cls(**content)
 
 
+class OwnerLives(ConfigError):
+    """Another process holds the lock."""
+
+
 def take_ownership(sweep: Path) -> None:
-    """Make this process the owner. Raises ConfigError if another owner may still be alive."""
+    """Make this process the owner. Raises ConfigError if another owner may still be alive: OwnerLives if it is."""
     sweep = sweep.resolve()
     if sweep in _owned:
         return
@@ -52,8 +56,9 @@ def take_ownership(sweep: Path) -> None:
         held, has_locks = None, False
     before, here, refusal = Owner.of(sweep), socket.gethostname(), None
     if has_locks and held is None:
-        refusal = f"{before or 'another process'} runs its points; wait for it or end it"
-    elif before and before.host != here:
+        living = f"{before or 'another process'} runs its points; wait for it or end it"
+        raise OwnerLives(f"{sweep}: {living}")
+    if before and before.host != here:
         remedy = f"if that machine is gone, remove {sweep / OWNER}"
         refusal = f"{before} runs its points; wait for it or end it; {remedy}"
     elif before and not (before.locked and has_locks):
