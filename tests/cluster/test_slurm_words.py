@@ -699,7 +699,7 @@ def test_what_watch_cancels_is_not_told_by_who_sees_it_first(slurm, tmp_path):
     """A sweep that lives, or another look, sees the end in Slurm before watch has written it."""
     look = f"{sys.executable} -m zeroexp.watch {tmp_path} --once > /dev/null"
     slurm(
-        squeue=f"[ -e {tmp_path}/ends ] && word=CANCELLED || word=RUNNING; echo \"7|$word|None|n1|N/A|0|\"",
+        squeue=f'[ -e {tmp_path}/ends ] && word=CANCELLED || word=RUNNING; echo "7|$word|None|n1|N/A|0|"',
         scancel=f"touch {tmp_path}/ends; {look}; cp {tmp_path}/run0/state.json {tmp_path}/seen",
     )
     job, other = slurm_jobs(tmp_path)
@@ -732,7 +732,9 @@ def test_a_terminal_that_is_gone_leaves_what_slurm_has_and_ends_what_runs_here(s
 
 def test_points_that_nobody_waits_for_are_slurms_or_wait_for_watch(slurm, tmp_path):
     ids, full = tmp_path / "ids", SAYS.format("QOSMaxSubmitJobPerUserLimit")
-    slurm(sbatch=f"echo >> {ids}; [ $(wc -l < {ids}) = 1 ] || {{ {full}; }}; echo Submitted batch job 7")
+    slurm(
+        sbatch=f"echo >> {ids}; [ $(wc -l < {ids}) = 1 ] || {{ {full}; }}; echo Submitted batch job 7"
+    )
     words = ["cluster=slurm", "cluster.wait=false", "train.seed=0,1,2", *ONE]
     done = zeroexp(tmp_path, "-m", *words)
     assert done.returncode == 0, done.stderr
@@ -791,8 +793,33 @@ def test_two_that_run_a_sweep_again_at_once_submit_each_point_once(slurm, tmp_pa
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "ids").read_text() == "\n", "one sbatch"
-    assert "another --rerun submits its points" in (tmp_path / "second").read_text()
+    assert "runs its points; wait for it or end it" in (tmp_path / "second").read_text()
     assert job.status == "pending" and job.state["reason"] is None
+
+
+# Job 1 fails and job 2 trains. At the second look another terminal runs the sweep again, whose job 3 trains on.
+BESIDE = """
+if [ $SECOND ]; then echo '2|RUNNING|None|n1|N/A|0|'; echo '3|COMPLETED|None|n1|N/A|0|'; exit; fi
+echo >> {here}/looks
+echo '1|FAILED|None|n1|N/A|0|'
+if [ $(wc -l < {here}/looks) = 1 ]; then echo '2|RUNNING|None|n1|N/A|0|'; exit; fi
+SECOND=1 {python} -m zeroexp --rerun {here}/outputs/mine > {here}/second 2>&1
+echo '2|COMPLETED|None|n1|N/A|0|'
+"""
+
+
+def test_what_failed_is_run_again_while_its_sweep_follows_the_rest(slurm, tmp_path):
+    ids = tmp_path / "ids"
+    slurm(
+        sbatch=f"echo >> {ids}; echo Submitted batch job $(wc -l < {ids})",
+        squeue=BESIDE.format(here=tmp_path, python=sys.executable),
+        sacct="true",
+    )
+    done = zeroexp(tmp_path, "-m", "cluster=slurm", "train.seed=0,1", "study.name=mine", *ONE)
+    assert "run again" not in done.stderr and done.returncode == 1, done.stderr
+    assert ids.read_text() == "\n" * 3, (tmp_path / "second").read_text()
+    assert sorted(slurm_id(job) or "" for job in jobs(tmp_path).values()) == ["2", "3"]
+    assert not (tmp_path / "outputs/mine/owner.json").exists()
 
 
 SAYS = "echo 'sbatch: error: Batch job submission failed: {}' >&2; exit 1"

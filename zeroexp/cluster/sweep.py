@@ -12,7 +12,7 @@ import shutil
 import sys
 import time
 from collections.abc import Generator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -38,7 +38,6 @@ from zeroexp.cluster.tell import tell
 from zeroexp.config import plugins
 from zeroexp.config.keys import ClusterConfig, Config, ConfigError, DamagedFile, save
 from zeroexp.measure.record import RunSummary
-from zeroexp.process import locks
 from zeroexp.process.writable import require_writable
 from zeroexp.report.exports import runs_as_json
 from zeroexp.report.measured_points import MeasuredPoint
@@ -62,7 +61,6 @@ from zeroexp.tracking.mlflow_uploads import UploadsOfSweep
 from zeroexp.tracking.run import FINE, UNFINISHED, run_folders
 
 MAKING = ".making"  # in a sweep's folder while those of its points are made
-RERUN_LOCK = ".rerun.lock"  # there, held while points are submitted again
 HYDRA = ".hydra"  # its folder in every run, as its users expect
 ENDED = "ended"  # in place of the id of a job
 
@@ -82,7 +80,6 @@ class Sweep:
         self._rehearsed: dict[str, tuple[dict[str, float], str | None]] = {}
         self._rehearsal_seconds = 0.0  # spent on that so far
         self._exits = ExitStack()
-        self._while_submitting = self._exits.enter_context(ExitStack())
 
     def __enter__(self) -> Sweep:
         return self
@@ -134,14 +131,13 @@ class Sweep:
     def rerun_unfinished(self, folder: Path) -> None:
         """Run again, in their folders, the unfinished points of an earlier sweep.
 
-        Raises ConfigError if the process that runs them may be alive, or if no point is unfinished.
+        Raises ConfigError if another process may run or submit points of it, or if no point is unfinished.
         """
         require_writable(f"--rerun {folder}", folder, "run it as who started the sweep")
         every = [Job(run) for run in run_folders(folder)]
         if not (every or (folder / MAKING).exists()):
             remedy = "give the folder of a sweep, outputs/<sweep>"
             raise ConfigError(f"--rerun {folder}: no run in there; {remedy}")
-        self._submits_alone(folder)
         jobs = [job for job in every if self._can_be_read(job)]
         jobs.sort(key=lambda job: job.state.get("pending_at", 0.0))
         if (folder / MAKING).exists():
@@ -149,13 +145,9 @@ class Sweep:
             ended = "ended while its points were made, and those that are not here never ran"
             remedy = "start the sweep again for them"
             print(f"zeroexp: {folder}: it was {ended}; {remedy}", file=sys.stderr)
-        refresh(jobs)
-        try:  # a dead owner's file would have others call what is put back cancelled
-            sweep_owner.take_ownership(folder)
-            self._folder = folder
-        except ConfigError:
-            if not all(slurm_id(job) for job in jobs):
-                raise
+        refresh(jobs)  # while it is known that their owner has died
+        sweep_owner.take_ownership(folder)
+        self._folder = folder
         going_on = unfinished(jobs).values()  # jobs that go on in Slurm
         again = [job for job in jobs if job.status not in FINE and job not in going_on]
         if not again and not self._num_damaged:
@@ -163,18 +155,10 @@ class Sweep:
             raise ConfigError(f"--rerun {folder}: {problem}")
         for job in again:
             plugins.load(job.config.plugins, working_folder_of(job.folder))
-        self._jobs, self._folder = jobs, folder
+        self._jobs = jobs
         for job in again:
             put_back(job)
         self._execute(again)
-
-    def _submits_alone(self, folder: Path) -> None:
-        """Refuse a sweep that another --rerun submits now, until this one has submitted: both would take its points."""
-        with suppress(locks.NoLocks):
-            if (held := locks.take(folder / RERUN_LOCK)) is None:
-                problem = "another --rerun submits its points; wait for that, and look at it first"
-                raise ConfigError(f"--rerun {folder}: {problem}")
-            self._while_submitting.enter_context(held)
 
     def _can_be_read(self, job: Job) -> bool:
         """Whether what a run needs to be run again can be read; a line names what can not."""
@@ -263,7 +247,7 @@ class Sweep:
         if self._folder is None:
             name = first.config.study.name or time.strftime("%Y-%m-%d_%H-%M-%S")
             self._folder = _new_folder(Path(first.config.outputs).resolve(), name)
-            sweep_owner.take_ownership(self._folder)
+        sweep_owner.take_ownership(self._folder)
         making = self._folder / MAKING
         making.touch()
         try:
@@ -318,8 +302,9 @@ class Sweep:
 
         try:
             submit_all(queued.values())
-            self._while_submitting.close()
             ids.update((job, slurm_id(job)) for job in queued.values())
+            if self._folder and not any(map(_needs_owner, jobs)):
+                sweep_owner.release_ownership(self._folder)  # so that --rerun may take it
             with SweepProgress(len(jobs)) as progress:
                 for number in sorted(numbered.keys() - queued.keys()):
                     self._run_one(number, numbered[number], progress)
@@ -466,6 +451,11 @@ def put_back(job: Job) -> None:
     job.enter("pending", since=since)
     if job.config.resume:
         pin(Path(job.config.resume), job.folder)
+
+
+def _needs_owner(job: Job) -> bool:
+    """Tell whether a process runs the point, or is to submit it."""
+    return job.config.cluster.kind == "local" or is_held_back(job)
 
 
 def _add_to_environment(folder: Path, facts: Mapping[str, Any]) -> None:

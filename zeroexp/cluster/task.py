@@ -47,7 +47,7 @@ PREEMPTED = "preempted by a job of higher priority"
 ENDED = "ended by Slurm (SIGTERM)"  # by scancel, or for a reason that Slurm does not report
 DUTY = "slurm/duty.json"  # in the run's folder
 JOB_ID = "job_id"  # in its folder slurm: the job's id, by the batch file
-CANCELLED_BY = "cancelled_by"  # in its folder slurm: which command of ours asked Slurm to cancel the job
+CANCELLED_BY = "cancelled_by"  # in its folder slurm: why a command of ours had it cancelled
 WANTS_ANOTHER = "wants-another-start"  # in its folder slurm: a file that rank 0's task leaves for the batch file
 
 

@@ -2,7 +2,8 @@
 
 A process that is killed leaves the file behind, but not the lock that it held. Readers of a point with the status
 running find out so that nobody runs it, and `--rerun` takes the sweep over. Nothing is known of an owner on another
-host, whose locks may not reach here, nor where the file system has no locks. Points that Slurm runs need no owner.
+host, whose locks may not reach here, nor where the file system has no locks. Points that
+Slurm has need no owner: a sweep that has submitted all its points is free for `--rerun` while it follows them.
 """
 
 from __future__ import annotations
