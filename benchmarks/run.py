@@ -27,7 +27,7 @@ from benchmarks import table, targets
 from benchmarks.engines import ENGINES, ON_REQUEST, engines_for, parameter_bytes
 from benchmarks.links import SHAPES, Link, open_link, payload_bytes_per_second, why_not_shaped
 from benchmarks.ranks import RankFailed, Ranks, Spec, Turn
-from zeroexp.cluster.machine_load import busy_seconds
+from zeroexp.measure.machine_load import busy_seconds
 
 LATEST = Path("outputs/bench/latest.json")
 REFERENCES = ("limit", "ddp")  # in every group: ratios refer to them

@@ -58,7 +58,7 @@ DOORS = {
     },
     "datasets": {"zeroexp.data.table_rows"},
     "peft": {"zeroexp.models.lora"},
-    "psutil": {"zeroexp.cluster.machine_load", "zeroexp.measure.system_samples"},
+    "psutil": {"zeroexp.measure.machine_load", "zeroexp.measure.system_samples"},
     "xxhash": {"zeroexp.process.content_hash"},
     "matplotlib": {"zeroexp.report.figure"},
     "plotly": {"zeroexp.report.page"},

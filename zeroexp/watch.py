@@ -113,8 +113,8 @@ def follow_all(jobs: list[Job], uploads: UploadsOfSweep) -> None:
                 follow(
                     {n: job for n, job in enumerate(jobs, start=1) if job in ours},
                     progress,
-                    on_step=lambda job: uploads.look(job.folder),
-                    on_end=lambda job: uploads.send(job.folder),
+                    on_step=uploads.look,
+                    on_end=uploads.send,
                 )
         elif isinstance(problem, sweep_owner.OwnerLives):
             time.sleep(SECONDS_BETWEEN_LOOKS)

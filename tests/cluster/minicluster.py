@@ -58,7 +58,7 @@ def follow_to_the_end(jobs: Mapping[str, Job]) -> None:
         follow(dict(enumerate(jobs.values(), start=1)), progress, on_step=ignore, on_end=ignore)
 
 
-def ignore(job: Job) -> None:
+def ignore(run: Path) -> None:
     """What MLflow would be told."""
 
 

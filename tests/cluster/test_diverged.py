@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from tests.cluster.test_sweep import LIGHT, jobs, statuses, write_study, zeroexp
 from tests.run_folders import write_run
-from zeroexp.cluster.sweep import Sweep
+from zeroexp.cluster import sweep
 from zeroexp.config.keys import load, save
 from zeroexp.report.conclusions import conclude
 from zeroexp.report.measured_points import points_of
@@ -58,5 +58,5 @@ def test_the_claim_of_a_study_fails_with_it(tmp_path, capsys):
     points = points_of([read_run(folder)])
     (broken,) = conclude(points).broken
     assert broken.endswith("; run diverged at step 7: DOES NOT HOLD")
-    assert not Sweep([])._print_conclusions(points)
+    assert not sweep._print_conclusions(points)
     assert capsys.readouterr().out.endswith(f"\n{broken}\n")

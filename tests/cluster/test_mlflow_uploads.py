@@ -15,7 +15,6 @@ import pytest
 from tests.cluster.test_sweep import ONE, zeroexp
 from tests.run_folders import record, write_run
 from tests.test_rank import make_job
-from zeroexp.cluster.job import Job
 from zeroexp.cluster.local import LocalCluster
 from zeroexp.cluster.sweep import Sweep
 from zeroexp.config.keys import TrackingConfig, load, save
@@ -140,9 +139,9 @@ def test_a_step_reads_no_config(tmp_path: Path) -> None:
     folder, sweep = write_run(tmp_path / "run"), Sweep([])
     tracking = TrackingConfig(mlflow=False)
     save(replace(load(folder / "config.yaml"), tracking=tracking), folder / "config.yaml")
-    sweep._look(Job(folder))
+    sweep._uploads.look(folder)
     (folder / "config.yaml").unlink()
-    sweep._look(Job(folder))
+    sweep._uploads.look(folder)
 
 
 def test_a_run_of_a_later_version_keeps_no_other_from_the_store(

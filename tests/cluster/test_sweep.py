@@ -24,7 +24,8 @@ from tests.run_folders import write_run
 from tests.warm import Warm
 from zeroexp.check.sweep_points import point_of, require_points
 from zeroexp.cluster.job import Job
-from zeroexp.cluster.sweep import MAKING, Sweep, put_back
+from zeroexp.cluster.make_runs import MAKING
+from zeroexp.cluster.sweep import Sweep
 from zeroexp.config.keys import Config, ConfigError, StudyConfig
 from zeroexp.report import reading
 from zeroexp.report.measured_points import points_of
@@ -379,7 +380,7 @@ def test_a_batch_gets_all_of_its_folders_or_none(tmp_path, monkeypatch, ends):
             raise ends
         return {}
 
-    monkeypatch.setattr("zeroexp.cluster.sweep.describe_environment", end_third)
+    monkeypatch.setattr("zeroexp.cluster.make_runs.describe_environment", end_third)
     batch = [
         (words, values_of(*words), {})
         for stage in ("ddp", "zero1", "zero2", "zero3")
@@ -432,7 +433,7 @@ def test_a_point_that_is_set_aside_keeps_its_place(tmp_path):
         folder = write_run(tmp_path / name, status="failed")
         state = {"status": "failed", "reason": "why", "pending_at": pending}
         write_json(folder / "state.json", state)
-    put_back(Job(tmp_path / "first"))
+    Job(tmp_path / "first").put_back()
     assert Job(tmp_path / "first").status == "pending"
     folders = [tmp_path / name for name in ("second", "first")]
     assert [run.name for run in reading.readable_runs(folders)] == ["first", "second"]
@@ -442,7 +443,7 @@ def test_a_run_is_set_aside_beside_what_is_left_of_earlier_attempts(tmp_path):
     """Their folders are the user's to remove."""
     folder = write_run(tmp_path / "run", status="failed")
     (folder / "earlier" / "2").mkdir(parents=True)
-    put_back(Job(folder))
+    Job(folder).put_back()
     assert (folder / "earlier" / "3" / "state.json").exists()
 
 

@@ -26,9 +26,9 @@ import torch
 from zeroexp.calibrate.rates import measure_rates
 from zeroexp.calibrate.step_factors import NUM_RANKS, fit_factors, run_small_steps
 from zeroexp.check.rules_machine import num_gpus
-from zeroexp.cluster.machine_load import begin_load
 from zeroexp.config.job_shape import JobShape
 from zeroexp.config.keys import ConfigError
+from zeroexp.measure.machine_load import begin_load
 from zeroexp.plan.machines import Machines
 from zeroexp.plan.speed import (
     Calibration,

@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
+from pathlib import Path
 
 from zeroexp.checkpoint.folders import LOG
 from zeroexp.cluster import slurm_state
@@ -38,7 +39,7 @@ RETRY_SECONDS = 60.0  # between two submissions of a job that Slurm does not tak
 SECONDS_BETWEEN_LOOKS = 0.2  # at the runs' files
 STOPPED = "the sweep was stopped"
 
-OnJob = Callable[[Job], None]
+OnRun = Callable[[Path], None]  # with its folder
 
 
 def unfinished(jobs: Iterable[Job]) -> dict[str, Job]:
@@ -129,14 +130,11 @@ def cancel_unfinished(jobs: Iterable[Job]) -> list[Job]:
     except SlurmSilent as error:
         go_on = [job for job in stopped if slurm_id(job) or (job.folder / SUBMITTING).exists()]
         stopped = [job for job in stopped if job not in go_on]
-        ids = " ".join(job_id for job in go_on if (job_id := slurm_id(job)))
+        names = " ".join(slurm_id(job) or job.name for job in go_on)
         sweep = shlex.quote(os.path.relpath(go_on[0].folder.parent))
-        print(
-            f"zeroexp: Slurm does not answer ({error}), so that {len(go_on)} jobs go on"
-            f"{f' ({ids})' if ids else ''}; once it does, "
-            f"`zeroexp watch {sweep} --cancel` ends them, and without --cancel follows them",
-            file=sys.stderr,
-        )
+        line = f"Slurm does not answer ({error}), so that {len(go_on)} jobs go on ({names}); once it does"
+        ends = f"`zeroexp watch {sweep} --cancel` ends them, and without --cancel follows them"
+        print(f"zeroexp: {line}, {ends}", file=sys.stderr)
     for job in stopped:
         if job.status in UNFINISHED:
             job.enter("cancelled", STOPPED)
@@ -144,7 +142,7 @@ def cancel_unfinished(jobs: Iterable[Job]) -> list[Job]:
 
 
 def follow_waited(
-    jobs: Mapping[int, Job], progress: SweepProgress, *, on_step: OnJob, on_end: OnJob
+    jobs: Mapping[int, Job], progress: SweepProgress, *, on_step: OnRun, on_end: OnRun
 ) -> None:
     """Follow those of a sweep's submitted jobs that it waits for (cluster.wait), and say what becomes of the others."""
     waited: dict[int, Job] = {}
@@ -161,7 +159,7 @@ def follow_waited(
 
 
 def follow(
-    jobs: Mapping[int, Job], progress: SweepProgress, *, on_step: OnJob, on_end: OnJob
+    jobs: Mapping[int, Job], progress: SweepProgress, *, on_step: OnRun, on_end: OnRun
 ) -> None:
     """Return when all jobs have ended. Keys are the points' numbers in `progress`; `on_end` is called once per run.
 
@@ -182,7 +180,7 @@ def follow(
                 followed.append(_Followed(number, job, progress, on_step))
             else:  # it was refused for good, or had ended before
                 progress.end(number, job.status, job.state["reason"], job.name)
-                on_end(job)
+                on_end(job.folder)
         if not (rest or followed):
             return
         try:
@@ -199,7 +197,7 @@ def follow(
                 pause = FIRST_PAUSE_SECONDS  # where one changes, others soon do
             for each in ended:
                 followed.remove(each)
-                on_end(each.job)
+                on_end(each.job.folder)
                 retry = time.monotonic()
         _show_steps(followed, pause)
         pause = min(pause * PAUSE_GROWTH, LONGEST_PAUSE_SECONDS)
@@ -212,7 +210,7 @@ class ShownRun:
     """
 
     def __init__(
-        self, number: int, job: Job, progress: SweepProgress, on_step: OnJob, *, skip: bool = False
+        self, number: int, job: Job, progress: SweepProgress, on_step: OnRun, *, skip: bool = False
     ) -> None:
         self.job = job
         self._number, self._progress, self._on_step = number, progress, on_step
@@ -229,7 +227,7 @@ class ShownRun:
         rows = read_rows(self._records.new_lines() if self._started else ())
         for row in rows:
             self._progress.step(self._number, step_record(row), is_newest=row is rows[-1])
-            self._on_step(self.job)
+            self._on_step(self.job.folder)
         for line in self._log.new_lines():
             with suppress(ValueError):  # torn, as a full disk leaves it
                 if error := json.loads(line)["error"]:
@@ -239,7 +237,7 @@ class ShownRun:
 class _Followed(ShownRun):
     """A shown run that Slurm runs."""
 
-    def __init__(self, number: int, job: Job, progress: SweepProgress, on_step: OnJob) -> None:
+    def __init__(self, number: int, job: Job, progress: SweepProgress, on_step: OnRun) -> None:
         super().__init__(number, job, progress, on_step)
         job_id = slurm_id(job)
         assert job_id is not None, "only what was submitted can be followed"

@@ -5,12 +5,13 @@ A `Job` holds only its folder, so it can be pickled, sent to another machine, or
 
 from __future__ import annotations
 
+import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from zeroexp.checkpoint.folders import complete_checkpoints, step_of
+from zeroexp.checkpoint.folders import complete_checkpoints, pin, step_of
 from zeroexp.config.keys import Config, DamagedFile, load
 from zeroexp.measure.record import verdict_of
 from zeroexp.tracking import attempt
@@ -72,6 +73,16 @@ class Job:
         passed = {key: value for key, value in self.state.items() if key.endswith("_at")}
         state = {"status": status, "reason": reason, **passed, f"{status}_at": since or time.time()}
         write_json(self.folder / "state.json", state)
+
+    def put_back(self) -> None:
+        """Make room for another attempt at the run, which keeps its place among the others."""
+        since = self.state.get("pending_at")
+        if lost := self.set_aside():
+            again = "goes on from an older checkpoint, if there is one"
+            print(f"zeroexp: {self.name} {again}: {lost.line}", file=sys.stderr)
+        self.enter("pending", since=since)
+        if self.config.resume:
+            pin(Path(self.config.resume), self.folder)
 
     def set_aside(self) -> DamagedFile | None:
         """Make room for another attempt: the files of this one move to earlier/<number>/.
