@@ -172,6 +172,16 @@ def test_uses_are_counted_by_where_backward_comes(loops, name, words, gathers):
     agree(rehearse(config), form)
 
 
+def test_uses_are_counted_for_each_length_of_one_model(loops):
+    points = [config_of(*STEP, "model.family=steps", LAST, f"data.seq_len={n}") for n in (20, 40)]
+    model = build_on_meta(points[0])
+    forms = [form_of(config, model, "native") for config in points]
+    assert [form.gathers for form in forms if isinstance(form, EngineForm)] == [
+        [1, 40, 40],
+        [1, 80, 80],
+    ]
+
+
 @pytest.mark.parametrize("stage", ["zero2", "zero3"])
 @pytest.mark.parametrize("model", ["hrm", "truncated", "reentrant"])
 def test_fsdp2_gathers_anew_for_each_use(monkeypatch, loops, model, stage):

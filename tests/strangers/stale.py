@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, linear
@@ -19,6 +21,8 @@ from tests.strangers.lab import (
     variants,
 )
 from tests.strangers.models import Language, Net
+from zeroexp.interface.canonical import merge
+from zeroexp.process import world as worlds
 
 BY_HAND = {"zero3": GATHERED}
 
@@ -228,14 +232,33 @@ def gradients_that_are_read(lab: Lab) -> None:
         lab.train(t, steps=[step])
 
 
-@scenario(refused=r"a step has changed its weights|modified by an inplace operation")
-def gradients_of_a_forward_before_a_step(lab: Lab) -> None:
+CHANGED = r"a step has changed its weights|modified by an inplace operation"
+
+
+@variants(["a model", "a penalty"], [*USUAL, Setting("zero3", world_size=1)], refused=CHANGED)
+def gradients_of_a_forward_before_a_step(lab: Lab, of: str) -> None:
     """Of a graph from before it, inside of another `gathered()`."""
     t = lab.wrap(Net())
     (batch, *_) = lab.batches(0)
     with t.gathered():
         loss = batch.loss(t.model(batch.x))
+        if of == "a penalty":
+            loss = sum(p.square().sum() for p in t.model.parameters())
     lab.train(t, steps=[0])
+    with t.gathered():
+        torch.autograd.grad(loss, list(t.model.parameters()))
+
+
+@scenario([*USUAL, Setting("ddp", world_size=1), Setting("zero3", world_size=1)], refused=CHANGED)
+def gradients_of_a_forward_before_a_load(lab: Lab) -> None:
+    t = lab.wrap(Net())
+    (batch, *_) = lab.batches(0)
+    with t.gathered():
+        loss = batch.loss(t.model(batch.x))
+    if lab.plain:
+        t.model.load_state_dict(copy.deepcopy(t.model.state_dict()))
+    else:
+        t.load_state_dict(merge(worlds.gather_objects(copy.deepcopy(t.state_dict()))))
     with t.gathered():
         torch.autograd.grad(loss, list(t.model.parameters()))
 

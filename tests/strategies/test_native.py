@@ -5,6 +5,7 @@ What they hold: tests/plan/test_torch_closed_forms.py.
 
 from __future__ import annotations
 
+import tracemalloc
 import warnings
 from dataclasses import replace
 from datetime import timedelta
@@ -165,6 +166,17 @@ def test_what_modules_share_is_looked_at_once():
         each.register_forward_hook(lambda *_: shared.clear())
     names = [name for _, name, each in _attributes(module) if each is shared[0]]
     assert names == ["0._forward_hooks"]
+
+
+def test_numbers_in_an_attribute_take_no_memory_of_their_own():
+    module = nn.Linear(1, 1)
+    module.tokens = list(range(1_000_000))  # pyright: ignore
+    tracemalloc.start()
+    try:
+        assert len([*_attributes(module)]) == 2  # its weight and bias
+        assert tracemalloc.get_traced_memory()[1] < 20_000_000  # a list of them
+    finally:
+        tracemalloc.stop()
 
 
 class KeepsNorm(torch.optim.SGD):

@@ -78,13 +78,13 @@ def _attributes(module: nn.Module) -> Iterator[tuple[str, str, Tensor]]:
     most = len(found) + MOST_OBJECTS
     while found and len(seen) < most:
         name, each = found.popleft()
-        if id(each) in seen or not gc.is_tracked(each) or issubclass(type(each), LEADS_EVERYWHERE):
+        if id(each) in seen or issubclass(type(each), LEADS_EVERYWHERE):
             continue
         seen.add(id(each))
         if issubclass(type(each), Tensor):
             yield "attribute", name, each
         else:
-            found += ((name, inner) for inner in _inside(each))
+            found += ((name, inner) for inner in _inside(each) if gc.is_tracked(inner))
 
 
 def _inside(value: Any) -> list[Any]:

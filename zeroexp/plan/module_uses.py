@@ -36,7 +36,8 @@ class Use(NamedTuple):
     is_recomputed: bool  # its backward follows a forward of its own, inside of backward
 
 
-_found: WeakKeyDictionary[nn.Module, list[Use] | None] = WeakKeyDictionary()
+# By module, and what else decides: the length and kind of what it is given.
+_found: WeakKeyDictionary[nn.Module, dict[tuple[int, str], list[Use] | None]] = WeakKeyDictionary()
 
 
 def uses_in_forward(config: Config, model: BuiltModel, units: Sequence[Group]) -> list[Use]:
@@ -44,9 +45,10 @@ def uses_in_forward(config: Config, model: BuiltModel, units: Sequence[Group]) -
 
     units: the root first. Of a model that asks for values each of these is used once, the root last.
     """
-    if model.module not in _found:
-        _found[model.module] = _uses_by_length(config, model.module)
-    if (uses := _found[model.module]) is not None:
+    found, given = _found.setdefault(model.module, {}), (config.data.seq_len, config.data.task)
+    if given not in found:
+        found[given] = _uses_by_length(config, model.module)
+    if (uses := found[given]) is not None:
         return uses
     return _listed(model, units)
 

@@ -184,8 +184,7 @@ class Engine:
         for unit in self.units:
             self._schedule.gathers.publish(unit, ahead=not drain)
         # A backward of a forward from before this step then raises, as in torch.
-        if not self._schedule.gathers.sharded:
-            torch.autograd.graph.increment_version(self._trainable)
+        torch.autograd.graph.increment_version(self._trainable)
         if are_equal:
             self._saved_state.buffers.share()
         for unit in self._schedule.gathers.leave_published(await_all=drain):
@@ -262,6 +261,7 @@ class Engine:
         for unit in self.units:
             self._schedule.gathers.publish(unit, ahead=False)
         self._schedule.gathers.await_published()
+        torch.autograd.graph.increment_version(p for unit in self.units for p in unit.parameters)
         self._observer.weights_changed()
 
     def _held_pieces(self) -> list[HeldPiece]:
