@@ -72,7 +72,7 @@ def copied(undisturbed, tmp_path) -> Job:
 def run_again(local: LocalCluster, job: Job) -> list[str]:
     """Run it again as one that has failed; returns the complaints that its user is shown."""
     job.enter("failed", "its launcher died before it could write that it was done")
-    job.set_aside()
+    job.put_back()
     log = Tail(job.folder / LOG, skip=True)
     outcome = local.run(job)
     assert outcome.status == "done", outcome.cause

@@ -378,6 +378,10 @@ def test_jobs_that_a_silent_slurm_can_not_cancel_go_on_and_one_line_names_them(
     assert said.startswith("zeroexp: Slurm does not answer (scancel is not here;")
     assert "so that 1 jobs go on (17)" in said and said.count("\n") == 1
     assert f"`zeroexp watch {os.path.relpath(sweep)} --cancel` ends them" in said
+    ends = Sighting("CANCELLED", "None", "n1", False)
+    assert conclude_state(slurm, ends)[1].startswith("cancelled in Slurm"), (
+        "by somebody else, later"
+    )
 
 
 def make_job(folder: Path, cluster: ClusterConfig | None = None, world_size: int = 1) -> Job:

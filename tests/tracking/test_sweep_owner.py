@@ -226,6 +226,6 @@ def test_what_a_killed_process_was_writing_is_removed_by_the_next_start(tmp_path
         assert died.returncode == -signal.SIGKILL
     assert len([*run.glob(".attempts.json.*")]) == len([*tmp_path.glob(".owner.json.*[0-9]")]) == 1
     sweep_owner.take_ownership(tmp_path)
-    Job(run).set_aside()
+    Job(run).put_back()
     assert [*run.glob(".*.json.*"), *tmp_path.glob(".owner.json.*[0-9]")] == []
     sweep_owner.release_ownership(tmp_path)

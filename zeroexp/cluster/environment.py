@@ -16,14 +16,7 @@ from typing import Any
 
 from zeroexp.plan.machines import processor_name
 
-LIBRARIES: tuple[str, ...] = (
-    "zeroexp",
-    "torch",
-    "transformers",
-    "datasets",
-    "hydra-core",
-    "mlflow",
-)
+LIBRARIES = ("zeroexp", "torch", "transformers", "datasets", "hydra-core", "mlflow")
 
 
 def describe_environment(arguments: Sequence[str], device: str) -> dict[str, Any]:

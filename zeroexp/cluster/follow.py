@@ -31,7 +31,7 @@ from zeroexp.cluster.tell import tell
 from zeroexp.process import signals
 from zeroexp.report.sweep_progress import SweepProgress
 from zeroexp.tracking.files import RECORDS, Tail, read_json, read_rows, step_record, write_json
-from zeroexp.tracking.run import HELD_FILE, SLURM_FILE, UNFINISHED, read_state, why_abandoned
+from zeroexp.tracking.run import SLURM_FILE, UNFINISHED, read_state, why_abandoned
 
 FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 0.5, 15.0  # between two queries to Slurm
 PAUSE_GROWTH = 1.1
@@ -79,7 +79,7 @@ def refresh_if_slurm_answers(jobs: Iterable[Job]) -> None:
 def _adopt_all(jobs: Iterable[Job]) -> None:
     """Note the ids of the jobs whose submitter was ended before it did. Raises SlurmSilent."""
     for job in jobs:
-        if not (job.folder / SUBMITTING).exists() or not adopt(job):
+        if not adopt(job):
             continue
         if job.status == "cancelled":  # by watch --cancel, before anybody knew the id
             slurm_state.cancel(filter(None, [slurm_id(job)]))
@@ -98,13 +98,17 @@ def cancel(jobs: Sequence[Job], reason: str) -> list[Job]:
     waiting = [job for job in jobs if awaits_sbatch(job)]
     for job in waiting:
         job.enter("cancelled", reason)
-        (job.folder / HELD_FILE).unlink(missing_ok=True)
     open_jobs = unfinished(jobs)
-    for job in open_jobs.values():  # for whoever sees it before this process writes it
-        (job.folder / slurm_state.SRUN_WRITES).mkdir(exist_ok=True)
-        note = job.folder / slurm_state.SRUN_WRITES / CANCELLED_BY
+    notes = [job.folder / slurm_state.SRUN_WRITES / CANCELLED_BY for job in open_jobs.values()]
+    for note in notes:  # for whoever sees the end before this process writes it
+        note.parent.mkdir(exist_ok=True)
         note.write_text(reason, encoding="utf-8")
-    slurm_state.cancel([*open_jobs, *filter(None, map(slurm_id, waiting))])
+    try:
+        slurm_state.cancel([*open_jobs, *filter(None, map(slurm_id, waiting))])
+    except SlurmSilent:
+        for note in notes:
+            note.unlink(missing_ok=True)
+        raise
     for job in open_jobs.values():
         job.enter("cancelled", reason)
     return [*open_jobs.values(), *waiting]

@@ -75,25 +75,14 @@ class Job:
         write_json(self.folder / "state.json", state)
 
     def put_back(self) -> None:
-        """Make room for another attempt at the run, which keeps its place among the others."""
-        since = self.state.get("pending_at")
-        if lost := self.set_aside():
-            again = "goes on from an older checkpoint, if there is one"
-            print(f"zeroexp: {self.name} {again}: {lost.line}", file=sys.stderr)
-        self.enter("pending", since=since)
-        if self.config.resume:
-            pin(Path(self.config.resume), self.folder)
-
-    def set_aside(self) -> DamagedFile | None:
-        """Make room for another attempt: the files of this one move to earlier/<number>/.
+        """Make room for another attempt, in the run's place among the others: its files move to earlier/<number>/.
 
         Records that a checkpoint continues stay: only the steps behind the checkpoint are dropped, since they run
-        again. A checkpoint before which steps are lost from the records moves too; the error that says so is returned.
+        again. A checkpoint before which steps are lost from the records moves too, and a line says so.
         """
         state = self.state
         if state["status"] not in UNFINISHED:  # else nobody saw how it ended
             attempt.explain(self.folder, state["reason"] or state["status"])
-        lost = None
         moved = ["failure.json", "state.json", SLURM_FILE, "logs"]
         num_steps = self.config.train.warmup_steps + self.config.train.steps
         checkpoints = complete_checkpoints(self.folder)
@@ -105,7 +94,8 @@ class Job:
                 drop_records(self.folder, from_step=step_of(checkpoints[-1]), rests_on=True)
                 break
             except DamagedFile as error:
-                lost = error
+                again = "goes on from an older checkpoint, if there is one"
+                print(f"zeroexp: {self.name} {again}: {error.line}", file=sys.stderr)
                 moved.append(str(checkpoints.pop().relative_to(self.folder)))
         steps_done = step_of(checkpoints[-1]) if checkpoints else 0
         if steps_done < num_steps:
@@ -121,7 +111,9 @@ class Job:
         for name in moved:
             if (self.folder / name).exists():
                 (self.folder / name).rename(there / Path(name).name)
-        return lost
+        self.enter("pending", since=state.get("pending_at"))
+        if self.config.resume:
+            pin(Path(self.config.resume), self.folder)
 
     def _has_results(self) -> bool:
         try:

@@ -26,7 +26,7 @@ from zeroexp.cluster.tell import tell
 from zeroexp.config.job_shape import JobShape
 from zeroexp.config.keys import ConfigError
 from zeroexp.tracking.files import read_json, write_json
-from zeroexp.tracking.run import HELD_FILE, SLURM_FILE
+from zeroexp.tracking.run import SLURM_FILE
 
 SUBMITTING = "submitting.json"  # in the run's folder while its job's id is unknown
 LOOKS, SECONDS_BETWEEN_LOOKS = 5, 2.0  # for a job that sbatch may have queued
@@ -50,7 +50,7 @@ def submit_all(jobs: Iterable[Job], *, rank_main: str = RANK_MAIN) -> None:
     """Submit pending points, those of one shape as a job array where cluster.slurm.array asks for it.
 
     A refused point counts as failed, and a dry run is printed and skipped. One that Slurm takes later, and those behind
-    it, are held: pending, with a file that says so.
+    it, are held: pending, with a reason and without a job.
     """
     groups, full = _in_arrays(jobs), None
     while groups:
@@ -133,12 +133,13 @@ def adopt(job: Job) -> bool:
 
 def hold(job: Job, reason: str) -> None:
     if job.status == "pending" and not is_held_back(job):
-        write_json(job.folder / HELD_FILE, {"reason": reason})
         job.enter("pending", reason)
 
 
 def is_held_back(job: Job) -> bool:
-    return (job.folder / HELD_FILE).exists() and job.status == "pending"
+    """Tell whether Slurm would not take the run yet, for its state's reason; whoever follows the sweep submits it."""
+    state = job.state
+    return state["status"] == "pending" and bool(state["reason"]) and slurm_id(job) is None
 
 
 def slurm_id(job: Job) -> str | None:
@@ -174,11 +175,10 @@ def _print_files(jobs: Sequence[Job]) -> None:
 
 
 def _note(job: Job, job_id: str) -> None:
-    """Write the run's slurm.json; it is no longer being submitted, nor held."""
+    """Write the run's slurm.json; it is no longer being submitted."""
     shape = JobShape.of(job.config.world_size, job.config.cluster.slurm.ranks_per_node)
     write_json(job.folder / SLURM_FILE, {"job_id": job_id, **asdict(shape)})
-    for name in (SUBMITTING, HELD_FILE):
-        (job.folder / name).unlink(missing_ok=True)
+    (job.folder / SUBMITTING).unlink(missing_ok=True)
 
 
 def _look_for(name: str) -> str | None:

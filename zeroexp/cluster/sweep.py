@@ -45,8 +45,6 @@ from zeroexp.tracking.mlflow_store import with_store
 from zeroexp.tracking.mlflow_uploads import UploadsOfSweep
 from zeroexp.tracking.run import FINE, UNFINISHED, run_folders
 
-ENDED = "ended"  # in place of the id of a job
-
 
 class Sweep:
     """Points come in batches (`run`) and are summed up at the end (`conclude`). A context manager."""
@@ -170,8 +168,11 @@ class Sweep:
             page.write_into(folder, points)
         self._uploads.conclude(folder)
         sweep = shlex.quote(os.path.relpath(folder))
-        if queued := self._describe_queued():
-            print(f"\n{queued}; to see what becomes of them:\n  zeroexp watch {sweep}")
+        queued, held = len(unfinished(self._jobs)), sum(map(is_held_back, self._jobs))
+        if queued or held:
+            waits = f", and that zeroexp watch is to submit: {held}" if held else ""
+            line = f"Points that Slurm has now: {queued}{waits}"
+            print(f"\n{line}; to see what becomes of them:\n  zeroexp watch {sweep}")
         failed = sum(run.status not in (*FINE, *UNFINISHED) for run in runs)
         failed += len(self._jobs) - len(runs)
         if failed:
@@ -229,11 +230,11 @@ class Sweep:
             for number, job in numbered.items()
             if job.config.cluster.kind == "slurm" and job.status != "skipped"
         }
-        # Another command may put back, and submit, what has ended here.
+        # Another command may put back, and submit, what has ended here: it has no id of ours.
         ids: dict[Path, str | None] = {}
 
         def ends(run: Path) -> None:
-            ids[run] = ENDED
+            ids[run] = ""
             self._send(Job(run))
 
         try:
@@ -262,11 +263,6 @@ class Sweep:
     def _send(self, job: Job) -> None:
         if job.config.cluster.wait:
             self._uploads.send(job.folder)
-
-    def _describe_queued(self) -> str:
-        queued, held = len(unfinished(self._jobs)), sum(map(is_held_back, self._jobs))
-        waits = f", and that zeroexp watch is to submit: {held}" if held else ""
-        return f"Points that Slurm has now: {queued}{waits}" if queued or held else ""
 
 
 def _print_conclusions(points: Sequence[MeasuredPoint]) -> bool:

@@ -16,7 +16,6 @@ from zeroexp.tracking import attempt, sweep_owner
 from zeroexp.tracking.files import ENGINE, read_json, read_summary, require_results
 
 SLURM_FILE = "slurm.json"  # exists in the folder of a run that was submitted to Slurm
-HELD_FILE = "held.json"  # exists while Slurm would not take the run yet; whoever follows the sweep submits it
 PAGE = "report.html"  # in a sweep's folder, see report/page
 UNFINISHED = ("pending", "running", "requeued", "preempted")
 FINE = ("done", "skipped")  # ends of a point that is not run again
@@ -123,7 +122,10 @@ def state_of(folder: Path) -> dict[str, Any]:
 
 def why_abandoned(folder: Path, state: dict[str, Any]) -> str | None:
     """Return a message if the process of a point in this unfinished state is known to be dead; else None."""
-    by_slurm = (folder / SLURM_FILE).exists() or (folder / HELD_FILE).exists()
+    is_held = (
+        state["status"] == "pending" and state["reason"]
+    )  # whoever follows the sweep submits it
+    by_slurm = is_held or (folder / SLURM_FILE).exists()
     ended = state["status"] not in UNFINISHED
     return None if ended or by_slurm else sweep_owner.death_of_owner(folder)
 
