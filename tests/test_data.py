@@ -373,12 +373,14 @@ def test_reviews_of_local_files(write: Callable[[Path], Path], tmp_path):
 
 TWO = {"train.csv": "text\na\n", "test.csv": "text\nb\n"}
 COLUMNS = {"a.csv": "body,text\na,b\nc,\n"}
+STARS = {"a.csv": "n,text\n1,a\n 2.5,b\n"}
 CAUSAL = "yelp_causal"
 WRONG: list[tuple[Any, str, dict[str, Any], str]] = [
     (write_csv, CAUSAL, {"seq_len": 10**5}, r"data.seq_len=100000: the text is shorter"),
     ({}, CAUSAL, {"path": "absent"}, r"data.path=.*absent: no such file"),
     ({}, CAUSAL, {}, r"data.path=.*: no file in it ends in .csv"),
     (COLUMNS, CAUSAL, {"text_column": "n"}, r"=n: no such column in .*; use one of body, t"),
+    (STARS, CAUSAL, {"text_column": "n"}, r"=n: holds numbers, no text; use one of text$"),
     (COLUMNS, CAUSAL, {"text_column": "text"}, r"=text: 1 of 2 rows in .* have no value"),
     ({"a.parquet": "PAR1 and no"}, CAUSAL, {}, r"path=.*a.parquet: .*; repair or convert"),
     (TWO, CAUSAL, {"split": "dev"}, r"data.path=.*: no file for the split dev among "),
@@ -551,6 +553,12 @@ def test_texts_that_are_all_dates_are_called_so(tmp_path):
         labelled(tmp_path, ["2024-01-01", "2024-01-02"], text_column="stars")
 
 
+def test_a_classifier_reads_no_conversations(tmp_path):
+    write_rows(tmp_path, ".jsonl", [{"text": [{"role": "user", "content": "a"}], "label": 1}])
+    with pytest.raises(ConfigError, match=r"_column=text: holds List, no text; use other data"):
+        _read(tmp_path, *CLASSES)
+
+
 def write_rows(folder: Path, suffix: str, rows: list[dict[str, Any]]) -> None:
     """As .csv or as .jsonl."""
     if suffix == ".jsonl":
@@ -595,19 +603,19 @@ CLASSES = "model.task=classification", "model.num_labels=2"
 @pytest.mark.parametrize(
     ("first", "then", "found"),
     [
-        (["01", "A1"], "01", {"01", "A1"}),
-        (["0", "1"], "unknown", {"0", "1", "unknown"}),
-        (["True", "False"], "maybe", {"True", "False", "maybe"}),
-        (["1", "2"], "3", {1, 2, 3}),
-        (["-1", "0"], "1", {-1, 0, 1}),
-        (["true", "False"], "true", {True, False}),
-        (["01", "02"], "03", {"01", "02", "03"}),
-        (["1", "2"], "2.5", {1.0, 2.0, 2.5}),
-        (["+1", "-1"], " 0", {1, -1, 0}),
-        ([" 1", "2"], "2.5 ", {1.0, 2.0, 2.5}),
-        (["1_0", "2_0"], "٣", {"1_0", "2_0", "٣"}),
-        (["-01", "01"], "inf", {"-01", "01", "inf"}),
-        (["nan", "inf"], "inf", {"nan", "inf"}),
+        (["01", "A1"], "01", ["01", "A1"]),
+        (["0", "1"], "unknown", ["0", "1", "unknown"]),
+        (["True", "False"], "maybe", ["True", "False", "maybe"]),
+        (["1", "2"], "3", [1, 2, 3]),
+        (["-1", "0"], "1", [-1, 0, 1]),
+        (["true", "False"], "true", [True, False]),
+        (["01", "02"], "03", ["01", "02", "03"]),
+        (["1", "2"], "2.5", [1.0, 2.0, 2.5]),
+        (["+1", "-1"], " 0", [1, -1, 0]),
+        ([" 1", "2"], "2.5 ", [1.0, 2.0, 2.5]),
+        (["1_0", "2_0"], "٣", ["1_0", "2_0", "٣"]),
+        (["-01", "01"], "inf", ["-01", "01", "inf"]),
+        (["nan", "inf"], "inf", ["nan", "inf"]),
     ],
 )
 def test_labels_of_a_csv_are_numbers_where_all_are_written_so(tmp_path, first, then, found):
@@ -615,7 +623,7 @@ def test_labels_of_a_csv_are_numbers_where_all_are_written_so(tmp_path, first, t
     write_rows(tmp_path, ".csv", rows)
     read = _read(tmp_path, *CLASSES)
     values = read.unique("label")
-    assert set(values) == found and {*map(type, values)} == {*map(type, found)}
+    assert values == found and [*map(type, values)] == [*map(type, found)]
 
 
 @pytest.mark.parametrize(
