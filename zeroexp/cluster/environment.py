@@ -37,7 +37,7 @@ def describe_environment(arguments: Sequence[str], device: str) -> dict[str, Any
 
 
 def _versions() -> dict[str, str]:
-    versions = dict.fromkeys(LIBRARIES, "not installed")  # as zeroexp of a checkout
+    versions: dict[str, str] = dict.fromkeys(LIBRARIES, "not installed")  # as zeroexp of a checkout
     for library in LIBRARIES:
         with contextlib.suppress(PackageNotFoundError):
             versions[library] = version(library)
