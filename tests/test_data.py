@@ -709,6 +709,8 @@ def test_a_part_of_a_file_is_a_split(tmp_path, limit, num_samples):
         ("train[:90%]", "train[1000:]"),  # nobody knows before it is read
         ("train[50:]", "train[:-50]"),
         (None, "test[:5]"),
+        ("train[_:5]", "train"),  # as `datasets` will say
+        ("test", "eval"),
     ],
 )
 def test_parts_without_rows_in_common_may_be_trained_and_validated_on(training, validation):
@@ -717,16 +719,40 @@ def test_parts_without_rows_in_common_may_be_trained_and_validated_on(training, 
     assert not [*check_validation(composed("data=yelp", *changes))]
 
 
-@pytest.mark.parametrize(
-    ("training", "validation", "here"),
-    [("train", "train[:1_000]", False), ("test", "all", False), ("test", "eval[:9]", True)],
-)
-def test_parts_with_rows_in_common_are_refused(tmp_path, training, validation, here):
-    """In a folder, `eval` and `test` are words for the same files."""
+@pytest.mark.parametrize(("training", "validation"), [("train", "train[:1_000]"), ("test", "all")])
+def test_parts_with_rows_in_common_are_refused(training, validation):
     words = [f"data.split={training}", f"data.validation_split={validation!r}"]
-    words += [f"data.path={tmp_path}"] if here else []
     (refusal,) = check_validation(composed("data=yelp", *words))
     assert refusal[:2] == ("data.validation_split", "has rows that are trained on")
+
+
+@pytest.mark.parametrize(
+    ("names", "validation"),
+    [
+        (("part-0", "part-1", "heldout"), "heldout"),
+        (("reviews_test",), "test"),
+        (("train_sft", "train_gen"), "train_gen"),
+        (("train_val", "train"), "validation"),
+    ],
+)
+def test_files_that_are_trained_on_are_not_validated_on(tmp_path, names, validation):
+    for name in names:
+        (tmp_path / f"{name}.csv").write_text("text,label\na,1\nb,2\n")
+    data, model = configs("yelp", "smollm2_360m_yelp", path=str(tmp_path), seq_len=8)
+    of = rf"data.validation_split={validation}: reads {tmp_path}/\w+.csv, which is trained on"
+    with pytest.raises(ConfigError, match=of):
+        build_data(replace(data, validation_split=validation), replace(model, num_labels=2), 0)
+
+
+def test_each_of_the_usual_three_files_is_a_split(tmp_path):
+    for name in ("train", "eval", "test"):
+        (tmp_path / f"{name}.csv").write_text("text,label\na,1\n")
+    (tmp_path / "dataset_infos.json").write_text("{}")
+    (tmp_path / "__cache").mkdir()
+    (tmp_path / "__cache/test.csv").write_text("a")
+    data, _ = configs("yelp", path=str(tmp_path))
+    for name in ("train", "eval", "test"):
+        assert data_files(replace(data, split=name)) == [tmp_path / f"{name}.csv"]
 
 
 def test_files_are_those_of_their_names(tmp_path):
@@ -786,7 +812,8 @@ def test_a_folder_says_which_split_its_files_are_of(tmp_path):
             "train",
             ["dev-set/train.csv", "more/training.csv", "train/b.csv", "train/test_of_time.csv"],
         ),
-        ("test", ["evaluation.csv", "test/deep/dev.csv", "test/train_x.csv", "testing.csv"]),
+        ("test", ["test/deep/dev.csv", "test/train_x.csv"]),
+        ("eval", ["evaluation.csv", "test/deep/dev.csv", "test/train_x.csv", "testing.csv"]),
         ("validation", ["val.csv"]),
     ):
         config = composed("data=yelp_causal", f"data.split={split}").data

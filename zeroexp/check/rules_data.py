@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 from zeroexp.check.refusal import Refusal
 from zeroexp.config.data_kinds import DATA
 from zeroexp.config.families import MODELS, shape_of, vocab_size_of_shape
 from zeroexp.config.keys import Config
-from zeroexp.config.paths import TRAIN, is_hub_id, words_of_split
+from zeroexp.config.paths import TRAIN
 from zeroexp.config.vocabulary import SHIPPED_VOCABULARY
 
 # A part of a split, as `datasets` writes it: test, test[:1000], train[10%:-5%].
 ALL = "all"  # of `datasets`: every split
 PART = re.compile(
-    r"(?P<name>[^\[\]()+\s]+)(\[(?P<start>-?[\d_]+)?(?P<start_unit>%?):(?P<stop>-?[\d_]+)?(?P<stop_unit>%?)\])?(\(\w+\))?"
+    r"(?P<name>[^\[\]()+\s]+)(\[(?P<start>-?\d+(?:_\d+)*)?(?P<start_unit>%?):(?P<stop>-?\d+(?:_\d+)*)?(?P<stop_unit>%?)\])?(\(\w+\))?"
 )
 
 
@@ -91,10 +91,8 @@ def check_source(config: Config) -> Iterator[Refusal]:
 def check_validation(config: Config) -> Iterator[Refusal]:
     """Require something to validate on where validations are asked for, and another split than the training's."""
     data = config.data
-    # On the hub each split has a name of its own.
-    means = str if data.path is None or is_hub_id(data) else words_of_split
     validation = data.validation_split
-    if validation is not None and _overlap(data.split or TRAIN, validation, means):
+    if validation is not None and _overlap(data.split or TRAIN, validation):
         remedy = "use another split, or data.validation_samples"
         yield "data.validation_split", "has rows that are trained on", remedy
     nothing = data.validation_split is None and data.validation_samples is None
@@ -120,24 +118,19 @@ def check_warmup(config: Config) -> Iterator[Refusal]:
         yield "optimizer.warmup_steps", problem, f"use at most {steps}"
 
 
-def _overlap(one: str, other: str, means: Callable[[str], str]) -> bool:
+def _overlap(one: str, other: str) -> bool:
     """Tell whether two splits, each a sum of parts, have rows in common for certain.
 
-    What one gives in per cent and the other in rows, or from the end, may have some, or may not. means: what tells the
-    rows that the name of a split stands for.
+    What one gives in per cent and the other in rows, or from the end, may have some, or may not.
     """
     pairs = [(a.strip(), b.strip()) for a in one.split("+") for b in other.split("+")]
-    return any(
-        a == b or _parts_overlap(PART.fullmatch(a), PART.fullmatch(b), means) for a, b in pairs
-    )
+    return any(a == b or _parts_overlap(PART.fullmatch(a), PART.fullmatch(b)) for a, b in pairs)
 
 
-def _parts_overlap(
-    one: re.Match[str] | None, other: re.Match[str] | None, means: Callable[[str], str]
-) -> bool:
+def _parts_overlap(one: re.Match[str] | None, other: re.Match[str] | None) -> bool:
     if one is None or other is None:
         return False
-    if ALL not in (one["name"], other["name"]) and means(one["name"]) != means(other["name"]):
+    if ALL not in (one["name"], other["name"]) and one["name"] != other["name"]:
         return False
     bounds = [(match, bound) for match in (one, other) for bound in ("start", "stop")]
     if len({match[f"{bound}_unit"] for match, bound in bounds if match[bound]}) > 1:

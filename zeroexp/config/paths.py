@@ -12,6 +12,7 @@ from zeroexp.config.keys import ConfigError, DataConfig
 TRAIN = "train"
 # Words for each split, those of `datasets`.
 SPLITS = "train|training", "validation|valid|val|dev", "test|testing|eval|evaluation"
+ABOUT = "dataset_info.json", "dataset_infos.json", "config.json", "state.json"
 HUB_ID = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
 
 
@@ -29,8 +30,11 @@ def data_files(config: DataConfig) -> list[Path]:
     if not path.exists():
         raise ConfigError(f"data.path={config.path}: no such file or folder; use one that exists")
     there = [path] if path.is_file() else sorted(p for p in path.rglob("*") if p.is_file())
-    # What a system or an editor hides is no data.
-    candidates = [p for p in there if not any(n[0] == "." for n in p.relative_to(path).parts)]
+    # What a system or an editor hides is no data, nor what `datasets` leaves out of a folder.
+    hidden = (".", "__", *ABOUT)
+    candidates = [
+        p for p in there if not any(n.startswith(hidden) for n in p.relative_to(path).parts)
+    ]
     suffixes = DATA[config.kind].suffixes
     files = [file for file in candidates if file.suffix.lower() in suffixes]
     tables = sorted({file.suffix.lower() for file in candidates} & set(TABLES))
@@ -55,17 +59,15 @@ def split_name(split: str | None) -> str:
     return (split or TRAIN).partition("[")[0]
 
 
-def words_of_split(split: str) -> str:
-    """Return the words, as a pattern, by which a folder's files are of this split."""
-    return next((each for each in SPLITS if split in each.split("|")), re.escape(split))
-
-
 def _of_split(root: Path, files: list[Path], split: str, config: DataConfig) -> list[Path]:
     """Return the files named after the split, or inside a folder named so; all that name no split are for training."""
-    words = words_of_split(split)
+    own = re.escape(split)
+    words = next((each for each in SPLITS if split in each.split("|")), own)
     every = "|".join([*SPLITS, words])
     told = {file: _part_that_tells(every, file, root) for file in files}
     chosen = [file for file in files if _names(words, told[file])]
+    if split != TRAIN:  # eval.csv beside test.csv is no part of it
+        chosen = [file for file in chosen if _names(own, told[file])] or chosen
     if not chosen and split == TRAIN:
         chosen = files if len(files) == 1 else [f for f in files if not _names(every, told[f])]
     if not chosen and len(files) == 1:

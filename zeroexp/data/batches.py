@@ -120,6 +120,7 @@ def build_data(config: DataConfig, model: ModelConfig, seed: int) -> Data:
         require_samples(samples, config)
     if not kind.is_table or config.validation_split is None:
         return Data(samples, config, seed)
+    sources.require_own_files(config)
     other = replace(config, split=config.validation_split, limit=None, labels=samples.classes)
     try:
         return Data(samples, config, seed, kind.open(other, model, seed))

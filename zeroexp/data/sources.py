@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from zeroexp.config.families import shape_of
 from zeroexp.config.keys import ConfigError, DataConfig, ModelConfig
-from zeroexp.config.paths import data_files, is_hub_id
+from zeroexp.config.paths import data_files, is_hub_id, split_name
 from zeroexp.config.vocabulary import SHIPPED_VOCABULARY, TokenizerChoice
 from zeroexp.process.content_hash import hash_of_file
 
@@ -121,6 +122,19 @@ def text_files(config: DataConfig) -> list[Path]:
     if config.kind == "text" and config.path is None:
         return [CORPUS / "python_reference.txt"]
     return [] if is_hub_id(config) else data_files(config)
+
+
+def require_own_files(config: DataConfig) -> None:
+    """Raise ConfigError where validation reads files that are trained on; of one split parts may be cut apart."""
+    own, other = split_name(config.split), split_name(config.validation_split)
+    if is_hub_id(config) or own == other:
+        return
+    trained, validated = ({*data_files(replace(config, split=each))} for each in (own, other))
+    both = sorted(str(file) for file in trained & validated if file.suffix != ".arrow")
+    if both:
+        problem = f"reads {both[0]}, which is trained on"
+        remedy = "name files after their split (train.csv, validation.csv), or use data.validation_samples"
+        raise ConfigError(f"data.validation_split={config.validation_split}: {problem}; {remedy}")
 
 
 def source_identity(config: DataConfig, files: list[Path]) -> list[list[str | int]]:
