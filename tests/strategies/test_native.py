@@ -27,6 +27,7 @@ from zeroexp.engines import torch_fsdp2
 from zeroexp.engines.torch_ddp import TorchDDP
 from zeroexp.engines.torch_fsdp2 import TorchFSDP2
 from zeroexp.interface.canonical import merge
+from zeroexp.interface.fused_kernels import fused_is_right
 from zeroexp.interface.overlapping_memory import _attributes
 from zeroexp.interface.strategy import CanonicalState, Strategy
 from zeroexp.models.deferred import defer
@@ -177,6 +178,34 @@ def test_numbers_in_an_attribute_take_no_memory_of_their_own():
         assert tracemalloc.get_traced_memory()[1] < 20_000_000  # a list of them
     finally:
         tracemalloc.stop()
+
+
+def train_with_a_fused_kernel(world: World, shard_optimizer: bool) -> str:
+    module = nn.Linear(64, 1, bias=False)
+    engine = TorchDDP(
+        module,
+        world=world,
+        param_groups=[{"params": [module.weight]}],
+        optimizer_factory=partial(torch.optim.SGD, lr=0.5, fused=True),
+        shard_optimizer=shard_optimizer,
+        dtype=torch.bfloat16,
+    )
+    before = module.weight.detach().clone()
+    with engine.microbatch(last=True):
+        engine.backward(engine.model(torch.ones(1, 64, dtype=torch.bfloat16)).sum())
+    engine.step()
+    return "moved" if (module.weight != before).all() else "did not move"
+
+
+@pytest.mark.parametrize("shard_optimizer", [False, True])
+def test_a_fused_kernel_that_trains_nothing_is_refused_by_torchs_engines(ranks, shard_optimizer):
+    """That of SGD in 16 bits, on CPUs where torch has it wrong."""
+    try:
+        (told,) = ranks(train_with_a_fused_kernel, shard_optimizer, world_size=1)
+    except RankError as error:
+        told = str(error)
+    right = torch.optim.SGD, nn.Parameter(torch.ones(1, dtype=torch.bfloat16))
+    assert told == "moved" if fused_is_right(*right) else "a fused kernel in this torch" in told
 
 
 class KeepsNorm(torch.optim.SGD):

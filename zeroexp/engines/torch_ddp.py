@@ -26,7 +26,11 @@ from torch.optim import Optimizer
 from zeroexp.config.keys import ConfigError
 from zeroexp.interface.canonical import moments_of
 from zeroexp.interface.held_pieces import ALONE, NOTHING, HeldPiece
-from zeroexp.interface.optimizer_trial import moments_kept, refuse_unless_elementwise
+from zeroexp.interface.optimizer_trial import (
+    moments_kept,
+    refuse_unless_elementwise,
+    refuse_wrong_kernels,
+)
 from zeroexp.interface.overlapping_memory import refuse_overlaps
 from zeroexp.interface.python_values import PythonValues
 from zeroexp.interface.saved_state import SavedState, names_in
@@ -92,6 +96,7 @@ class TorchDDP:
         self.optimizer, self._inner = _make_optimizer(
             list(param_groups), optimizer_factory, shard_optimizer
         )
+        refuse_wrong_kernels(self._inner)
         self._shards_optimizer = shard_optimizer
         names = names_in(module, self.optimizer.param_groups)
         mirrors = [self.optimizer] if shard_optimizer else []

@@ -31,7 +31,11 @@ from zeroexp.cut.rank_grid import RankGrid
 from zeroexp.interface.canonical import moments_of
 from zeroexp.interface.held_pieces import HeldPiece
 from zeroexp.interface.loss_scale import LossScale
-from zeroexp.interface.optimizer_trial import moments_kept, refuse_states_of_matrices
+from zeroexp.interface.optimizer_trial import (
+    moments_kept,
+    refuse_states_of_matrices,
+    refuse_wrong_kernels,
+)
 from zeroexp.interface.overlapping_memory import refuse_overlaps
 from zeroexp.interface.saved_state import SavedState, names_in
 from zeroexp.interface.strategy import CanonicalState, ModelStates, OptimizerFactory
@@ -98,6 +102,7 @@ class TorchFSDP2:
             for group in param_groups
         ]
         self.optimizer = optimizer_factory(groups)
+        refuse_wrong_kernels(self.optimizer)
         self._loss_scale = LossScale(self.optimizer, is_used=scales_loss, is_fake=world.is_fake)
         kept = moments_kept(optimizer_factory, groups)
         held_names = names_in(module, self.optimizer.param_groups)

@@ -182,11 +182,12 @@ def make_optimizer(factory: OptimizerFactory, groups: Sequence[dict[str, Any]]) 
     closure = inspect.signature(optimizer.step).parameters.get("closure")
     if closure and closure.default is inspect.Parameter.empty:
         raise ValueError(f"optimizer {type(optimizer).__name__} {WANTS_CLOSURE}: {ANOTHER}")
-    _refuse_wrong_kernels(optimizer)
+    refuse_wrong_kernels(optimizer)
     return optimizer
 
 
-def _refuse_wrong_kernels(optimizer: Optimizer) -> None:
+def refuse_wrong_kernels(optimizer: Optimizer) -> None:
+    """Raise ValueError for a fused kernel by which its tensors would not be trained (fused_kernels.py)."""
     for group in optimizer.param_groups if type(optimizer) in HAVE_ONE else ():
         for tensor in group["params"] if group.get("fused") else ():
             if not fused_is_right(type(optimizer), tensor, group.get("momentum", 0.0)):
