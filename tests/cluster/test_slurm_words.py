@@ -826,6 +826,36 @@ def test_what_failed_is_run_again_while_its_sweep_follows_the_rest(slurm, tmp_pa
     assert not (tmp_path / "outputs/mine/owner.json").exists()
 
 
+# At the first look another process, which lives on, has taken the sweep.
+TAKEN = """
+if [ ! -e {here}/other ]; then
+    {python} -c "{take}" > /dev/null 2>&1 &
+    echo $! > {here}/other
+    while [ ! -e {here}/outputs/mine/owner.json ]; do sleep 0.05; done
+fi
+echo '1|COMPLETED|None|n1|N/A|0|'
+echo '2|COMPLETED|None|n1|N/A|0|'
+"""
+TAKE = """
+import time; from pathlib import Path; from zeroexp.tracking import sweep_owner
+sweep_owner.take_ownership(Path('outputs/mine')); time.sleep(600)
+"""
+
+
+@pytest.mark.slow
+def test_a_sweeper_that_learns_goes_on_while_another_command_submits(slurm, tmp_path):
+    """As a --rerun of what has failed in an earlier batch."""
+    ids = tmp_path / "ids"
+    slurm(
+        sbatch=f"echo >> {ids}; echo Submitted batch job $(wc -l < {ids})",
+        squeue=TAKEN.format(here=tmp_path, python=sys.executable, take=TAKE),
+    )
+    words = ["hydra/sweeper=halving", "hydra.sweeper.rates=[0.1,0.2]", "study.name=mine"]
+    zeroexp(tmp_path, "-m", "cluster=slurm", *words, *ONE)
+    os.kill(int((tmp_path / "other").read_text()), signal.SIGKILL)
+    assert [slurm_id(job) for _, job in sorted(jobs(tmp_path).items())] == ["1", "2"]
+
+
 SAYS = "echo 'sbatch: error: Batch job submission failed: {}' >&2; exit 1"
 
 

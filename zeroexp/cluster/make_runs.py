@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 import time
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from zeroexp.check.sweep_points import SweepPoint
@@ -29,13 +30,13 @@ def new_sweep(first: Config) -> Path:
 def make_runs(
     sweep: Path, points: Iterable[tuple[SweepPoint, int]], arguments: Sequence[str]
 ) -> list[Job]:
-    """Make the runs of points and their rounds, which this process then owns. What ends this early leaves none of them,
-    nor a sweep without runs.
+    """Make the runs of points and their rounds; what ends this early leaves none of them, nor a sweep without runs.
 
     A kill leaves some, with the file MAKING, by which `--rerun` knows that there were to be more.
     """
     is_new, jobs = not any(sweep.iterdir()), list[Job]()
-    sweep_owner.take_ownership(sweep)
+    with suppress(sweep_owner.OwnerLives):  # a --rerun beside a later batch submits now
+        sweep_owner.take_ownership(sweep)
     making = sweep / MAKING
     making.touch()
     try:
