@@ -681,6 +681,12 @@ def test_a_split_to_validate_on_has_the_classes_of_the_training(tmp_path):
     assert (data.num_samples, data.num_valid_labels) == (6, 1)
 
 
+def test_each_split_that_datasets_saved_is_a_file_of_its_own(tmp_path):
+    changes = {"path": str(write_saved(tmp_path)), "validation_split": "test", "seq_len": 24}
+    data = opened("yelp", "smollm2_360m_yelp", labels=[0, 1, 2, 3, 4], **changes)
+    assert (data.num_samples, data.num_valid_labels) == (6, 1)
+
+
 def test_a_class_of_the_validation_alone_is_told_with_its_split(tmp_path):
     for split, stars in (("train", "xy"), ("test", "z")):
         rows = [{"text": "a", "label": star} for star in stars]
@@ -753,6 +759,9 @@ def test_each_of_the_usual_three_files_is_a_split(tmp_path):
     data, _ = configs("yelp", path=str(tmp_path))
     for name in ("train", "eval", "test"):
         assert data_files(replace(data, split=name)) == [tmp_path / f"{name}.csv"]
+    (tmp_path / "more").mkdir()
+    (tmp_path / "more/state.jsonl").write_text("{}")
+    assert data_files(replace(data, path=str(tmp_path / "more"))) == [tmp_path / "more/state.jsonl"]
 
 
 def test_files_are_those_of_their_names(tmp_path):

@@ -29,9 +29,10 @@ def data_files(config: DataConfig) -> list[Path]:
     path = Path(str(config.path)).expanduser()
     if not path.exists():
         raise ConfigError(f"data.path={config.path}: no such file or folder; use one that exists")
-    there = [path] if path.is_file() else sorted(p for p in path.rglob("*") if p.is_file())
+    inside = sorted(p for p in path.rglob("*") if p.is_file() and p.name not in ABOUT)
+    there = [path] if path.is_file() else inside
     # What a system or an editor hides is no data, nor what `datasets` leaves out of a folder.
-    hidden = (".", "__", *ABOUT)
+    hidden = (".", "__")
     candidates = [
         p for p in there if not any(n.startswith(hidden) for n in p.relative_to(path).parts)
     ]

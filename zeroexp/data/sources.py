@@ -130,8 +130,8 @@ def require_own_files(config: DataConfig) -> None:
     if is_hub_id(config) or own == other:
         return
     trained, validated = ({*data_files(replace(config, split=each))} for each in (own, other))
-    both = sorted(str(file) for file in trained & validated if file.suffix != ".arrow")
-    if both:
+    is_saved = any(file.suffix == ".arrow" for file in trained)  # of each split by itself
+    if not is_saved and (both := sorted(map(str, trained & validated))):
         problem = f"reads {both[0]}, which is trained on"
         remedy = "name files after their split (train.csv, validation.csv), or use data.validation_samples"
         raise ConfigError(f"data.validation_split={config.validation_split}: {problem}; {remedy}")
