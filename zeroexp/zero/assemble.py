@@ -24,9 +24,6 @@ from zeroexp.zero.observer import Observer
 from zeroexp.zero.options import Dtypes, Options
 from zeroexp.zero.unit import Unit
 
-# What a checksum takes at once, since it needs 24 bytes for each. Replicas are compared so after a step: with more the
-# first two steps would hold most then.
-ELEMENTS_AT_ONCE = 1 << 16
 AS_INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}  # by itemsize
 
 
@@ -120,15 +117,18 @@ def _take(tensor: Tensor, values: Tensor) -> None:
 def bit_checksum(tensor: Tensor) -> int:
     """Return a sum over the bits of the values, each times its place; other values almost certainly have another sum.
 
-    A plain sum would be that of the same values in another order too. Products and sums wrap around.
+    A plain sum would be that of the same values in another order too. Products and sums wrap around. It is read once,
+    since that stops the host, and taken in parts, since it needs 16 bytes for each element of one, and replicas are
+    compared so after a step: with larger parts the first two steps would hold most then.
     """
     flat = tensor.detach().resolve_conj().resolve_neg().reshape(-1)
     as_integers = AS_INTEGERS.get(flat.itemsize, torch.uint8)
-    total = 0
-    for index, part in enumerate(flat.view(as_integers).split(ELEMENTS_AT_ONCE)):
+    total = torch.zeros((), dtype=torch.int64, device=flat.device)
+    numel = 1 << 16 if flat.device.type == "cpu" else 1 << 20  # of fewer a GPU waits for the host
+    for index, part in enumerate(flat.view(as_integers).split(numel)):
         places = torch.arange(1, len(part) + 1, device=part.device)
-        total += (2 * index + 1) * int((places * part).sum())
-    return total
+        total.add_(places.mul_(part).sum(), alpha=2 * index + 1)
+    return int(total)
 
 
 def make_units(
