@@ -25,6 +25,7 @@ from tests.oracle import (
     train_on_ranks,
 )
 from tests.strategies.engine import Ours
+from zeroexp.comm import native
 from zeroexp.comm.base import Pending
 from zeroexp.comm.collectives import Collectives
 from zeroexp.cut.bucket import Bucket
@@ -115,6 +116,34 @@ def test_peers_have_read_before_weights_change(stage, monkeypatch):
         assert events == ["quiesce"]
         assert not any(map(torch.equal, optimized(strategy), before))
     assert seen == [True] * 3, "weights are as they were when it is asked"
+
+
+@pytest.mark.parametrize("stage", ["zero2", "zero3"])
+def test_a_message_is_held_until_its_turn_is_over_and_gone_before_the_next(monkeypatch, stage):
+    """As NCCL holds it, so that a rehearsal sees it beside what backward does meanwhile."""
+    messages: list[weakref.ref[Tensor]] = []
+    before_next: list[bool] = []
+    in_backward: list[bool] = []
+    scatter = native._reduce_scatter
+
+    def noted(own: Tensor, message: Tensor, group: Any) -> Any:
+        before_next.extend(each() is not None for each in messages)
+        messages.append(weakref.ref(message))
+        return scatter(own, message, group)
+
+    monkeypatch.setattr(native, "_reduce_scatter", noted)
+    with fake_world(0, 2) as world:
+        model = Toy()
+        make = Ours(stage, Options(transport="native", reduce_each="microbatch"))
+        strategy = make(BuiltModel(model, BLOCKS), Recipe(), world)
+        for block in model.blocks:
+            block.register_full_backward_pre_hook(
+                lambda *_: in_backward.extend(each() is not None for each in messages[-1:])
+            )
+        with strategy.microbatch(last=True):
+            strategy.backward(strategy.model(microbatch_of(0, 0, 0)[0]).square().sum())
+    assert len(messages) == 1 + len(BLOCKS) and not any(before_next)
+    assert in_backward and all(in_backward)
 
 
 # -- an exception in backward ------------------------------------------------------------------------

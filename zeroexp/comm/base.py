@@ -104,15 +104,17 @@ class Pending:
 class TimedWork:
     """A work of the backend: its wait is time that this rank waits for `peer`, or for all others.
 
-    A work of gloo holds the tensor of its message, and here one of a group that moves nothing does so too.
+    Works of NCCL and gloo hold what they send until they are waited for, and here those of a group that moves nothing,
+    by which a rehearsal sees these bytes.
     """
 
-    def __init__(self, work: Any, peer: int | None = None, held: Tensor | None = None):
+    def __init__(self, work: Any, peer: int | None = None, held: Sequence[Tensor] = ()):
         self._work, self._peer, self._held = work, peer, held
 
     def wait(self) -> None:
         began = time.perf_counter()
         self._work.wait()
+        self._held = ()
         meter.blocked(self._peer, began)
 
 

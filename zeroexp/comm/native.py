@@ -60,7 +60,7 @@ class Native(Transport):
         works = self._issue_gather(layout, message, mine)
         unpack = None if layout.is_chunk else partial(unpack_sections, layout, message, parts)
         num_bytes = (self._size - 1) * layout.part_numel(self._rank) * piece.itemsize
-        return self._pending(works, unpack), num_bytes
+        return self._pending(works, unpack, mine), num_bytes
 
     def reduce_scatter(self, parts: Sequence[ReducePart], what: str) -> Sent:
         self._moves.record_collective(what)
@@ -77,7 +77,7 @@ class Native(Transport):
         hand_out = None
         if own is not room:
             hand_out = partial(unpack_sums, own, layout.spans(self._rank), outs)
-        return self._pending(works, hand_out), message.nbytes - own.nbytes
+        return self._pending(works, hand_out, message), message.nbytes - own.nbytes
 
     def all_reduce(self, parts: Sequence[ReducePart], what: str) -> Sent:
         self._moves.record_collective(what)
@@ -111,7 +111,7 @@ class Native(Transport):
             async_op=True,
         )
         of_ranks = dict(enumerate(received.split(sizes)))
-        return self._pending([work]), of_ranks
+        return self._pending([work], None, message), of_ranks
 
     def _issue_gather(self, layout: CollectiveLayout, message: Tensor, mine: Tensor) -> list[Any]:
         """Gather the parts of all ranks into `message`; `mine` is this rank's part, which may lie in it."""
@@ -150,8 +150,10 @@ class Native(Transport):
                 call(group=group, async_op=True)
         return [launched]
 
-    def _pending(self, works: Sequence[Any], then: Callable[[], None] | None = None) -> Pending:
-        return Pending([TimedWork(self._moves.watched(work)) for work in works], then)
+    def _pending(
+        self, works: Sequence[Any], then: Callable[[], None] | None, *sent: Tensor
+    ) -> Pending:
+        return Pending([TimedWork(self._moves.watched(work), held=sent) for work in works], then)
 
 
 def _room_for(dtype: torch.dtype, numel: int, outs: Sequence[tuple[Tensor, bool]]) -> Tensor | None:

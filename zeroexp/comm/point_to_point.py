@@ -90,7 +90,7 @@ class GlooChannel:
 
     def _watched(self, work: Any, buffer: Tensor, what: str) -> TimedWork:
         watched = self._moves.watched(work, f"rank {self._peer}: {what}")
-        return TimedWork(watched, self._peer, held=buffer)
+        return TimedWork(watched, self._peer, [buffer])
 
 
 def _messages(tensors: Sequence[Tensor]) -> list[list[Tensor]]:

@@ -450,15 +450,19 @@ class Schedule:
         """Start the bucket's reduce-scatter or all-reduce, and wait for the oldest where too many are in flight."""
         if not (self._last or self._reduces_each_microbatch):
             return
+        if self._wire.traits.is_collective:
+            self._await_all_but(0)  # messages of before make room for this one, as with FSDP2
         self._reduced = True  # also if it fails here: peers may have launched it, and parts of it may be counted
         self._in_flight.append(unit.reduce(bucket, last=self._last))
-        while len(self._in_flight) > self._most_in_flight:
+        self._await_all_but(self._most_in_flight)
+
+    def _await_all_but(self, most: int) -> None:
+        while len(self._in_flight) > most:
             self._in_flight.popleft().wait()
 
     def finish_reductions(self) -> None:
         """Wait for the reductions in flight, and for sums between replicas; nothing is issued."""
-        while self._in_flight:
-            self._in_flight.popleft().wait()
+        self._await_all_but(0)
         self._wire.finish_sums()
 
     def _refuse_unreduced(self) -> None:
