@@ -181,6 +181,10 @@ def shared(world):
     if world.rank == 1:
         module.first.fixed = torch.zeros(9)  # grown here alone
     sent += [buffers.share(), buffers.share()]
+    if world.rank == 1:
+        module.first.count = module.first.count + 1  # rank 0's counts
+    sent.append(buffers.share())
+    assert module.first.count == 1
     assert module.first.fixed.numel() == (9 if world.rank else 4)
     if world.rank == 1:
         module.first.seen = torch.zeros(9)
@@ -190,4 +194,4 @@ def shared(world):
 
 
 def test_only_what_changed_is_sent_and_another_shape_is_told_to_all(ranks):
-    assert ranks(shared) == [[0, 8, 0]] * 2  # one int64
+    assert ranks(shared) == [[0, 8, 0, 8]] * 2  # one int64

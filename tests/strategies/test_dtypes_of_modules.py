@@ -248,6 +248,18 @@ def test_a_module_inside_returns_the_dtype_of_the_module_around_it():
     assert seen == [torch.float32, torch.float64, torch.bfloat16]
 
 
+def test_what_a_module_is_given_by_name_is_cast_too():
+    model = nn.Sequential(nn.LayerNorm(4))
+    dtypes = Dtypes(torch.bfloat16, torch.float32, torch.float32, of_modules={"0": torch.float32})
+    cast_at_borders(model, dtypes)
+    seen: list[torch.dtype] = []
+    model[0].register_forward_pre_hook(
+        lambda _module, _args, words: seen.append(words["input"].dtype), with_kwargs=True
+    )
+    assert model[0](input=torch.ones(2, 4, dtype=torch.bfloat16)).dtype is torch.bfloat16
+    assert seen == [torch.float32]
+
+
 def test_integers_and_other_things_cross_a_border_as_they_are():
     model = nn.Sequential(nn.Embedding(4, 4), nn.Linear(4, 4))
     dtypes = Dtypes(torch.bfloat16, torch.float32, torch.float32, of_modules={"0": torch.float32})

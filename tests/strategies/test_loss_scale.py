@@ -73,6 +73,21 @@ def test_the_scale_is_that_of_torch() -> None:
     assert scaler.get_scale() == loss_scale.FIRST_SCALE
 
 
+def test_it_grows_and_falls_as_torchs_where_overflows_come_amid_a_count(monkeypatch) -> None:
+    monkeypatch.setattr(loss_scale, "GROWS_AFTER", GROWS_AFTER)
+    ours = LossScale(torch.optim.SGD([torch.ones(1)]), is_used=True)
+    scaler = torch.amp.GradScaler("cpu", growth_interval=GROWS_AFTER)
+    weight = nn.Parameter(torch.ones(1))
+    optimizer = torch.optim.SGD([weight])
+    for overflows in map(int, "0010000001100000000"):
+        weight.grad = torch.full((1,), torch.inf if overflows else 1.0)
+        scaler.scale(torch.ones(1))  # makes its tensors
+        scaler.step(optimizer)
+        scaler.update()
+        assert ours.allows(weight.grad.norm) is not bool(overflows)
+        assert ours._now()[0] == scaler.get_scale()
+
+
 def with_grad_scaler() -> Seen:
     """One process that trains on both ranks' samples."""
     model, seen = make_model().half(), Seen()

@@ -14,6 +14,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
+from torch import nn
 from torch.optim import _muon
 
 from tests.composing import composed
@@ -49,6 +50,7 @@ from zeroexp.interface.strategy import CanonicalState, CanonicalTensor
 from zeroexp.plan.form_of_config import build_on_meta, form_of
 from zeroexp.plan.sent_bytes import EngineForm
 from zeroexp.process.world import World
+from zeroexp.training.muon import make_muon
 from zeroexp.zero.options import Options
 
 RECIPE = Recipe(optimizer="muon", max_grad_norm=1e6)
@@ -287,6 +289,19 @@ def test_what_travels_of_matrices_is_bfloat16(matrix_step, times) -> None:
     num_blocks = len(model.blocks)
     calls = num_blocks if matrix_step == "gather" else 2
     assert {s.calls_by_kind["matrices"] for s in sent} == {calls}
+
+
+@pytest.mark.parametrize("nesterov", [False, True])
+def test_the_kernel_that_orthogonalizes_overwrites_no_momentum(nesterov) -> None:
+    """That of bfloat16 masters without nesterov is what it is given, which torch.optim.Muon 2.13 does overwrite."""
+    weight, momentum = nn.Parameter(torch.ones(4, 6, dtype=torch.bfloat16)), torch.zeros(4, 6)
+    config = OptimizerConfig(name="muon", momentum=0.9, settings={"nesterov": nesterov})
+    optimizer = make_muon([{"params": [weight]}], config)
+    for step in range(2):
+        weight.grad = torch.randn(4, 6, generator=torch.manual_seed(step)).bfloat16()
+        momentum = momentum.bfloat16().lerp_(weight.grad, 1 - 0.9)
+        optimizer.step()
+    assert torch.equal(optimizer.state[weight]["momentum_buffer"], momentum)
 
 
 def test_matrices_are_balanced_by_the_cost_of_orthogonalizing_them() -> None:

@@ -109,7 +109,12 @@ def test_a_state_waits_for_no_gather_ahead(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("dtype", "numel", "error"), [(torch.float64, 3, 1e-12), (torch.float32, 1 << 23, 1e-4)]
+    ("dtype", "numel", "error"),
+    [
+        (torch.float64, 3, 1e-12),
+        (torch.float32, 1 << 23, 1e-4),
+        (torch.float32, (1 << 17) + 999, 1e-4),
+    ],
 )
 def test_the_norm_of_gradients_has_their_digits(dtype, numel, error):
     """A sum of squares in float32 over many elements would be too small where CPUs add them one by one."""
