@@ -6,11 +6,16 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import nn
 
+from zeroexp.config.keys import OptimizerConfig
+from zeroexp.config.optimizer import optimizer_factory
 from zeroexp.interface.canonical import BUFFER, WEIGHT, canonical_of_one_rank, moments_of
 from zeroexp.interface.held_pieces import HeldPiece, contributed_piece
 from zeroexp.interface.reshard import SavedMoment, SavedMoments, empty_moment, fill_from_canonical
+from zeroexp.interface.saved_state import SavedState
 from zeroexp.interface.strategy import CanonicalTensor, Piece
+from zeroexp.process.world import World
 
 VALUES = torch.arange(12.0)
 
@@ -103,6 +108,25 @@ def test_a_moment_in_the_weights_dtype_becomes_the_weights_again(dtype, follows)
     state["w"]["exp_avg"] = CanonicalTensor(shape, dtype, [])
     ((_, moment),) = SavedMoments(state).of("w")
     assert (moment.follows, moment.in_blocks) == (follows, False)
+
+
+@pytest.mark.parametrize("moments", [None, "bfloat16"])
+@pytest.mark.parametrize(
+    ("options", "device"), [({}, "cpu"), ({"fused": True}, "meta"), ({"capturable": True}, "meta")]
+)
+def test_a_loaded_number_of_steps_lies_where_a_step_of_torchs_makes_it(moments, options, device):
+    """A meta tensor is one on a GPU: read there, it stops the host once a parameter in every step."""
+    model = nn.Linear(3, 2, bias=False, device="meta")
+    config = OptimizerConfig(fused=False, moments=moments)
+    optimizer = optimizer_factory(config)([{"params": [model.weight]}])
+    optimizer.param_groups[0].update(options)
+    saved = SavedState(model, World(0, 1, model.weight.device, "nccl"), optimizer, [["weight"]])
+    values = canonical_of_one_rank(torch.ones(2, 3))
+    entry = {WEIGHT: values, "exp_avg": values, "exp_avg_sq": values, "step": _number(7.0)}
+    held = HeldPiece("weight", (2, 3), model.weight, 0, has_moments=True)
+    saved.load({"weight": entry}, [held], same_everywhere=lambda _: True)
+    own = optimizer.state[model.weight]
+    assert own["step"].device.type == device and own["exp_avg"].device.type == "meta"
 
 
 def test_moments_are_the_tensors_of_a_state():

@@ -105,7 +105,9 @@ class SavedMoments:
                 yield key, SavedMoment(moment, alike or packed, follows, packed)
 
 
-def empty_moment(saved: SavedMoment, parameter: Tensor, optimizer: object = None) -> Tensor:
+def empty_moment(
+    saved: SavedMoment, parameter: Tensor, optimizer: object = None, key: str = ""
+) -> Tensor:
     """Allocate a moment as the optimizer keeps it: like the parameter, or with a shape of its own.
 
     Torch's optimizers, and those with a `moments_dtype` of None, keep moments of elements in the parameter's dtype.
@@ -119,7 +121,18 @@ def empty_moment(saved: SavedMoment, parameter: Tensor, optimizer: object = None
         return torch.zeros_like(parameter, dtype=dtype, requires_grad=False)
     if moment.shape:  # of rows or columns: for a DTensor one again, which computes with others
         return parameter.detach().new_zeros(moment.shape, dtype=moment.dtype)
-    return torch.zeros((), dtype=moment.dtype, device=parameter.device)
+    is_read = key == "step" and _steps_are_read(optimizer, parameter)
+    device = "cpu" if is_read else parameter.device  # to read it from a GPU would stop the host
+    return torch.zeros((), dtype=moment.dtype, device=device)
+
+
+def _steps_are_read(optimizer: object, parameter: Tensor) -> bool:
+    """Whether an optimizer of torch's computes with the number of steps in Python, and not in its kernels."""
+    for group in getattr(optimizer, "param_groups", ()):
+        if any(parameter is each for each in group["params"]):
+            in_kernels = [group[word] for word in ("fused", "capturable") if word in group]
+            return bool(in_kernels) and not any(in_kernels)
+    return False
 
 
 def moments_dtype_of(

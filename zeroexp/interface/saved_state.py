@@ -160,7 +160,7 @@ class SavedState:
         own.clear()
         own.update(own_values(entry, held.name))
         for key, saved in saved_moments.of(held.name):
-            moment = own[key] = empty_moment(saved, held.tensor, self._optimizer)
+            moment = own[key] = empty_moment(saved, held.tensor, self._optimizer, key)
             flat = held.local(moment).view(-1)
             saved.fill(flat, start=held.start, name=f"{held.name}.{key}")
             if saved.of_elements:
