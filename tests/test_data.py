@@ -750,6 +750,13 @@ def test_files_that_are_trained_on_are_not_validated_on(tmp_path, names, validat
         build_data(replace(data, validation_split=validation), replace(model, num_labels=2), 0)
 
 
+def test_of_files_that_are_no_tables_hidden_ones_alone_are_left_out(tmp_path):
+    for name in ("__init__.txt", ".hidden.txt", "b.txt"):
+        (tmp_path / name).write_text("a")
+    data, _ = configs("offline", path=str(tmp_path))
+    assert [file.name for file in data_files(data)] == ["__init__.txt", "b.txt"]
+
+
 def test_each_of_the_usual_three_files_is_a_split(tmp_path):
     for name in ("train", "eval", "test"):
         (tmp_path / f"{name}.csv").write_text("text,label\na,1\n")

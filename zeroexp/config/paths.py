@@ -29,13 +29,15 @@ def data_files(config: DataConfig) -> list[Path]:
     path = Path(str(config.path)).expanduser()
     if not path.exists():
         raise ConfigError(f"data.path={config.path}: no such file or folder; use one that exists")
-    inside = sorted(p for p in path.rglob("*") if p.is_file() and p.name not in ABOUT)
-    there = [path] if path.is_file() else inside
-    # What a system or an editor hides is no data, nor what `datasets` leaves out of a folder.
-    hidden = (".", "__")
+    there = [path] if path.is_file() else sorted(p for p in path.rglob("*") if p.is_file())
+    # What a system or an editor hides is no data, and of tables what `datasets` leaves out of a folder.
+    is_table = DATA[config.kind].is_table
+    hidden = (".", "__") if is_table else (".",)
     candidates = [
         p for p in there if not any(n.startswith(hidden) for n in p.relative_to(path).parts)
     ]
+    if is_table and path.is_dir():
+        candidates = [p for p in candidates if p.name not in ABOUT]
     suffixes = DATA[config.kind].suffixes
     files = [file for file in candidates if file.suffix.lower() in suffixes]
     tables = sorted({file.suffix.lower() for file in candidates} & set(TABLES))
@@ -49,7 +51,7 @@ def data_files(config: DataConfig) -> list[Path]:
             problem = f"ends in none of {kinds}; name a file that does"
         raise ConfigError(f"data.path={config.path}: {problem}")
     saved = any(file.suffix == ".arrow" for file in files)  # `datasets` itself wrote this folder
-    if not DATA[config.kind].is_table or saved:
+    if not is_table or saved:
         return files
     root = path.parent if path.is_file() else path
     return _of_split(root, files, split_name(config.split), config)
