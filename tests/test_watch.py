@@ -72,6 +72,17 @@ def test_a_look_leaves_an_end_that_is_written_meanwhile(
     assert job.status == "failed"
 
 
+def test_a_sweep_of_which_no_run_can_be_read_is_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run_of(tmp_path, "zero2", "done")
+    (tmp_path / "zero2-buffer-n2/summary.json").write_text("{}")
+    assert watched(monkeypatch, str(tmp_path), "--once") == watch.SOMETHING_FAILED
+    told = capsys.readouterr()
+    assert "its files cannot be read" in told.err and len(told.err.splitlines()) == 1
+    assert told.out == ""
+
+
 def test_a_folder_that_is_no_sweep_is_one_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

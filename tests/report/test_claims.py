@@ -174,15 +174,50 @@ def test_a_point_without_a_plan_is_not_proved(sweep: Path, name: str) -> None:
     assert f"nothing to compare: {name}:" in broken[0]
 
 
-def test_a_repeat_that_peaks_higher_breaks_the_claim_and_is_in_the_table(sweep: Path) -> None:
+@pytest.fixture
+def again(sweep: Path) -> Path:
+    """A repeat of ours."""
     shutil.copytree(sweep / "ours", sweep / "ours-again")
-    change(sweep / "ours-again/environment.json", {"repeat": 1})
-    memory = json.loads((sweep / "ours/summary.json").read_text())["memory"]
-    higher = {**memory["peak"], "fullest": memory["peak"]["fullest"] + 20 * MIB}
-    change(sweep / "ours-again/summary.json", {"memory.peak": higher})
+    return change(sweep / "ours-again/environment.json", {"repeat": 1}).parent
+
+
+def peak_of(run: Path, more: int) -> float:
+    """Let a run peak by so many bytes higher, and return its peak."""
+    memory = json.loads((run / "summary.json").read_text())["memory"]
+    higher = {**memory["peak"], "fullest": memory["peak"]["fullest"] + more}
+    change(run / "summary.json", {"memory.peak": higher})
+    return higher["fullest"]
+
+
+def test_a_repeat_that_peaks_higher_breaks_the_claim_and_is_in_the_table(
+    sweep: Path, again: Path
+) -> None:
+    higher = peak_of(again, 20 * MIB)
     found = conclude(points(sweep))
     assert [line.split(":")[0] for line in found.broken] == ["peaks"]
-    assert f"{higher['fullest'] / MIB:.1f}" in table(points(sweep))
+    assert f"{higher / MIB:.1f}" in table(points(sweep))
+
+
+@pytest.mark.parametrize("run", ["ours", "ours-again"])
+def test_a_repeat_that_is_below_its_plan_breaks_the_claims(
+    sweep: Path, again: Path, run: str
+) -> None:
+    peak_of(sweep / run, -20 * MIB)
+    change(sweep / run / "summary.json", {"plan.total": 0})
+    broken = conclude(points(sweep)).broken
+    assert [line.split(":")[0] for line in broken] == ["bytes held", "peaks"]
+    assert "ours -19,922,944 bytes" in broken[1]  # the fixture's rehearsal is 1 MiB below its peak
+
+
+@pytest.mark.parametrize("run", ["ours", "ours-again"])
+def test_a_repeat_that_was_not_rehearsed_is_held_to_the_plan_of_another(
+    sweep: Path, again: Path, run: str
+) -> None:
+    """Ctrl-C came during its rehearsal, and --rerun leaves it as it is done."""
+    change(sweep / run / "summary.json", {"rehearsed": {}, "plan": {}})
+    assert conclude(points(sweep)).broken == []
+    peak_of(sweep / run, 20 * MIB)
+    assert [line.split(":")[0] for line in conclude(points(sweep)).broken] == ["peaks"]
 
 
 def test_what_no_engine_of_the_study_counts_is_not_claimed(sweep: Path) -> None:

@@ -181,6 +181,14 @@ def test_utilisation_is_of_the_processor_that_a_run_had(folder: Path) -> None:
     )
 
 
+def test_utilisation_by_a_data_sheet_is_one_beside_all_processors(folder: Path) -> None:
+    for run in folder.glob("*/summary.json"):
+        sheet = {"peak_flops_name": "H200", "peak_flops_source": "datasheet"}
+        change(run, sheet)
+    change(folder / "a-ddp/environment.json", {"machine": {"processor": "another"}})
+    assert "share of 4 TFLOP/s a rank (H200)." in " ".join(render(points(folder)).split())
+
+
 def test_what_engines_settled_by_themselves_is_said_once(tmp_path: Path) -> None:
     settled = {"zero2": {"transport": "direct", "bucket_mb": 4.0, "prefetch": None}}
     settled["zero3"] = settled["zero2"]

@@ -131,6 +131,12 @@ def test_of_an_engine_that_counts_nothing_no_waiting_is_told(summary: RunSummary
     assert "time/exposed_ms" not in made and "comp_comm_overlap_pctg" not in made
 
 
+def test_what_an_engine_counts_is_without_the_headers_of_sockets() -> None:
+    of_step = record(0, traffic=Traffic({"gather": MIB, "loss": 8}), wire_bytes=2 * MIB)
+    made = {each.key: each.value for each in mlflow_metrics.step_entries(1.0, of_step)}
+    assert made["traffic/step_sent_mib"] == pytest.approx((MIB + 8) / MIB)
+
+
 def test_what_scales_stands_at_the_world_size(summary: RunSummary) -> None:
     steps = {entry.key: entry.step for entry in mlflow_metrics.summary_entries(1.0, summary)}
     scaling = {key for key in steps if key.startswith("scaling/")}

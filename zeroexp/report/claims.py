@@ -14,8 +14,8 @@ Bytes sent and operations are claimed where an engine of the study counts them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 
 from zeroexp.measure.record import RunSummary
@@ -65,19 +65,22 @@ def claims_of(points: Sequence[MeasuredPoint]) -> list[Claim]:
     if not is_proof(points):
         return _of_losses(done)
     text = f"{len(done)} of {len(ended)} points came to their end"
+    results = {point.name: _results_beside_plan(point) for point in done}
     counted = [
         _of_all(
-            *("bytes sent", done, partial(_byte_error, sent=True), "bytes", "to the byte"),
+            *("bytes sent", results, partial(_byte_error, sent=True), "bytes", "to the byte"),
             is_claimed=_counts,
         ),
-        _of_all("operations", done, _calls_error, "calls", "to the call", is_claimed=_counts),
+        _of_all("operations", results, _calls_error, "calls", "to the call", is_claimed=_counts),
     ]
     return [
         Claim(text, len(done) == len(ended)),
         *_of_losses(done),
-        _of_all("bytes held", done, partial(_byte_error, sent=False), "bytes", "to the byte"),
-        *(counted if not done or any(map(_counts, done)) else []),
-        _of_all("peaks", done, _peak_error, "bytes", "within 1 MiB or 0.1 % of a rehearsal", _near),
+        _of_all("bytes held", results, partial(_byte_error, sent=False), "bytes", "to the byte"),
+        *(counted if not done or any(_counts(first) for first, *_ in results.values()) else []),
+        _of_all(
+            "peaks", results, _peak_error, "bytes", "within 1 MiB or 0.1 % of a rehearsal", _near
+        ),
     ]
 
 
@@ -109,28 +112,32 @@ Error = Callable[[RunSummary], float | None]
 
 def _of_all(
     what: str,
-    points: Sequence[MeasuredPoint],
+    results: Mapping[str, Sequence[RunSummary]],
     error_of: Error,
     unit: str,
     within: str,
     allowed: Callable[[RunSummary], float] = lambda _: 0.0,
-    is_claimed: Callable[[MeasuredPoint], bool] = lambda _: True,
+    is_claimed: Callable[[RunSummary], bool] = lambda _: True,
 ) -> Claim:
     """Return what holds of all points, and which are wrong; where a plan or measure of one lacks it, it is not proved.
 
-    is_claimed: whether that is said of a point of which it is unknown.
+    results: of each point's repeats, by its name. is_claimed: whether that is said of a point of which it is unknown.
     """
-    done = [(point, summary) for point in points if (summary := point.pooled.summary)]
-    known = [(point.name, e, s) for point, s in done if (e := error_of(s)) is not None]
-    unknown = [point.name for point, s in done if error_of(s) is None and is_claimed(point)]
+    errors = {
+        name: [(error, allowed(s)) for s in runs if (error := error_of(s)) is not None]
+        for name, runs in results.items()
+    }
+    # Of repeats, the one that is furthest from what was planned.
+    known = {name: max(each, key=lambda one: abs(one[0])) for name, each in errors.items() if each}
+    unknown = [n for n, (first, *_) in results.items() if n not in known and is_claimed(first)]
     # A mean over steps may be off by a part of one.
     off = [
         (name, f"{error:+,.{0 if abs(error) >= 1 else 2}f}")
-        for name, error, s in known
-        if abs(error) > allowed(s)
+        for name, (error, most) in known.items()
+        if abs(error) > most
     ]
     wrong = [f"{name} {error} {unit}" for name, error in off]
-    worst = max((abs(error) for _, error, _ in known), default=0)
+    worst = max((abs(error) for error, _ in known.values()), default=0)
     named = f" ({', '.join(wrong)})" if wrong else f" (worst {worst:,.0f} {unit})" if worst else ""
     held = f"{len(known) - len(wrong)} of {len(known) + len(unknown)} points as planned"
     text = held if known else "no point has something planned to compare with"
@@ -139,10 +146,17 @@ def _of_all(
     return Claim(f"{what}: {text}, {within}{named}{lacks}", holds)
 
 
-def _counts(point: MeasuredPoint) -> bool:
-    """Tell whether the point's engine counts what it sends, by its plan; engines of others do not."""
-    plan = point.summary.plan if point.summary else {}
-    return "sent" in plan or not plan
+def _results_beside_plan(point: MeasuredPoint) -> list[RunSummary]:
+    """Return the results of all repeats; one without a plan or rehearsal, as Ctrl-C leaves it, has another one's."""
+    done = [run.summary for run in point.finished_runs if run.summary]
+    plan = next((each.plan for each in done if each.plan), {})
+    rehearsed = next((each.rehearsed for each in done if each.rehearsed), {})
+    return [replace(s, plan=s.plan or plan, rehearsed=s.rehearsed or rehearsed) for s in done]
+
+
+def _counts(summary: RunSummary) -> bool:
+    """Tell whether the engine counts what it sends, by its plan; engines of others do not."""
+    return "sent" in summary.plan or not summary.plan
 
 
 def _byte_error(summary: RunSummary, *, sent: bool) -> float | None:

@@ -287,13 +287,11 @@ def peaks_of(points: Sequence[MeasuredPoint]) -> dict[str, PeakFlops]:
     """
     summaries = [(point, point.summary) for point in points if point.summary]
     known = [(p, s) for p, s in summaries if s.model_flops_per_step and s.peak_flops_per_second]
-    several = len({_processor(point) for point, _ in known}) > 1
-    names = {
-        point.name: ", ".join(
-            [s.peak_flops_name or s.peak_flops_source, *([_processor(point)] if several else [])]
-        )
-        for point, s in known
-    }
+    # That of a data sheet holds beside any processor.
+    measured = {p.name: _processor(p) for p, s in known if s.peak_flops_source == "calibrated"}
+    names = {point.name: s.peak_flops_name or s.peak_flops_source for point, s in known}
+    if len({*measured.values()}) > 1:
+        names |= {name: f"{names[name]}, {processor}" for name, processor in measured.items()}
     most: dict[str, float] = {}
     for point, summary in known:
         name = names[point.name]

@@ -26,8 +26,9 @@ LEFT_OUT = "More columns: a wider terminal, zeroexp report FOLDER --csv -, the p
 
 
 def print_table(points: Sequence[MeasuredPoint]) -> None:
-    """Print the table; on a terminal it is fitted to the width, in a pipe it has its full width."""
-    print(render(points, _terminal_width()))
+    """Print the table, if there are points; a terminal gets it fitted to its width, a pipe in its full width."""
+    if points:
+        print(render(points, _terminal_width()))
 
 
 def print_lines(lines: Sequence[str]) -> None:

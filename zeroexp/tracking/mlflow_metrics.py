@@ -67,9 +67,10 @@ def step_entries(written_at: float, record: StepRecord) -> list[Entry]:
     if record.verbs.keys() - {LOSS}:
         exposed = sum(verb.exposed for verb in record.verbs.values())
         values["time/step_exposed_ms"] = _milliseconds(exposed)
+    counted = record.traffic.bytes_by_kind
     # Of an engine that counts none of it, what TCP carried.
-    sent = max(sum(record.traffic.bytes_by_kind.values()), record.wire_bytes or 0)
-    values[LAST_OF_STEP] = _mib(sent)
+    carried = None if counted.keys() - {LOSS} else record.wire_bytes
+    values[LAST_OF_STEP] = _mib(carried or sum(counted.values()))
     return _entries(values, written_at, record.step)
 
 
