@@ -36,6 +36,7 @@ from zeroexp.config.families import MODELS
 from zeroexp.config.job_shape import JobShape
 from zeroexp.config.keys import Config, ConfigError, ModelConfig
 from zeroexp.config.optimizer import OPTIMIZERS, OptimizerKind
+from zeroexp.models.mlp import MlpBlock
 from zeroexp.models.mlp import build as build_mlp
 from zeroexp.plan.caching_allocator import replay
 from zeroexp.plan.form_of_config import build_on_meta, form_of
@@ -347,6 +348,20 @@ def test_a_bug_of_ours_is_no_matter_of_values(monkeypatch):
     monkeypatch.setattr("zeroexp.engines.build.DTYPES", {})
     with pytest.raises(KeyError, match="float32"):
         rehearse(config_of(*MLP))
+
+
+class ConvertsAWeight(MlpBlock):
+    """It reads a weight of a module inside of it before it calls that module."""
+
+    def forward(self, x):
+        return super().forward(x * self.up.weight.float().sum())
+
+
+def test_a_freed_weight_that_is_converted_is_named_in_a_rehearsal_as_in_a_run(monkeypatch):
+    monkeypatch.setattr("zeroexp.models.mlp.MlpBlock", ConvertsAWeight)
+    config = config_of(*MLP, "strategy=zero3", "strategy.unit=module")
+    with pytest.raises(ConfigError, match=r"in a run: parameter blocks\.0\.up\.weight is freed"):
+        rehearse(config)
 
 
 @pytest.mark.parametrize(("most", "given", "others"), [(None, 5, 0), (3, 3, 2), (9, 5, 0)])

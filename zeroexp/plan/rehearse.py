@@ -200,13 +200,17 @@ def _beside_checkpoints(
 
 @contextmanager
 def _needs_of_values_told(family: str) -> Generator[None]:
-    """Raise ConfigError for what a model or an optimizer can not do with tensors that have no values."""
+    """Raise ConfigError for what a model or an optimizer can not do without values, or in this engine at all."""
     try:
         yield
     except ConfigError:
         raise
     except (Exception, SystemExit) as error:
         frames = traceback.extract_tb(error.__traceback__)
+        if isinstance(error, RuntimeError) and frames[-1].filename.startswith(OURS):
+            raise ConfigError(
+                f"the engine refuses what the model does, as in a run: {error}"
+            ) from error
         last = [frame for frame in frames if not frame.filename.startswith(WATCHING)][-1]
         if last.filename.startswith(OURS):
             if not isinstance(error, ASKS_FOR_VALUES):

@@ -92,7 +92,8 @@ class GuardedParameter(nn.Parameter):
                 # Another tensor, which becomes of the parameter's dtype and device.
                 return func(*args, **kwargs)
             if func in functions.CONVERSIONS and _guard_of(args[0]).state.is_gone:
-                return _unchanged(args[0], func(args[0].new_empty(0), *args[1:], **kwargs))
+                nothing = _guard_of(args[0]).nothing.new_empty(0)
+                return _unchanged(args[0], nothing, func(nothing, *args[1:], **kwargs))
             if func == functions.GET_DEVICE:
                 args = (_guard_of(args[0]).nothing,)  # a fake tensor of another class can not tell
             if func not in functions.HARMLESS:
@@ -269,9 +270,9 @@ def _before_use(parameter: GuardedParameter, func: Callable[..., Any] | None) ->
         )
 
 
-def _unchanged(parameter: GuardedParameter, converted: Tensor) -> GuardedParameter:
-    """Return the parameter where `model.to(...)` changes nothing; else raise. `converted` has no elements."""
-    if converted.dtype is parameter.dtype and converted.device == parameter.device:
+def _unchanged(parameter: GuardedParameter, nothing: Tensor, converted: Tensor) -> GuardedParameter:
+    """Return the parameter where `model.to(...)` changes nothing; else raise. nothing: it, without elements."""
+    if converted.dtype is nothing.dtype and converted.device == nothing.device:
         return parameter
     raise RuntimeError(
         f"parameter {_guard_of(parameter).name} can not become {converted.dtype} on {converted.device} in an "
