@@ -5,7 +5,6 @@ from __future__ import annotations
 import shutil
 import time
 from collections.abc import Iterable, Sequence
-from contextlib import suppress
 from pathlib import Path
 
 from zeroexp.check.sweep_points import SweepPoint
@@ -35,8 +34,7 @@ def make_runs(
     A kill leaves some, with the file MAKING, by which `--rerun` knows that there were to be more.
     """
     is_new, jobs = not any(sweep.iterdir()), list[Job]()
-    with suppress(sweep_owner.OwnerLives):  # a --rerun beside a later batch submits now
-        sweep_owner.take_ownership(sweep)
+    sweep_owner.wait_for_ownership(sweep)  # a --rerun beside a later batch may submit now
     making = sweep / MAKING
     making.touch()
     try:

@@ -11,6 +11,8 @@ from __future__ import annotations
 import io
 import os
 import socket
+import sys
+import time
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -21,6 +23,7 @@ from zeroexp.tracking.json_files import read_json, remove_unfinished, write_json
 
 OWNER = "owner.json"
 LOCK = f".{OWNER}.lock"
+LOOK_S = 1.0  # between two looks whether an owner has given up
 WITHOUT_LOCKS = "no lock tells whether it still does, since the file system has none (flock); if it has ended, remove"
 
 # The sweeps that this process owns, each with the open file that holds its lock, if there are locks.
@@ -72,6 +75,19 @@ def take_ownership(sweep: Path) -> None:
     if held:
         remove_unfinished(sweep)
     write_json(sweep / OWNER, asdict(Owner(here, os.getpid(), locked=has_locks)))
+
+
+def wait_for_ownership(sweep: Path) -> None:
+    """Make this process the owner as soon as another one, which lives, has given the sweep up. Raises ConfigError."""
+    told = False
+    while True:
+        try:
+            return take_ownership(sweep)
+        except OwnerLives as error:
+            if not told:
+                print(f"zeroexp: {error} (this command waits)", file=sys.stderr, flush=True)
+            told = True
+            time.sleep(LOOK_S)
 
 
 def release_ownership(sweep: Path) -> None:
