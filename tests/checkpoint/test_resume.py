@@ -22,6 +22,7 @@ from zeroexp.checkpoint.manifest import (
     CheckpointError,
     Manifest,
     StoredTensor,
+    read_manifest,
     to_json,
 )
 from zeroexp.checkpoint.resume import resolve_resume
@@ -293,12 +294,18 @@ def test_a_renamed_one_is_passed_over(tmp_path):
     renamed = newer.rename(newer.with_name("step-000004"))
     assert resolve_resume(config) == str(older)
     line = refused(replace(config, resume=str(renamed)), CheckpointError)
-    assert "of step 3, so its folder was renamed; use resume=" in line
+    assert "its folder was renamed, and is of step-000003; use resume=" in line
+    with pytest.raises(CheckpointError, match=r"is of step-000003; rename it to step-000003$"):
+        read_manifest(renamed)
 
 
 OF_A_HUB = {"model_type": "llama", "rope_theta": 1e4, "pad_token_id": 0}
 OF_ITS_UPDATE = {"transformers_version": "9.9.9", "use_cache": False, "torch_dtype": "bfloat16"}
-OF_ITS_UPDATE |= {"id2label": {"0": "bad"}, "eos_token_id": [2, 3], "text": {"dropout": 0.1}}
+OF_ITS_UPDATE |= {"id2label": {"0": "bad"}, "eos_token_id": [2, 3], "attention_dropout": 0.1}
+# What transformers' class does not know, and what it has by default.
+OF_ITS_UPDATE |= {"tokenizer_class": "LlamaTokenizer", "max_length": 9, "a_site": {"rope_theta": 1}}
+OF_ITS_UPDATE |= {"attention_bias": False, "rms_norm_eps": 1e-6, "num_key_value_heads": 32}
+OF_ITS_UPDATE |= {"rope_theta": None, "rope_parameters": {"rope_theta": 1e4}}
 
 
 def test_keys_of_a_published_config_that_decide_nothing_may_differ(tmp_path):
@@ -306,11 +313,22 @@ def test_keys_of_a_published_config_that_decide_nothing_may_differ(tmp_path):
     path = write(tmp_path / "a" / "run", 4, published(config, OF_A_HUB))
     updated = published(config, {**OF_A_HUB, **OF_ITS_UPDATE})
     assert resolve_resume(updated) == str(path)
-    for key, value in (("rope_theta", 5e5), ("pad_token_id", 1)):
-        other = published(config, {**OF_A_HUB, key: value})
-        assert f"model.published.{key} is {OF_A_HUB[key]} in it, {value} here" in refused(
-            other, UndefinedCombination
-        )
+    for keys, told in (
+        ({"rope_theta": 5e5}, "rope_parameters.rope_theta is 10000.0 in it, 500000.0 here"),
+        ({"pad_token_id": 1}, "pad_token_id is 0 in it, 1 here"),
+        ({"model_type": "granite"}, "model_type is llama in it, granite here"),
+        ({"attention_bias": True}, "attention_bias is False in it, True here"),
+    ):
+        other = published(config, {**OF_A_HUB, **keys})
+        assert f"model.published.{told}" in refused(other, UndefinedCombination)
+
+
+def test_a_published_config_that_transformers_does_not_take_is_compared_as_it_is(tmp_path):
+    config, keys = config_for(tmp_path, "resume=latest"), {"model_type": "of_tomorrow"}
+    path = write(tmp_path / "a" / "run", 4, published(config, keys))
+    assert resolve_resume(published(config, keys)) == str(path)
+    other = published(config, {**keys, "model_type": "of_today"})
+    assert "model_type is of_tomorrow in it, of_today" in refused(other, UndefinedCombination)
 
 
 def published(config: Config, keys: dict[str, object]) -> Config:

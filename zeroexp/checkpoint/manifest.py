@@ -138,7 +138,8 @@ def read_manifest(checkpoint: Path) -> Manifest:
         reason = f"no manifest of zeroexp ({type(error).__name__}: {error})"
         raise Damaged(f"{path}: {reason}; {REMEDY}") from error
     if (named := WHOLE.fullmatch(checkpoint.name)) and int(named[1]) != manifest.step:
-        raise Damaged(f"{path}: of step {manifest.step}, so its folder was renamed; {REMEDY}")
+        own = f"step-{manifest.step:06d}"
+        raise Damaged(f"{path}: its folder was renamed, and is of {own}; rename it to {own}")
     return manifest
 
 

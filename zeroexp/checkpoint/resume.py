@@ -226,23 +226,18 @@ def _require_fit(config: Config, manifest: Manifest) -> None:
 def _decisive_settings(config: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     # A checkpoint from before a key was added means what the key's default does.
     settings = {**dict(_flat(asdict(Config()))), **dict(_flat(config))}
+    if published := config["model"].get("published"):
+        # It imports transformers, as what read that config.json has.
+        from zeroexp.models.huggingface_keys import keys_trained_by
+
+        settings = {key: settings[key] for key in settings if not key.startswith(PUBLISHED)}
+        settings |= _flat(keys_trained_by(published), PUBLISHED)
     usual = (None, settings.get("optimizer.name"))
     for key, value in settings.items():
         named = any(key == word or key.startswith(f"{word}.") for word in DECISIVE)
         of_kind = key.startswith(KIND) and key.endswith(".name") and value not in usual
-        if of_kind or (named and key not in INDIFFERENT and not _is_harmless(key)):
+        if of_kind or (named and key not in INDIFFERENT):
             yield key, value
-
-
-def _is_harmless(key: str) -> bool:
-    """Tell whether a key of a published config.json decides nothing of what is trained; which token pads does."""
-    if not key.startswith(PUBLISHED):
-        return False
-    # It imports transformers, as what read that config.json has.
-    from zeroexp.models.huggingface_keys import ELSEWHERE, HARMLESS, PAD, RANDOMNESS
-
-    harmless = {*HARMLESS, *ELSEWHERE} - {PAD}
-    return any(part in harmless or RANDOMNESS.search(part) for part in key.split(".")[2:])
 
 
 def _flat(nested: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoConfig, PreTrainedConfig
 
 from zeroexp.config.families import shape_of
@@ -125,3 +127,43 @@ def check_shape(shape: PreTrainedConfig) -> None:
         wrong("num_experts_per_tok", f"there are {experts} experts; use at most as many")
     if of[PAD] is not None and not 0 <= of[PAD] < of["vocab_size"]:
         wrong(PAD, f"no word of model.hf_config.vocab_size={of['vocab_size']}; use one")
+
+
+def keys_trained_by(published: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return what decides how the model of a config.json is trained, its padding included, by transformers' class.
+
+    Every key of a config that transformers does not take.
+    """
+    try:
+        shape = AutoConfig.for_model(**published)
+    except (StrictDataclassError, ValueError, TypeError, KeyError):
+        return published
+    also = {key: getattr(shape, key, None) for key in ("model_type", PAD)}
+    return {**also, **effective_keys(shape)}
+
+
+def effective_keys(shape: PreTrainedConfig) -> dict[str, Any]:
+    """Return the keys of the class that decide the function, flattened, with nulls replaced by their meaning."""
+    names = set(type(shape)().to_dict())
+    values = {
+        key: value
+        for key, value in shape.to_dict().items()
+        if key in names - HARMLESS and not RANDOMNESS.search(key)
+    }
+    width, heads = (getattr(shape, key, None) for key in ("hidden_size", "num_attention_heads"))
+    if "head_dim" in values and width and heads:
+        values["head_dim"] = values["head_dim"] or width // heads
+    if "n_inner" in values and width:
+        values["n_inner"] = values["n_inner"] or 4 * width
+    values["rope_parameters"] = values.get("rope_parameters") or {}
+    return {name: leaf for key, value in values.items() for name, leaf in _leaves(key, value)}
+
+
+def _leaves(key: str, value: Any) -> Iterator[tuple[str, Any]]:
+    """Yield the values of a key, which may itself be a config, that decide the function."""
+    if not isinstance(value, dict):
+        yield key, value
+        return
+    for inner, each in value.items():
+        if inner not in HARMLESS and not RANDOMNESS.search(str(inner)):
+            yield from _leaves(f"{key}.{inner}", each)

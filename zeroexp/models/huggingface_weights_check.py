@@ -13,7 +13,7 @@ from __future__ import annotations
 import json
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -23,7 +23,7 @@ from torch import Tensor
 from transformers import AutoConfig, PreTrainedConfig
 
 from zeroexp.config.keys import ConfigError, ModelConfig
-from zeroexp.models.huggingface_keys import HARMLESS, RANDOMNESS
+from zeroexp.models.huggingface_keys import effective_keys
 from zeroexp.models.huggingface_tensor_names import publish, saved_tensors
 from zeroexp.models.published_config import read_folder
 from zeroexp.models.read_weight_files import Header, UnreadableWeights, read_headers, read_tensor
@@ -79,7 +79,7 @@ def _require_config(config: ModelConfig, folder: Path, ours: PreTrainedConfig) -
     except (StrictDataclassError, ValueError, TypeError, KeyError) as error:
         reason = " ".join(str(error).split())
         _refuse(config, f"its config.json is none of a {kind}: {reason}", "repair it")
-    here, there = _effective(ours), _effective(theirs)
+    here, there = effective_keys(ours), effective_keys(theirs)
     if differ := [key for key in {**here, **there} if here.get(key) != there.get(key)]:
         their_values = ", ".join(f"{key}={_shown(there.get(key))}" for key in differ)
         our_values = ", ".join(_shown(here.get(key)) for key in differ)
@@ -89,33 +89,6 @@ def _require_config(config: ModelConfig, folder: Path, ours: PreTrainedConfig) -
             f"its config.json has {their_values} where model.name={config.name} has {our_values}"
         )
         _refuse(config, problem, remedy)
-
-
-def _effective(shape: PreTrainedConfig) -> dict[str, Any]:
-    """Return the keys of the class that decide the function, flattened, with nulls replaced by their meaning."""
-    names = set(type(shape)().to_dict())
-    values = {
-        key: value
-        for key, value in shape.to_dict().items()
-        if key in names - HARMLESS and not RANDOMNESS.search(key)
-    }
-    width, heads = (getattr(shape, key, None) for key in ("hidden_size", "num_attention_heads"))
-    if "head_dim" in values and width and heads:
-        values["head_dim"] = values["head_dim"] or width // heads
-    if "n_inner" in values and width:
-        values["n_inner"] = values["n_inner"] or 4 * width
-    values["rope_parameters"] = values.get("rope_parameters") or {}
-    return {name: leaf for key, value in values.items() for name, leaf in _leaves(key, value)}
-
-
-def _leaves(key: str, value: Any) -> Iterator[tuple[str, Any]]:
-    """Yield the values of a key, which may itself be a config, that decide the function."""
-    if not isinstance(value, dict):
-        yield key, value
-        return
-    for inner, each in value.items():
-        if inner not in HARMLESS and not RANDOMNESS.search(str(inner)):
-            yield from _leaves(f"{key}.{inner}", each)
 
 
 def _shown(value: Any) -> str:
