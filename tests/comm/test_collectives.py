@@ -450,16 +450,24 @@ def test_a_move_counts_when_it_starts_and_when_a_rank_begins_to_wait_for_it(rank
 
 
 @pytest.mark.parametrize(
-    ("device", "backend", "transport"), [("cpu", "gloo", Direct), ("cuda:1", "nccl", Native)]
+    ("device", "on_gpus", "backend", "transport"),
+    [
+        ("cpu", "nccl", "gloo", Direct),
+        ("cuda:1", "nccl", "nccl", Native),
+        ("cuda:1", "gloo", "gloo", Native),  # as torch says of "gloo" alone
+    ],
 )
-def test_a_backend_for_each_device_is_that_of_the_model(device, backend, transport, monkeypatch):
+def test_a_backend_for_each_device_is_that_of_the_model(
+    device, on_gpus, backend, transport, monkeypatch
+):
     """What torch says of a group that was made with cpu:gloo,cuda:nccl, or on a GPU without a name."""
     with fake_world(1, 2):
-        monkeypatch.setattr(dist, "get_backend_config", lambda: "cpu:gloo,cuda:nccl")
+        monkeypatch.setattr(dist, "get_backend_config", lambda: f"cpu:gloo,cuda:{on_gpus}")
         world = current(device)
         monkeypatch.undo()
         assert (world.backend, world.device, world.rank) == (backend, torch.device(device), 1)
-        assert type(TRANSPORTS["auto"](world, Moves(world))) is transport
+        made = (TRANSPORTS[word](world, Moves(world)) for word in ("auto", "messages"))
+        assert {type(each) for each in made} == {transport}
 
 
 @pytest.mark.parametrize("backend", [None, "gloo", "cpu:gloo"])

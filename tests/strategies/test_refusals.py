@@ -250,6 +250,13 @@ def test_the_library_refuses_options_in_a_line(stage, size, options, line) -> No
     assert line in str(error.value) and "\n" not in str(error.value)
 
 
+@pytest.mark.parametrize("transport", ["direct", "gloo"])
+def test_the_library_refuses_transports_of_cpus_for_a_gpu(transport) -> None:
+    line = f"transport={transport}: it moves what lies on CPUs, and the model is for cuda:0; use a"
+    with fake_world(0, 2, "cuda:0") as world, pytest.raises(ValueError, match=line):
+        build_on_rank(world, Recipe(), Ours("zero3", Options(transport=transport)))
+
+
 @pytest.mark.parametrize(
     ("over", "replicas", "line"),
     [

@@ -43,8 +43,9 @@ from zeroexp.process.world import World
 
 
 def _on_cpu(name: str, world: World, moves: Moves) -> Transport:
-    """Return a new transport of this name on CPU, and `native` elsewhere."""
-    return TRANSPORTS[name if world.backend == "gloo" else "native"](world, moves)
+    """Return a new transport of this name on CPU, and `native` elsewhere: gloo may also carry what lies on a GPU."""
+    is_on_cpu = world.backend == "gloo" and world.device.type == "cpu"
+    return TRANSPORTS[name if is_on_cpu else "native"](world, moves)
 
 
 # Another transport is a file beside this one and a row here. It carries the moves of the ranks in `world`, all or a

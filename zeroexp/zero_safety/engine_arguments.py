@@ -21,6 +21,7 @@ from zeroexp.cut.stage import Placement, Stage
 from zeroexp.interface.optimizer_trial import refuse_unless_elementwise
 from zeroexp.interface.overlapping_memory import refuse_overlaps
 from zeroexp.interface.values import Values
+from zeroexp.process.world import World
 from zeroexp.zero.observer import Arguments, Observer
 from zeroexp.zero.options import DTYPES, Dtypes, Options, OuterOptimizer
 from zeroexp.zero_safety.parameter_guards import is_guarded
@@ -47,7 +48,7 @@ class RefusedArguments(Observer):
         """Raise ValueError in one line that names what is wrong, its value and the remedy."""
         module, groups, options = arguments.module, arguments.param_groups, arguments.options
         most = arguments.max_grad_norm
-        _refuse_options(options, arguments.stage, arguments.world.size)
+        _refuse_options(options, arguments.stage, arguments.world)
         if arguments.scales_loss and options.outer:
             problem = "with options.outer each replica would find a loss scale of its own"
             raise ValueError(f"scales_loss=True: {problem}; compute in bfloat16")
@@ -200,11 +201,12 @@ def _refuse_blocks(module: nn.Module, blocks: Sequence[str]) -> None:
         raise ValueError("blocks: a module is named twice; name each block once")
 
 
-def _refuse_options(options: Options, stage: Stage, world_size: int) -> None:
+def _refuse_options(options: Options, stage: Stage, world: World) -> None:
     """Raise ValueError in one line that names the option, its value, what is wrong and what to use."""
     codes = options.gather_codec if options.masters_rest else None
-    of_engine = problems(options, stage, world_size, codes=codes, group="options.")
-    for key, *problem in chain(_of_values(options), _of_direct(options), of_engine):
+    of_engine = problems(options, stage, world.size, codes=codes, group="options.")
+    of_transport = _of_transport(options, world.device)
+    for key, *problem in chain(_of_values(options), of_transport, of_engine):
         value = getattr(options, key)
         named = f"options.{key}={value if key in WORDS else repr(value)}"
         raise ValueError(f"{named}: {'; '.join(problem)}")
@@ -241,7 +243,9 @@ def _of_values(options: Options) -> Problems:
         yield "outer", "use a momentum of 0 up to 1, as 0.9"
 
 
-def _of_direct(options: Options) -> Problems:
+def _of_transport(options: Options, device: torch.device) -> Problems:
+    if options.transport in ("direct", "gloo") and device.type != "cpu":
+        yield "transport", f"it moves what lies on CPUs, and the model is for {device}; use auto"
     for what, is_set in (
         ("a codec saves nothing", options.gather_codec or options.reduce_codec),
         ("a secondary copy saves nothing", options.secondary_partition),
