@@ -182,7 +182,7 @@ class PlayedDevice(TorchDispatchMode):
             with self.in_backend(), torch.no_grad():
                 target.copy_(source)
 
-    def mark(self, *, is_on_gpu: bool) -> PlayedMark:
+    def mark(self, device: torch.device) -> PlayedMark:
         return PlayedMark(self, self.clocks[COMPUTE].copy())
 
     def _expect_order(self, storage: int, access: Access) -> None:

@@ -1,10 +1,17 @@
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import Mock
+
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
+from zeroexp.comm import bus
 from zeroexp.measure import clock
 from zeroexp.measure.clock import PHASES, StepClock
+from zeroexp.zero.step_sums import StepSums
 
 
 class Seconds:
@@ -44,3 +51,29 @@ def test_nothing_after_stop_counts(monkeypatch):
     step.stop()
     seconds.pass_by(1)
     assert step.read()[0] == 0
+
+
+class PlayedEvent:
+    """What torch documents of an event, since no GPU is here: without a stream it is of the current device's."""
+
+    def __init__(self, **_: Any) -> None:
+        self.stream: torch.device | None = None
+
+    def record(self, stream: torch.device | None = None) -> None:
+        self.stream = stream or torch.device("cuda:0")
+
+
+def mark_of_sums(device: torch.device) -> PlayedEvent:
+    """On fake tensors, and without what a `StepSums` sums."""
+    sums: Any = SimpleNamespace(_summed=Mock(), _is_on_gpu=True)
+    with FakeTensorMode():
+        sums._sums = torch.empty(3, device=device)
+        StepSums.copy_to_host(sums)
+    return sums._copied
+
+
+@pytest.mark.parametrize("mark", [clock.mark_now, bus.mark, mark_of_sums])
+def test_a_mark_is_in_the_stream_of_its_device_whichever_is_the_current_one(mark, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "Event", PlayedEvent)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: device)
+    assert mark(torch.device("cuda:1")).stream == torch.device("cuda:1")

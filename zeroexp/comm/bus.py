@@ -56,7 +56,7 @@ class Bus:
         self.keeps_pieces = options.pieces_on_host
         self._is_whole, self._in_file = options.offload_fraction == 1, folder is not None
         self._device = world.device
-        self._is_on_gpu = world.device.type == "cuda" and not world.is_fake
+        self._timed_device = world.timed_device
         self._count = count
         # In a fake world there is no file, and what it would hold counts as if it were there.
         self._file = MappedFile(folder) if folder and not world.is_fake else None
@@ -142,8 +142,9 @@ class Bus:
                 states[master][name] = moment.copy_(tensor)
 
     def _empty(self, numel: int, dtype: torch.dtype) -> Tensor:
+        is_on_gpu = self._timed_device.type == "cuda"
         with on_host.entered():
-            memory = torch.empty(numel, dtype=dtype, device="cpu", pin_memory=self._is_on_gpu)
+            memory = torch.empty(numel, dtype=dtype, device="cpu", pin_memory=is_on_gpu)
         self._memory.append(memory)
         return memory
 
@@ -187,7 +188,7 @@ class Bus:
                 with on_host.entered():
                     source = self._transit_of(master, parameter).copy_(master)
             copy_over(parameter, source)
-        self._last_copy = mark(is_on_gpu=self._is_on_gpu)
+        self._last_copy = mark(self._timed_device)
         self._count("to_device", sum(parameter.nbytes for parameter in parameters))
 
     def to_device(self, made: Tensor, device: torch.device) -> Tensor:
@@ -214,7 +215,7 @@ class Bus:
         """Start to copy over the bus: to each target its source."""
         for target, source in pairs:
             copy_over(target, source)
-        self._last_copy = mark(is_on_gpu=self._is_on_gpu)
+        self._last_copy = mark(self._timed_device)
         self._count(way, sum(source.nbytes for _, source in pairs))
 
     def settle(self) -> None:
@@ -245,9 +246,12 @@ def copy_over(target: Tensor, source: Tensor) -> None:
         target.copy_(source, non_blocking=True)
 
 
-def mark(*, is_on_gpu: bool) -> torch.cuda.Event | None:
-    """Return a place in the current stream, for which the host can wait; None on a CPU, where all has happened."""
-    event = torch.cuda.Event() if is_on_gpu else None
+def mark(device: torch.device) -> torch.cuda.Event | None:
+    """Return a place in the device's stream, for which the host can wait; None on a CPU, where all has happened.
+
+    The device need not be the current one, in a program of one rank.
+    """
+    event = torch.cuda.Event() if device.type == "cuda" else None
     if event is not None:
-        event.record()
+        event.record(torch.cuda.current_stream(device))
     return event

@@ -1,7 +1,7 @@
 """Clock of one step: it divides the step's seconds into phases.
 
-A mark is `time.perf_counter` on the CPU and an event in the current stream on CUDA. An event costs the host nothing
-until it is read. `read` waits for the end of the step, so the loop calls it when the next step is already in flight.
+A mark is `time.perf_counter` on the CPU and an event in the device's current stream on CUDA. An event costs the host
+nothing until it is read. `read` waits for the end of the step, so the loop calls it when the next is in flight.
 """
 
 from __future__ import annotations
@@ -61,11 +61,11 @@ class StepClock:
 
 
 def mark_now(device: torch.device) -> Mark:
-    """Return a point in time: on CUDA in the current stream, else `time.perf_counter`."""
+    """Return a point in time: on CUDA in the device's current stream, else `time.perf_counter`."""
     if device.type != "cuda":
         return time.perf_counter()
     event = torch.cuda.Event(enable_timing=True)
-    event.record()
+    event.record(torch.cuda.current_stream(device))
     return event
 
 

@@ -94,7 +94,7 @@ class StepSums:
         self._on_host.copy_(self._sums, non_blocking=True)
         if self._is_on_gpu:
             self._copied = torch.cuda.Event()
-            self._copied.record()
+            self._copied.record(torch.cuda.current_stream(self._sums.device))
 
     def expect_same_gathers(self) -> None:
         """Raise RuntimeError on all ranks if they did not gather the same, see [Note: same gathers]."""
