@@ -17,7 +17,7 @@ import pytest
 from tests.composing import compose_once, composed, values_of
 from tests.somebody_else import not_root, open_to_all, read_only
 from zeroexp import __main__ as zeroexp
-from zeroexp.check import rules_of_one_key
+from zeroexp.check import rules_machine, rules_of_one_key
 from zeroexp.check.try_data import require_readable
 from zeroexp.check.try_points import try_points
 from zeroexp.cluster.sweep import Sweep
@@ -218,7 +218,7 @@ def test_what_only_the_nodes_of_slurm_may_see_is_not_judged_here(line, offline):
 
 
 def test_cuda_on_a_machine_without(here, monkeypatch, refused):
-    monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
+    monkeypatch.setattr(rules_machine, "num_gpus", lambda: 1)
     answer = refused("cluster.device=cuda")
     problem = "1 GPUs here for world_size=2"
     assert answer == f"cluster.device=cuda: {problem}; use cluster.device=auto or cpu"

@@ -18,6 +18,8 @@ from typing import Any
 import pytest
 
 from tests import rank_code
+from tests.cluster.test_sweep import ONE
+from tests.cluster.test_sweep import zeroexp as zeroexp_in
 from tests.composing import composed
 from tests.warm import Warm, start_servers_with
 from zeroexp.cluster.job import Job, JobOutcome
@@ -103,6 +105,34 @@ def test_a_server_that_is_lost_while_points_are_tried_is_told_and_replaced(tmp_p
         with pytest.raises(ConfigError, match=r"^no point can be tried: .* with code 3$"):
             local.try_points([replace(fine, plugins=["dies_when_imported"])])
         assert local.try_points([fine]) == [None]
+
+
+ASKS_CUDA = """
+import os, pathlib, torch
+
+has_asked, fork = False, os.fork
+
+def device_count():
+    global has_asked
+    has_asked = True
+    pathlib.Path(__file__).with_name("asked").touch()
+    return 0
+
+def fork_unless_asked():
+    if has_asked:
+        raise RuntimeError("Cannot re-initialize CUDA in forked subprocess")
+    return fork()
+
+torch.cuda.device_count, os.fork = device_count, fork_unless_asked
+"""
+
+
+def test_gpus_are_counted_by_no_process_that_forks_ranks(tmp_path):
+    """As where torch asks CUDA itself, which no fork can use after that: beside a part of a GPU, or without NVML."""
+    (tmp_path / "asks_cuda.py").write_text(ASKS_CUDA)
+    done = zeroexp_in(tmp_path, "plugins=asks_cuda", *ONE, "cluster.device=auto")
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "asked").exists()
 
 
 def test_ranks_meet_without_a_port(local, tmp_path):

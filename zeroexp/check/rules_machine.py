@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Iterator
+from functools import cache
 
 from zeroexp.check.refusal import Refusal
 from zeroexp.config.engines import ENGINES
@@ -26,11 +27,23 @@ def check_device(config: Config) -> Iterator[Refusal]:
         yield key, problem, "use cluster.device=auto or cpu"
 
 
+@cache
 def num_gpus() -> int:
-    """Count the GPUs that this process may use. torch asks NVML: a process that forks ranks must not start CUDA."""
+    """Count the GPUs that this process may use, in one that ends: it may fork ranks, and so must not start CUDA itself.
+
+    torch asks NVML, and CUDA where that does not tell, as of a part of a GPU (MIG).
+    """
     import torch  # for a second, and most lines ask for no GPU
 
-    return torch.cuda.device_count()
+    if torch.cuda.is_initialized():  # in a rank
+        return torch.cuda.device_count()
+    if (pid := os.fork()) == 0:
+        count = 0
+        try:
+            count = torch.cuda.device_count()
+        finally:
+            os._exit(count)
+    return max(0, os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
 
 
 def check_ranks_fit_host_memory(config: Config) -> Iterator[Refusal]:

@@ -34,8 +34,9 @@ from zeroexp.cluster import emulated_network
 from zeroexp.process.cheap_imports import importing_cheaply
 
 with importing_cheaply():
-    import torch
+    from zeroexp.process.world import RankInfo, environment_of_rank  # and torch
 
+from zeroexp.check.rules_machine import num_gpus
 from zeroexp.cluster.emulated_network import open_nodes
 from zeroexp.cluster.job import Ending
 from zeroexp.cluster.rank_entry import run_and_leave
@@ -45,7 +46,6 @@ from zeroexp.config.keys import Config, ConfigError, load
 from zeroexp.measure.tcp_bytes import LINK
 from zeroexp.process import locks, progress, safe_output, signals
 from zeroexp.process.watchdog.hung import WatchedRank
-from zeroexp.process.world import RankInfo, environment_of_rank
 from zeroexp.registry import RegistryError
 from zeroexp.tracking import attempt, failure
 
@@ -166,8 +166,8 @@ def _rehearsed(folder: Path, module: Any) -> dict[str, Any]:
 
 def _device(config: Config, nodes: Sequence[int]) -> str:
     device = config.cluster.device
-    if device == "auto":  # counting GPUs makes no CUDA context
-        has_all = not nodes and torch.cuda.device_count() >= config.world_size
+    if device == "auto":
+        has_all = not nodes and num_gpus() >= config.world_size
         device = "cuda" if has_all else "cpu"
     return device
 
@@ -177,12 +177,13 @@ def _run_ranks(
 ) -> Ending:
     """Run the ranks on these nodes, whose namespaces they enter; none where all are on this machine as it is."""
     gc.freeze()  # otherwise a child's first collection copies the pages of all imported objects
-    device, size = _device(config, nodes), config.world_size
+    size = config.world_size
     per_node = size // config.cluster.num_nodes
     ranks: list[WatchedRank] = []
     # The folder in which ranks meet goes last, when they have ended.
     with contextlib.ExitStack() as meeting:
         try:
+            device = _device(config, nodes)
             # Unlike a free port, nobody can take a file between its choice and its use.
             where = meeting.enter_context(locks.temporary_folder())
             for rank in range(size):
