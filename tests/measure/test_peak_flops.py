@@ -73,7 +73,13 @@ def test_the_fastest_of_the_sizes_counts_and_two_runs_name_one_peak(monkeypatch)
 def test_a_slow_product_is_not_tried_again(monkeypatch):
     """A finished run waits for it: bf16 without instructions for it takes seconds a product."""
     asked: list[int] = []
-    monkeypatch.setattr(peaks, "_seconds", lambda left, right: asked.append(len(left)) or 1.0)
+
+    def seconds(left: torch.Tensor, right: torch.Tensor) -> float:
+        assert len(left.unique()) > 1 < len(right.unique()), "of equal values a GPU is faster"
+        asked.append(len(left))
+        return 1.0
+
+    monkeypatch.setattr(peaks, "_seconds", seconds)
     with worlds.joined_process_group(device="cpu") as world:
         peaks.measure_peak_flops(world, torch.bfloat16)
     assert asked == peaks.SIZES["cpu"]

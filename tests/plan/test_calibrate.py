@@ -12,6 +12,7 @@ from dataclasses import replace
 from multiprocessing import get_context
 
 import pytest
+import torch
 
 from zeroexp.calibrate import __main__ as command
 from zeroexp.calibrate import rates
@@ -85,6 +86,16 @@ def test_rates_are_those_of_every_dtype_shape_and_transport(monkeypatch):
     }
     assert set(found.links) == {"direct", "gloo"}
     assert min(found.bytes_per_second, found.launch_seconds) > 0
+
+
+def test_products_are_of_values_that_differ(monkeypatch):
+    """Of equal ones a GPU needs less power, so that its clock is higher than in training."""
+    multiplied: list[torch.Tensor] = []
+    few = replace(rates.SIZES["cpu"], rows=(1, 8), width=16, num_matrices=2)
+    monkeypatch.setattr(rates, "_least_seconds", lambda do, _: do() or 1.0)
+    monkeypatch.setattr(rates.functional, "linear", lambda *both: multiplied.extend(both))
+    rates._measure_products(torch.float32, few, torch.device("cpu"))
+    assert len(multiplied) == 8 and min(len(each.unique()) for each in multiplied) > 1
 
 
 def test_a_machine_without_gpus_says_so_in_one_line(monkeypatch, capsys, tmp_path):

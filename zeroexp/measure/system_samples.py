@@ -66,7 +66,9 @@ def _sample(path: Path, seconds: float, over: threading.Event) -> None:
 
 
 def _gpus() -> dict[str, float]:
-    """Return what the GPUs of this node that its ranks see are busy with, all processes together; empty without one.
+    """Return what the GPUs that this rank sees are busy with, all processes together; empty without one.
+
+    Where a site shows each rank its own GPU alone, that is the first of the node's.
 
     NVML (nvidia-ml-py) tells it without making a context. Where it is not installed, or does not tell, as of a part of
     a GPU, this rank's own GPU tells.
