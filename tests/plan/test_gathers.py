@@ -139,7 +139,14 @@ class Steps(Loops):
         return torch.cat([super(Steps, self).run(each) for each in x.split(1, 1)], 1)
 
 
-OWN_LOOPS = (Truncated, Reentrant, Looks, Steps)
+class Chunks(Loops):
+    """Its blocks take sixteen tokens at a time."""
+
+    def run(self, x: Tensor) -> Tensor:
+        return torch.cat([super(Chunks, self).run(each) for each in x.split(16, 1)], 1)
+
+
+OWN_LOOPS = (Truncated, Reentrant, Looks, Steps, Chunks)
 
 
 @pytest.fixture
@@ -161,6 +168,7 @@ def loops() -> Iterator[None]:
         ("reentrant", (ALL,), [1, 2, 2]),
         ("looks", (LAST,), [1, 2, 1]),
         ("steps", (LAST, "data.seq_len=20"), [1, 40, 40]),
+        ("chunks", (LAST, "data.seq_len=40"), [1, 6, 6]),
         ("truncated", (ALL, "model.freeze=[embed*,blocks.0*]"), [1, 1, 1]),
     ],
 )
@@ -182,8 +190,18 @@ def test_uses_are_counted_for_each_length_of_one_model(loops):
     ]
 
 
+def test_few_tokens_tell_how_often_all_use_a_module(loops):
+    config = config_of(*STEP, "model.family=steps", LAST, "data.seq_len=4095")
+    model, lengths = build_on_meta(config), list[int]()
+    model.module.embed.register_forward_hook(lambda *its: lengths.append(its[2].shape[1]))
+    form = form_of(config, model, "native")
+    assert isinstance(form, EngineForm)
+    assert form.gathers == [1, 2 * 4095, 2 * 4095]
+    assert lengths == [7, 11, 15]
+
+
 @pytest.mark.parametrize("stage", ["zero2", "zero3"])
-@pytest.mark.parametrize("model", ["hrm", "truncated", "reentrant"])
+@pytest.mark.parametrize("model", ["hrm", "truncated", "reentrant", "looks"])
 def test_fsdp2_gathers_anew_for_each_use(monkeypatch, loops, model, stage):
     calls: Counter[str] = Counter()
     run, forget = Timeline.run, Timeline.forget

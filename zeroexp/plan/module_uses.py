@@ -23,8 +23,8 @@ from zeroexp.models.module import BuiltModel, patched_for_fake_tensors, without_
 from zeroexp.zero.grouping import Group, outer_names
 from zeroexp.zero.schedule import tensors_in
 
-# Tokens of the passes; where these use a module differently, as of one that takes them one by one, all are taken.
-FEW_TOKENS = 8, 16
+# Tokens by which short passes differ, and of the one that tells whether modules take chunks of more.
+FEW_TOKENS, MANY_TOKENS = 4, 256
 
 
 class Use(NamedTuple):
@@ -67,9 +67,28 @@ def _listed(model: BuiltModel, units: Sequence[Group]) -> list[Use]:
 
 
 def _uses_by_length(config: Config, module: nn.Module) -> list[Use] | None:
-    most = config.data.seq_len
-    fewer, few = (_uses_of(config, module, min(most, num)) for num in FEW_TOKENS)
-    return few if fewer == few or most in FEW_TOKENS else _uses_of(config, module, most)
+    """Return the uses by all tokens, by passes of few where these tell: those of a recurrent model would take minutes.
+
+    Modules that take tokens one by one are used as often more for each few tokens more. Chunks of more than the many
+    tokens are not seen.
+    """
+    most, uses_of = config.data.seq_len, partial(_uses_of, config, module)
+    times, rest = divmod(most, FEW_TOKENS)
+    if times > 3:
+        few, more = (uses_of(num * FEW_TOKENS + rest) for num in (1, 2))
+        if few == more:
+            return few if few == uses_of(min(most, MANY_TOKENS)) else uses_of(most)
+        if few and more and _extended(few, more, 2) == uses_of(3 * FEW_TOKENS + rest):
+            return _extended(few, more, times - 1)
+    return uses_of(most)
+
+
+def _extended(few: list[Use], more: list[Use], times: int) -> list[Use]:
+    """Return the fewer uses, with what the longer pass has more of them so often."""
+    at = next(
+        (i for i, pair in enumerate(zip(few, more, strict=False)) if pair[0] != pair[1]), len(few)
+    )
+    return few[:at] + more[at : at + len(more) - len(few)] * times + few[at:]
 
 
 def _uses_of(config: Config, module: nn.Module, num_tokens: int) -> list[Use] | None:

@@ -14,6 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import compress
 from math import prod
 from typing import NamedTuple, TypeVar
 
@@ -27,7 +28,7 @@ from zeroexp.models.module import BuiltModel
 from zeroexp.plan.form_of_config import arguments_of_every_form
 from zeroexp.plan.form_terms import ClosedForm, HeldElements, Owned, owned_of
 from zeroexp.plan.module_uses import Use, uses_in_forward
-from zeroexp.zero.grouping import group_parameters, named_in, with_shared_in_root
+from zeroexp.zero.grouping import group_parameters, named_in, outer_names, with_shared_in_root
 
 Dealt = TypeVar("Dealt")
 
@@ -123,12 +124,14 @@ class DdpForm(ClosedForm):
 class FsdpForm(ClosedForm):
     """FSDP2: `units` are the parameters of the root and of each block; the root stays gathered until its backward.
 
-    Only trainable parameters are reduced. gathers: of each unit in one microbatch, or without reshard in one step.
+    gathers: of each unit in one microbatch, or without reshard in one step. is_reached: whether backward reaches it, so
+    that its trainable parameters are reduced.
     """
 
     units: Sequence[Sequence[ParameterShape]]
     reshards: bool = True  # blocks are freed after forward: zero3
     gathers: Sequence[int] = ()
+    is_reached: Sequence[bool] = ()
     replicas: int = 1
     at_rest = "master"  # the shards are the master weights, but for those of what is frozen
 
@@ -141,14 +144,19 @@ class FsdpForm(ClosedForm):
             return Traffic()
         times = self.accumulation if self.reshards else 1  # else only after weights have changed
         used = [(u, times * num) for u, num in zip(self.units, self.gathers, strict=True) if u]
-        reducing = sum(any(p.trainable for p in unit) for unit in self.units)
+        trained = [
+            [p for p in unit if p.trainable] for unit in compress(self.units, self.is_reached)
+        ]
         peers, reductions = self.group_size - 1, self.accumulation
-        reduced = self._shard(p for p in self._all if p.trainable)
+        reduced = sum(map(self._shard, trained))
         sent = {
             "gather": peers * self._compute * sum(num * self._shard(unit) for unit, num in used),
             "reduce": peers * self._reduce * reductions * reduced,
         }
-        calls = {"gather": sum(num for _, num in used), "reduce": reductions * reducing}
+        calls = {
+            "gather": sum(num for _, num in used),
+            "reduce": reductions * sum(map(bool, trained)),
+        }
         if self.replicas > 1:  # an all-reduce of what each reduction left
             others = self.replicas - 1
             numel = reductions * reduced
@@ -228,10 +236,13 @@ def _fsdp_form(config: Config, model: BuiltModel) -> FsdpForm:
     reshards = config.strategy.name == "zero3"
     uses = uses_in_forward(config, model, groups)
     gathers = fsdp_gathers(uses, [group.name for group in groups if group.parameters], reshards)
+    names = (use.name for use in uses if use.has_backward)
+    reached = {each for name in names for each in ("", *outer_names(name), name)}
     return FsdpForm(
         units=[_shapes(group.parameters.values(), group.kinds) for group in groups],
         reshards=reshards,
         gathers=[gathers[group.name] for group in groups],
+        is_reached=[group.name in reached for group in groups],
         replicas=config.grid.num_groups,
         **arguments_of_every_form(config),
     )
