@@ -21,7 +21,7 @@ from tests.warm import Warm
 from zeroexp.cluster import slurm_state
 from zeroexp.cluster.batch_file import BatchFile, array_file, batch_file
 from zeroexp.cluster.code_snapshot import PACKAGE, snapshot_code
-from zeroexp.cluster.follow import cancel_unfinished, follow, refresh
+from zeroexp.cluster.follow import cancel, cancel_unfinished, follow, refresh
 from zeroexp.cluster.job import Job
 from zeroexp.cluster.slurm_state import Sighting, conclude_state
 from zeroexp.cluster.submit import SUBMITTING, _complaint, hold, slurm_id, submit_all
@@ -149,13 +149,17 @@ def test_a_batch_file_heeds_neither_the_users_options_nor_what_a_killed_attempt_
 
 
 @pytest.mark.parametrize(
-    ("words", "num_asked"),
-    [("Unexpected message received for job 7", 3), ("Access/permission denied for job 7", 1)],
+    ("words", "num_asked", "waits"),
+    [
+        ("Unexpected message received for job 7", 3, True),
+        ("Access/permission denied for job 7", 1, False),
+        ("Job/step already completing or completed for job 7", 1, True),
+    ],
 )
 def test_a_controller_that_is_away_is_asked_again_for_another_start(
-    slurm, monkeypatch, tmp_path, words, num_asked
+    slurm, monkeypatch, tmp_path, words, num_asked, waits
 ):
-    """It takes the third request, and ends the job, which waits for that."""
+    """It takes the third request, or took one whose answer was lost, and ends the job, which waits for that."""
     asked = tmp_path / "asked"
     takes = f"[ $(wc -l < {asked}) -lt 3 ] || exit 0"
     requeue = f"echo >> {asked}; {takes}; echo 'slurm_requeue error: {words}'; exit 1"
@@ -173,7 +177,7 @@ def test_a_controller_that_is_away_is_asked_again_for_another_start(
     subprocess.run(["bash", batch], timeout=60)
     assert len(asked.read_text()) == num_asked
     (ended,) = [*(job.folder / "slurm").glob("ended*")] or [None]
-    assert (ended is None) == (num_asked == 3)
+    assert (ended is None) == waits
     assert ended is None or words in ended.read_text()
 
 
@@ -629,6 +633,30 @@ def test_a_job_whose_submitter_died_behind_sbatch_goes_on(slurm, tmp_path):
     refresh([job])
     assert job.status == "running" and slurm_id(job) == "7"
     assert not (tmp_path / "cancelled").exists()
+
+
+@pytest.mark.parametrize("is_wished", [False, True])
+def test_a_job_that_slurm_shows_after_its_submitter_has_died_is_cancelled_on_request_alone(
+    slurm, tmp_path, is_wished
+):
+    """The first look comes while sbatch still asks the controller."""
+    queued = tmp_path / "queued"
+    shown = f"case $* in *Comment*) {NAME_OF.format(here=tmp_path)} ;; *) echo '7|RUNNING|None|n1|N/A|0|' ;; esac"
+    slurm(
+        squeue=f"[ ! -e {queued} ] || {shown}",
+        sacct="true",
+        scancel=f'echo "$@" >> {tmp_path}/cancelled',
+    )
+    job, _ = slurm_jobs(tmp_path)
+    write_json(job.folder / SUBMITTING, {"name": "of the one that died"})
+    owned_by_a_dead_process(tmp_path)
+    refresh([job])
+    if is_wished:
+        cancel([job], "cancelled by watch --cancel")
+    queued.touch()
+    refresh([job])
+    assert job.status == ("cancelled" if is_wished else "running") and slurm_id(job) == "7"
+    assert (tmp_path / "cancelled").exists() == is_wished
 
 
 def owned_by_a_dead_process(sweep: Path) -> None:

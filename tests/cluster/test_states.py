@@ -22,7 +22,7 @@ CAUSE = r"rank 1 on \S+: ArithmeticError: not a number \(.*\)"
 MEMORY = r"rank 1 on \S+: (RuntimeError|OutOfMemoryError): out of memory: .*"
 LIMIT = r"time limit of 3600 s \(cluster\.timeout_s\)"
 DEADLINE = r"its deadline came \(cluster\.slurm\.sbatch\.deadline\)"
-UNSTARTED = r"cancelled in Slurm( before it began on node1 \(sinfo -R may say why\))?"
+UNSTARTED = r"cancelled in Slurm before it began on node1 \(sinfo -R may say why\)"
 SLURMS_LIMIT = r"out of memory: Slurm's limit was reached \(node1\)"
 NO_RESULT = "Slurm says no error, and no result either; see .*"
 FORGOTTEN = "Slurm has forgotten the job, and it left no result"
@@ -86,7 +86,10 @@ PAIRS: dict[str | None, dict[str, tuple[str, str | None]]] = {
     None: {"nothing": ("failed", FORGOTTEN), **FILES_DECIDE},
     "COMPLETED": {"nothing": ("failed", NO_RESULT), **FILES_DECIDE},
     "FAILED": {"nothing": ("failed", r"Slurm says FAILED \(Why\); see .*"), **FILES_DECIDE},
-    "CANCELLED": dict.fromkeys(LEFT, ("cancelled", UNSTARTED)),
+    "CANCELLED": {
+        **dict.fromkeys(LEFT, ("cancelled", UNSTARTED)),
+        "words of the batch file": ("cancelled", "cancelled in Slurm"),
+    },
     "TIMEOUT": dict.fromkeys(LEFT, ("timed_out", LIMIT)),
     "DEADLINE": dict.fromkeys(LEFT, ("timed_out", DEADLINE)),
     "NODE_FAIL": dict.fromkeys(LEFT, ("node_lost", r"node lost \(node1\)")),

@@ -286,7 +286,8 @@ def _end_lines(slurm: Path) -> list[str]:
         f"    if {preempted} && [[ ${{words##*$'\\n'}} =~ [0-9] ]]; then",
         f'        echo {shlex.quote(PREEMPTED)} > "$ended"; wait_to_be_killed',
         "    fi",
-        f'    ask scontrol requeue "${JOB}" && wait_to_be_killed',
+        # It is already, where the answer to the first request was lost.
+        f'    {{ ask scontrol requeue "${JOB}" || [[ $words =~ already ]]; }} && wait_to_be_killed',
         f'    echo "{TIME_LIMIT}; not requeued: $words" > "$ended"',
         "fi",
         "exit $code",

@@ -81,10 +81,21 @@ def _adopt_all(jobs: Iterable[Job]) -> None:
     for job in jobs:
         if not adopt(job):
             continue
-        if job.status == "cancelled":  # by watch --cancel, before anybody knew the id
+        # Of a wish, before anybody knew the id; a submitter's death ends no job that Slurm shows later.
+        if job.status == "cancelled" and _wish_of(job).exists():
             slurm_state.cancel(filter(None, [slurm_id(job)]))
         else:
             job.enter("pending")
+
+
+def _wish_of(job: Job) -> Path:
+    return job.folder / slurm_state.SRUN_WRITES / CANCELLED_BY
+
+
+def _note_wish(job: Job, reason: str) -> Path:
+    _wish_of(job).parent.mkdir(exist_ok=True)
+    _wish_of(job).write_text(reason, encoding="utf-8")
+    return _wish_of(job)
 
 
 def cancel(jobs: Sequence[Job], reason: str) -> list[Job]:
@@ -95,14 +106,13 @@ def cancel(jobs: Sequence[Job], reason: str) -> list[Job]:
     _adopt_all(jobs)
     with suppress(SlurmSilent):  # a job that has ended by now keeps its end
         refresh(jobs)
-    waiting = [job for job in jobs if awaits_sbatch(job)]
+    waiting = [job for job in jobs if awaits_sbatch(job) or (job.folder / SUBMITTING).exists()]
     for job in waiting:
+        _note_wish(job, reason)
         job.enter("cancelled", reason)
     open_jobs = unfinished(jobs)
-    notes = [job.folder / slurm_state.SRUN_WRITES / CANCELLED_BY for job in open_jobs.values()]
-    for note in notes:  # for whoever sees the end before this process writes it
-        note.parent.mkdir(exist_ok=True)
-        note.write_text(reason, encoding="utf-8")
+    # For whoever sees the end before this process writes it.
+    notes = [_note_wish(job, reason) for job in open_jobs.values()]
     try:
         slurm_state.cancel([*open_jobs, *filter(None, map(slurm_id, waiting))])
     except SlurmSilent:

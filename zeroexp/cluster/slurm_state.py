@@ -145,9 +145,9 @@ def conclude_state(job: Job, seen: Sighting | None) -> tuple[Status, str | None]
     if seen.word == "CANCELLED":
         if (ours := job.folder / SRUN_WRITES / CANCELLED_BY).exists():
             return "cancelled", ours.read_text(encoding="utf-8")
-        # Where a node's Prolog fails, say.
-        signs = (job.folder / SRUN_WRITES / JOB_ID, _batch_errors(job))
-        unstarted = seen.nodes and not any(sign.exists() for sign in signs)
+        # Where a node's Prolog fails, say. NFS caches that a file is missing, unless the folder is listed.
+        there = {path.name for path in (job.folder / SRUN_WRITES).glob("*")}
+        unstarted = seen.nodes and there.isdisjoint({JOB_ID, _batch_errors(job).name})
         where = f" before it began on {seen.nodes} (sinfo -R may say why)" if unstarted else ""
         return "cancelled", f"{CANCELLED_IN_SLURM}{where}"
     if seen.word == "DEADLINE":
