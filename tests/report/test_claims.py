@@ -220,6 +220,15 @@ def test_a_repeat_that_was_not_rehearsed_is_held_to_the_plan_of_another(
     assert [line.split(":")[0] for line in conclude(points(sweep)).broken] == ["peaks"]
 
 
+def test_means_of_a_repeat_that_was_resumed_are_of_other_steps(sweep: Path, again: Path) -> None:
+    summary = json.loads((again / "summary.json").read_text())
+    sent = {kind: number + 0.5 for kind, number in summary["sent_bytes_by_kind"].items()}
+    calls = {kind: number + 0.25 for kind, number in summary["calls_by_kind"].items()}
+    changes = {"sent_bytes_by_kind": sent, "calls_by_kind": calls}
+    change(again / "summary.json", {**changes, "num_steps": summary["num_steps"] - 1})
+    assert conclude(points(sweep)).broken == []
+
+
 def test_what_no_engine_of_the_study_counts_is_not_claimed(sweep: Path) -> None:
     shutil.rmtree(sweep / "ours")
     verdict, *lines = conclude(points(sweep)).claim_lines
