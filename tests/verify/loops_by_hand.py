@@ -14,6 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import get_world_size
+from torch.distributed.nn.functional import all_gather
+from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.functional import cross_entropy, pad
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
@@ -624,13 +626,13 @@ class Summing(torch.optim.AdamW):
 class SummingSGD(torch.optim.SGD):
     """Of `share` of each rank's gradient."""
 
-    def __init__(self, model: Any, share: Any = lambda: 1.0) -> None:
+    def __init__(self, model: Any, share: Any = lambda: 1.0, group: Any = None) -> None:
         super().__init__(model.parameters(), lr=0.1)
-        self.share = share
+        self.share, self.group = share, group
 
     def step(self, closure: Any = None) -> Any:
         for parameter in self.param_groups[0]["params"]:
-            dist.all_reduce(parameter.grad)
+            dist.all_reduce(parameter.grad, group=self.group)
             parameter.grad *= self.share()
         return super().step(closure)
 
@@ -670,7 +672,7 @@ def by_all_labels(num_ranks: Any) -> Any:
 
     def loss(model: Any, batch: Batch) -> Tensor:
         words, targets = batch
-        number = torch.tensor(float(targets.numel()))
+        number = (targets >= 0).sum().float()
         dist.all_reduce(number)
         summed = cross_entropy(model(words).flatten(0, 1), targets.flatten(), reduction="sum")
         return summed / number * num_ranks()
@@ -725,6 +727,49 @@ def counts_and_takes_a_mean() -> Loop:
     return of_ddp(by_all_labels(lambda: 1), adamw)
 
 
+def counts_unequal_labels() -> Loop:
+    """A right loop; the plain process knows no other rank's number of labels."""
+    loop = counts_labels_of_all_ranks()
+    loop.batch = unequal_batch
+    return loop
+
+
+def means_beside_unequal_labels() -> Loop:
+    """A wrong one of the same loss: each rank takes the mean over its own labels."""
+    loop = of_ddp(loss_of, adamw)
+    loop.loss, loop.batch = by_all_labels(get_world_size), unequal_batch
+    return loop
+
+
+def gathers_with_gradients() -> Loop:
+    """Wrong by a factor, beside a loss whose backward exchanges gradients."""
+
+    def gathered(model: Any, batch: Batch) -> Tensor:
+        return torch.stack([*all_gather(loss_of(model, batch))]).mean()
+
+    loop = of_ddp(lambda model, batch: 1.5 * gathered(model, batch), adamw)
+    loop.loss = gathered
+    return loop
+
+
+def coalesces_its_counts() -> Loop:
+    def loss(model: Any, batch: Batch) -> Tensor:
+        numbers = [torch.ones(1), torch.ones(1)]
+        dist.all_reduce_coalesced(numbers)
+        return loss_of(model, batch) * numbers[0]
+
+    return of_ddp(loss, adamw)
+
+
+def rounds_all_away() -> Loop:
+    """Two losses of which rounding is all that is left."""
+
+    def loss(model: Any, batch: Batch) -> Tensor:
+        return (1 + 3e-7) * loss_of(model, batch) - loss_of(model, batch)
+
+    return of_ddp(loss, adamw)
+
+
 def sums_in_a_group_of_its_own() -> Loop:
     group = dist.new_group(backend="gloo")
 
@@ -750,6 +795,29 @@ def takes_means_in_both_steps() -> Loop:
         return SummingSGD(model, lambda: 1 / get_world_size())
 
     return of_an_optimizer(make, make, lambda: 1)
+
+
+def takes_means_by_a_number_that_it_keeps() -> Loop:
+    def make(model: Any) -> torch.optim.Optimizer:
+        ranks = get_world_size()
+        return SummingSGD(model, lambda: 1 / ranks)
+
+    return of_an_optimizer(make, make, lambda: 1)
+
+
+def sums_in_a_group_that_it_keeps() -> Loop:
+    def make(model: Any) -> torch.optim.Optimizer:
+        return SummingSGD(model, group=dist.group.WORLD)
+
+    return of_an_optimizer(make, make)
+
+
+def shards_both_optimizers() -> Loop:
+    def make(model: Any) -> torch.optim.Optimizer:
+        words: Any = {"optimizer_class": torch.optim.AdamW, "lr": 1e-2}
+        return ZeroRedundancyOptimizer(model.parameters(), **words)
+
+    return of_ddp(loss_of, make)
 
 
 def sums_before_and_in_both_steps() -> Loop:
@@ -787,6 +855,10 @@ def of_an_optimizer(make: Any, plain: Any = adamw, num_ranks: Any = get_world_si
     return Loop(model=Model(), loss=loss_of, batch=batch_of, optimizer=plain, train=train)
 
 
+def ramp(optimizer: Any) -> Any:
+    return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda n: min(1.0, (n + 1) / 4))
+
+
 def overflows(
     scale: float = 2.0**127, moved: float = 0.0, goes_on: int = 1, make: Any = adamw
 ) -> Loop:
@@ -794,9 +866,6 @@ def overflows(
 
     moved: what weights gain in it. goes_on: steps of the schedule in it.
     """
-
-    def ramp(optimizer: Any) -> Any:
-        return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda n: min(1.0, (n + 1) / 4))
 
     def train(model: nn.Module) -> Any:
         wrapped, own = DistributedDataParallel(model), make(model)
@@ -848,10 +917,12 @@ def one_overflows(
     clip: float | None = None,
     fused: bool = False,
     ranks: Sequence[int] = range(9),
+    overflowing: Sequence[int] = (1,),
+    scheduler: Any = None,
 ) -> Loop:
     """Of two optimizers under one GradScaler one overflows in the second step, on these ranks.
 
-    moved: a weight that gains in it, and by how much.
+    moved: a weight that gains in it, and by how much. scheduler: of each optimizer, and waits with it.
     """
 
     def train(model: nn.Module) -> Any:
@@ -861,11 +932,12 @@ def one_overflows(
             count(),
         )
         scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+        schedules = [scheduler(each) for each in own if scheduler]
 
         def step(batches: Sequence[Batch]) -> None:
             for batch in batches:
                 scaler.scale(loss_of(wrapped, batch) / len(batches)).backward()
-            is_second = next(steps) == 1
+            is_second = next(steps) in overflowing
             if is_second and dist.get_rank() in ranks:
                 gradient: Any = model.get_parameter("embed.weight").grad
                 gradient[0, 0] = torch.inf
@@ -878,11 +950,14 @@ def one_overflows(
             if is_second and moved:
                 model.get_parameter(moved).data += by
             scaler.update()
+            for schedule in schedules[:1] if is_second else schedules:
+                schedule.step()
             wrapped.zero_grad()
 
         return wrapped, step
 
     words: Any = {"optimizer": hidden_first, "train": train, "max_grad_norm": clip}
+    words["scheduler"] = scheduler
     return Loop(model=Model(), loss=loss_of, batch=batch_of, **words)
 
 
@@ -902,6 +977,15 @@ def one_overflows_and_moves() -> Loop:
 
 def one_overflows_and_another_moves() -> Loop:
     return one_overflows("blocks.0.up.weight", 1e-3)
+
+
+def one_overflows_and_its_schedule_waits() -> Loop:
+    """As each of accelerate's schedules asks its own optimizer."""
+    return one_overflows(scheduler=ramp)
+
+
+def one_always_overflows() -> Loop:
+    return one_overflows(overflowing=range(9))
 
 
 def one_overflows_on_one_rank() -> Loop:

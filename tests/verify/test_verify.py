@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,7 +17,6 @@ from torch import nn
 from benchmarks.silent_loops import BUGS, adamw
 from tests.verify.loops import rows
 from tests.warm import Warm
-from zeroexp.process.world import fake_world
 from zeroexp.verify.compare_steps import CLIPPED
 from zeroexp.verify.local_elements import Places
 from zeroexp.verify.loop_to_verify import Loop
@@ -84,8 +84,7 @@ def test_a_frozen_integer_parameter_is_left_as_it_is():
     model.register_parameter("count", nn.Parameter(torch.tensor([3]), requires_grad=False))
     unused: Any = max
     loop = Loop(model=model, loss=unused, batch=unused, optimizer=adamw, train=unused)
-    with fake_world(0, 1):
-        exact, bounds = Updates(loop).step(Oracle(loop, 1).initial, {})
+    exact, bounds = Updates(loop).step(Oracle(loop, 1).initial, {})
     assert exact["count"].tolist() == [3.0] and bounds["count"] == 0
 
 
@@ -131,9 +130,6 @@ BY_HAND = {
     "logs_its_own_norm": None,
     "schedule_of_one": None,
     "sums_in_its_step": None,
-    "sums_in_both_steps": None,
-    "takes_means_in_both_steps": None,
-    "sums_before_and_in_both_steps": "scale",
     "centralizes": None,
     "counts_labels_of_all_ranks": None,
     "counts_by_the_environment": None,
@@ -156,6 +152,7 @@ BY_HAND = {
     "one_overflows_and_moves": "frozen",
     "one_overflows_and_another_moves": "optimizer",
     "one_overflows_on_one_rank": "stale",
+    "one_overflows_and_its_schedule_waits": None,
     "masters_overflow": None,
     "of_a_dataclass": None,
     "clips_each_microbatch": "norm",
@@ -172,6 +169,35 @@ BY_HAND = {
 def test_loops_by_hand_are_equal_or_named_by_their_kind():
     said = answers(HERE / "loops_by_hand.py", [(name, 2) for name in BY_HAND])
     assert {n: each and each[0] for n, each in zip(BY_HAND, said, strict=True)} == BY_HAND
+
+
+# Right loops and wrong ones that one process can not judge, and how what is said of them begins
+UNEQUAL = "Loop(loss=...): sums or gathers over ranks what differs between them"
+IN_ITS_STEP = "Loop(optimizer=...): sums or gathers over ranks in its step"
+NO_STAND_IN = (
+    "the plain process: {}: a collective, or a reduction, that one process can not stand in for"
+)
+REFUSED = {
+    "counts_unequal_labels": UNEQUAL,
+    "means_beside_unequal_labels": UNEQUAL,
+    "gathers_with_gradients": NO_STAND_IN,
+    "coalesces_its_counts": NO_STAND_IN,
+    "rounds_all_away": "no gradient is more than its rounding, so that none is judged",
+    "sums_in_both_steps": IN_ITS_STEP,
+    "takes_means_in_both_steps": IN_ITS_STEP,
+    "takes_means_by_a_number_that_it_keeps": IN_ITS_STEP,
+    "sums_in_a_group_that_it_keeps": IN_ITS_STEP,
+    "shards_both_optimizers": NO_STAND_IN,
+    "sums_before_and_in_both_steps": IN_ITS_STEP,
+    "one_always_overflows": "blocks.0.down.bias: all steps of its optimizer overflow",
+}
+
+
+def test_what_one_process_can_not_stand_in_for_is_refused():
+    said = answers(HERE / "loops_by_hand.py", [(name, 2, 300.0) for name in REFUSED])
+    for (name, begins), (word, text) in zip(REFUSED.items(), said, strict=True):
+        text = re.sub(r"\w+\.py:\d+", "{}", text)
+        assert (word, text[: len(begins)]) == ("refused", begins), name
 
 
 # Loops with two optimizers and weights of one element, and how what is said of them begins

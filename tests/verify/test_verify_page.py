@@ -110,7 +110,7 @@ CANNOT = {
     "of_a_spectral_norm": "Loop(loss=...): the same weights and microbatch give {number} and {number}: dropout,",
     "of_sparse_gradients": "Loop(model=...): an embedding's gradient is sparse; build it with sparse=False",
     "on_a_plateau": "Loop(scheduler=...): ReduceLROnPlateau steps by what a loop logs; leave it out",
-    "always_overflows": "all steps overflow; give GradScaler a smaller init_scale, or more --steps",
+    "always_overflows": "0.weight: all steps of its optimizer overflow; give GradScaler a smaller init_scale",
     "clips_by_value": "the loop clips by value, which the plain process does not: leave it out",
     "in_one_flat_tensor": "3.bias: no rank shows it whole, in a model or in a torch optimizer; begin with other values",
     "wrong_shape": "rank 0 of 1: loop.py:{line}: RuntimeError: mat1 and mat2 shapes cannot be multiplied",

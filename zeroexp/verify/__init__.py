@@ -11,9 +11,9 @@ they hold, and sends nothing (`observe.py`, `local_elements.py`, `ranks.py`). On
 
 Each begins from what the loop itself had, so that rounding does not grow from step to step, and the first line that
 differs is where the mistake is, not where it shows (`compare_steps.py`). How far a right loop may be off is measured
-beside what it should have (`rounding_oracle.py`). What the difference looks like is read from the gradients of single
-microbatches: those which a loop has are a sum of them, and the factor of each tells a scale from a missing sum
-(`explain_difference.py`).
+beside what it should have (`rounding_oracle.py`), where other ranks are equals of this one (`equal_ranks.py`). What the
+difference looks like is read from the gradients of single microbatches: those which a loop has are a sum of them, and
+the factor of each tells a scale from a missing sum (`explain_difference.py`).
 """
 
 from zeroexp.verify.loop_to_verify import Loop as Loop

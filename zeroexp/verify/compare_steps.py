@@ -79,6 +79,7 @@ class _Judge:
         # What no step has shown so far: a difference between microbatches, and an active clipping.
         self.is_one_microbatch = True
         self.is_never_clipped = loop.max_grad_norm is not None
+        self.is_judged = False  # whether any gradient is more than its rounding
         self.drowned: dict[str, None] = {}  # weights whose update is less than its rounding
 
     def judge(self) -> Verdict:
@@ -99,9 +100,16 @@ class _Judge:
     def _note_unjudged(self) -> None:
         """Say what is not known to be equal though nothing differs. Raises NoLoop where no sum could be judged."""
         steps = [each for record in self.records for each in record.steps]
-        if any(each.skipped for each in steps) and not any(each.settings for each in steps):
+        stepped = {name for each in steps for name in each.settings}
+        if never := {name for each in steps for name in each.skipped} - stepped:
             raise NoLoop(
-                "all steps overflow; give GradScaler a smaller init_scale, or more --steps"
+                f"{min(never)}: all steps of its optimizer overflow; "
+                "give GradScaler a smaller init_scale, or more --steps"
+            )
+        if not self.is_judged:
+            raise NoLoop(
+                "no gradient is more than its rounding, so that none is judged: give Loop(loss=...) whose parts cancel "
+                "less, or a Loop(dtype=...) of more bits"
             )
         if self.is_one_microbatch:
             raise NoLoop(
@@ -277,6 +285,7 @@ class _Judge:
         }
         ordered = sorted(relative.values()) or [0.0]
         self.verdict.rounding = ordered[len(ordered) // 2]
+        self.is_judged |= any(each <= 0.5 for each in relative.values())
         for name, each in relative.items():
             if each > 0.5:
                 self._note(f"{name}: its gradient is rounding alone, and is not judged")

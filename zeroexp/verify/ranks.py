@@ -7,20 +7,17 @@ import traceback
 from collections.abc import Callable, Generator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 import torch.distributed.fsdp  # here, so that ranks, which are forks, need not import it
 import torch.distributed.optim
-from torch import Tensor
-from torch._C._distributed_c10d import FakeProcessGroup, FakeWork
-from torch.distributed import ReduceOp, distributed_c10d
 
 from zeroexp.process.on_ranks import RankFailed, on_ranks
-from zeroexp.process.world import RankInfo, World, environment_of_rank
+from zeroexp.process.world import World
 from zeroexp.verify.compare_steps import Verdict, judge
+from zeroexp.verify.equal_ranks import REFUSED, REMEDY, stand_for_ranks
 from zeroexp.verify.local_elements import Places
 from zeroexp.verify.loop_to_verify import NoLoop, Source, batch_of, drawn_by, make_loop
 from zeroexp.verify.observe import LoopRecorder, Record, listen_to_clipping
@@ -66,35 +63,6 @@ def verify_world(source: Source, size: int, num_steps: int, seconds: float) -> V
     return verdict
 
 
-def stand_for_ranks(size: int) -> None:
-    """Be for a loop's own code the first of `size` ranks, of whose number its rate or microbatches may be made."""
-    dist.destroy_process_group()
-    distributed_c10d.ProcessGroupGloo = EqualRanks  # pyright: ignore[reportAttributeAccessIssue]
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=size)
-    os.environ.update(environment_of_rank(RankInfo(0, size, 0)))
-
-
-class EqualRanks(dist.ProcessGroup):
-    """Stands for torch's gloo: all ranks have what this one has, so that a sum is a multiple, and a gather copies.
-
-    A loss that divides by labels of all ranks, and multiplies by their number wherever it knows that from, is so the
-    mean over this rank's labels.
-    """
-
-    def __init__(self, store: dist.Store, rank: int, size: int, timeout: Any) -> None:
-        super().__init__(rank, size)  # pyright: ignore[reportCallIssue]
-        self.options = SimpleNamespace()  # in which torch notes the group's name
-        copying = FakeProcessGroup._create_internal(rank, size)  # pyright: ignore[reportPrivateUsage]
-        self._register_backend(torch.device("cpu"), self.BackendType.CUSTOM, copying)
-
-    def _set_sequence_number_for_group(self) -> None: ...
-
-    def allreduce(self, tensors: list[Tensor], options: Any) -> FakeWork:
-        for tensor in tensors if options.reduceOp == ReduceOp.SUM else ():
-            tensor.data *= self.size()  # as gloo, unseen by autograd
-        return FakeWork()
-
-
 @contextmanager
 def silenced() -> Generator[None]:
     """Show nothing of what a loop prints, and have its own calls find the process group made, as on one machine."""
@@ -113,6 +81,7 @@ def _one_line(error: BaseException, file: Path | None) -> str:
     frames = traceback.extract_tb(error.__traceback__)
     own = [frame for frame in frames if Path(frame.filename) == file] or frames
     what = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
+    what = REMEDY if REFUSED in what else what
     return f"{Path(own[-1].filename).name}:{own[-1].lineno}: {what}"
 
 

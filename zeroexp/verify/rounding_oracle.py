@@ -11,13 +11,13 @@ import copy
 import math
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
+from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
+from zeroexp.verify.equal_ranks import EqualRanks
 from zeroexp.verify.local_elements import LocalElements
 from zeroexp.verify.loop_to_verify import (
     Loop,
@@ -62,13 +62,16 @@ class Oracle:
         _fill(model, weights)
         uses = _uses(model, untied)
         rows: dict[str, list[Tensor]] = {name: [] for name in uses}
+        of_first: dict[int, list[Tensor]] = {}  # what rank 0 gives to collectives, by microbatch
         for rank, microbatch in torch.ones_like(self.counts).nonzero().tolist():
+            EqualRanks.given = given = list[Tensor]()
             batch = as_dtype(batch_of(self.loop, step, rank, microbatch), dtype)
             result = self.loop.loss(model, batch)
             loss, count = result if isinstance(result, tuple) else (result, 1)
             self.counts[rank, microbatch] = float(count)
             model.zero_grad()
             loss.backward()
+            _refuse_unequal(given, of_first.setdefault(microbatch, given))
             for name, each in rows.items():
                 each += [_gradient(parameter) for parameter in uses[name]]
         scale = self.scale / self.counts.sum()
@@ -103,6 +106,15 @@ class Oracle:
         return exact, MARGIN * abs(worked - exact) + of_adding
 
 
+def _refuse_unequal(given: list[Tensor], of_first: list[Tensor]) -> None:
+    shapes, meant = ([each.shape for each in of_rank] for of_rank in (given, of_first))
+    if shapes != meant or not all(map(torch.equal, given, of_first)):
+        raise NoLoop(
+            "Loop(loss=...): sums or gathers over ranks what differs between them, as numbers of labels do: return "
+            "(sum, count) of the microbatch alone, and leave out what is only logged"
+        )
+
+
 def first_norm(loop: Loop) -> float:
     """Return the norm of the gradient of rank 0's first microbatch."""
     oracle = Oracle(replace(loop, microbatches=1), 1)
@@ -117,46 +129,46 @@ class Updates:
         self._models = [copy.deepcopy(loop.model), copy.deepcopy(loop.model).double()]
         self._optimizers = [optimizers_of(loop, model) for model in self._models]
         schedule = loop.scheduler
-        each_one = [each for of_model in self._optimizers for each in of_model]
-        made = [schedule(each) for each in each_one] if schedule else []
-        self._schedulers = [each for each in made if each is not None]
-        if any(isinstance(each, ReduceLROnPlateau) for each in made):
+        # Of each optimizer, those of both models.
+        self._schedulers = [
+            [made for each in both if schedule and (made := schedule(each)) is not None]
+            for both in zip(*self._optimizers, strict=True)
+        ]
+        if any(isinstance(each, ReduceLROnPlateau) for both in self._schedulers for each in both):
             raise NoLoop(
                 "Loop(scheduler=...): ReduceLROnPlateau steps by what a loop logs; leave it out"
             )
-        # In which optimizers step that sum up gradients over ranks: these are whole already.
-        self._one_rank: Any = dist.new_group([0])
-        self._behind = 0  # steps that overflowed, in which a loop's schedules go on, or wait
+        # Of each optimizer, steps that overflowed, in which its schedule in the loop goes on, or waits.
+        self._behind = [0 for _ in self._optimizers[0]]
 
     def settings(self) -> dict[str, Settings]:
         """Return with what the next step updates each weight."""
+        return {
+            name: own
+            for each in self._optimizers[0]
+            for name, own in self._settings_of(each).items()
+        }
+
+    def _settings_of(self, optimizer: Optimizer) -> dict[str, Settings]:
         names: dict[Tensor, str] = {
             parameter: name for name, parameter in self._models[0].named_parameters()
         }
-        of_each = (settings_of(each, lambda p: [names[p]]) for each in self._optimizers[0])
-        return {name: own for settings in of_each for name, own in settings.items()}
+        return settings_of(optimizer, lambda p: [names[p]])
 
     def catch_up(self, used: Mapping[str, Settings]) -> None:
         """Go on in the schedules by as many steps that overflowed as bring the rates to those of the loop."""
-        while self._behind and not self._has_rates_of(used):
-            self._go_on()
-            self._behind -= 1
+        for index, optimizer in enumerate(self._optimizers[0]):
+            while self._behind[index] and not _has_rates(self._settings_of(optimizer), used):
+                self._go_on(index)
+                self._behind[index] -= 1
 
-    def _has_rates_of(self, used: Mapping[str, Settings]) -> bool:
-        rates = [
-            (own[1].get("lr"), used[n][1].get("lr"))
-            for n, own in self.settings().items()
-            if n in used
-        ]
-        return all(own is None or other is None or math.isclose(own, other) for own, other in rates)
-
-    def _go_on(self) -> None:
-        for scheduler in self._schedulers:
+    def _go_on(self, index: int) -> None:
+        for scheduler in self._schedulers[index]:
             scheduler.step()
 
     def step(self, weights: Whole, gradients: Whole, overflows: bool = False) -> Expected:
         """Return what a step makes of these weights; a weight without a gradient is left as it is."""
-        all_ranks, dist.group.WORLD = dist.group.WORLD, self._one_rank
+        EqualRanks.given = given = list[Tensor]()
         for model, optimizers in zip(self._models, self._optimizers, strict=True):
             _fill(model, weights)
             for name, parameter in model.named_parameters():
@@ -166,10 +178,15 @@ class Updates:
                 tensors = (each for group in optimizer.param_groups for each in group["params"])
                 if any(each.grad is not None for each in tensors):
                     optimizer.step()
-        dist.group.WORLD = all_ranks
-        self._behind += overflows
-        if not overflows:
-            self._go_on()
+        if given:
+            raise NoLoop(
+                "Loop(optimizer=...): sums or gathers over ranks in its step, whose gradients are whole in one "
+                "process: return the plain optimizer"
+            )
+        for index in range(len(self._behind)):
+            self._behind[index] += overflows
+            if not overflows:
+                self._go_on(index)
         worked, exact = map(_flat_weights, self._models)
         units = {
             name: torch.finfo(each.dtype).eps / 2 if each.is_floating_point() else 0.0
@@ -179,6 +196,11 @@ class Updates:
             name: MARGIN * float((worked[name] - each).norm() + units[name] * each.norm())
             for name, each in exact.items()
         }
+
+
+def _has_rates(settings: Mapping[str, Settings], used: Mapping[str, Settings]) -> bool:
+    rates = [(own[1].get("lr"), used[n][1].get("lr")) for n, own in settings.items() if n in used]
+    return all(own is None or other is None or math.isclose(own, other) for own, other in rates)
 
 
 def distance(piece: LocalElements, exact: Mapping[str, Tensor]) -> float:
