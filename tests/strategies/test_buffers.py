@@ -13,6 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 from tests.checkpoint.saving import checkpoint
 from tests.oracle import pieces_of
 from tests.strategies.states_for_tests import build, save
+from tests.zero.test_without_stops import nothing_is_read
 from zeroexp.checkpoint.load import load
 from zeroexp.interface.canonical import merge
 from zeroexp.interface.module_buffers import Buffers
@@ -191,6 +192,26 @@ def shared(world):
     with pytest.raises(ValueError, match=r"^buffer first\.seen got another shape or dtype"):
         buffers.share()
     return sent
+
+
+def shared_late(world):
+    """As on a GPU: where nothing has changed the sum is not waited for, and a change goes out with the next step."""
+    module = net()
+    buffers = Buffers(module, world)
+    buffers._reads_late = True
+    sent = [buffers.share(), buffers.share()]
+    with nothing_is_read():
+        sent.append(buffers.share())
+        module.first.count = module.first.count + 1 + world.rank
+        sent.append(buffers.share())
+    sent += [buffers.share(), buffers.share()]
+    with nothing_is_read():
+        sent.append(buffers.share())
+    return sent, module.first.count.item()
+
+
+def test_on_a_gpu_the_sum_is_waited_for_after_a_change_alone(ranks):
+    assert ranks(shared_late) == [([0, 0, 0, 0, 8, 0, 0], 1)] * 2
 
 
 def test_only_what_changed_is_sent_and_another_shape_is_told_to_all(ranks):

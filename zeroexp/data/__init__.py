@@ -30,8 +30,15 @@ class Microbatch:
     labels: Tensor  # see models.loss.loss_sum; causal: labels[t] is the target of position t
 
     def to(self, device: torch.device) -> Microbatch:
-        inputs = {name: tensor.to(device) for name, tensor in self.inputs.items()}
-        return Microbatch(inputs, self.labels.to(device))
+        inputs = {name: _carried(tensor, device) for name, tensor in self.inputs.items()}
+        return Microbatch(inputs, _carried(self.labels, device))
+
+
+def _carried(tensor: Tensor, device: torch.device) -> Tensor:
+    """Return the tensor on the device; from memory that is not pinned the host would wait for the copy to a GPU."""
+    if device.type == "cuda" and tensor.device.type == "cpu":
+        tensor = tensor.new_empty(tensor.shape, pin_memory=True).copy_(tensor)
+    return tensor.to(device, non_blocking=True)
 
 
 @dataclass(frozen=True)

@@ -4,6 +4,9 @@ Each rank computes its own buffers in forward. DistributedDataParallel sends ran
 after a step; this module sends them at the end of the step, and only those that changed on any rank: a sum over ranks
 of one number a buffer tells which, and one broadcast, or none, carries them.
 
+On a GPU the host would wait for that sum, so it is read with the next step's where nothing had changed in the step
+before, as in most models: the first change then takes a step more to arrive.
+
 A buffer has changed if its tensor has another version, another address, or was replaced (`self.n = self.n + 1`). Writes
 that bypass the version (`self.mean.data.mul_()`) are found by comparing values in the first steps, and such a buffer is
 sent in every later step. A buffer that is registered after the engine was built, or that changes shape, stays local to
@@ -12,7 +15,7 @@ each rank.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -76,6 +79,9 @@ class Buffers:
     def __init__(self, module: nn.Module, world: World) -> None:
         self._module, self._world = module, world
         self._num_steps = 0
+        self._reads_late = world.device.type != "cpu"
+        # Of the last step, where nothing had changed before.
+        self._unread: Callable[[], list[float]] | None = None
         # A fake world has nobody to send to, and its buffers may have neither values nor addresses.
         self._buffers = [] if world.is_fake or world.size == 1 else list(_buffers_of(module))
         self._may_change = bool(self._buffers)
@@ -92,9 +98,15 @@ class Buffers:
             return 0
         never = self._world.size + 1
         marks = [buffer.mark(never) for buffer in self._buffers]
-        summed = torch.tensor(marks, dtype=torch.float64, device=self._world.device)
+        summed = torch.zeros(len(marks), dtype=torch.float64, device=self._world.device)
+        if any(marks):  # else the host need not wait for a copy
+            summed.copy_(torch.tensor(marks))
         worlds.sum_over_ranks(summed)
-        counts = list(zip(self._buffers, summed.tolist(), strict=True))
+        read, before = self._world.read_later(summed), self._unread
+        if before is not None and not any(before()):
+            self._unread = read
+            return 0
+        counts = list(zip(self._buffers, read(), strict=True))
         self._num_steps += 1
         keeps_state = any(buffer.persistent for buffer in self._buffers)
         self._may_change = keeps_state or self._num_steps > 1 or any(count for _, count in counts)
@@ -104,6 +116,8 @@ class Buffers:
             if count >= never and buffer.persistent:
                 problem = f"buffer {buffer.name} got another shape or dtype while training"
                 raise ValueError(f"{problem}: register it with persistent=False, or keep its shape")
+        is_idle = self._num_steps >= NUM_COMPARED and not any(count for _, count in counts)
+        self._unread = read if self._reads_late and is_idle else None
         num_bytes = self._send([buffer for buffer, count in counts if 0 < count < never])
         for buffer, count in counts:
             if count:

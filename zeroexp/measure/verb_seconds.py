@@ -116,13 +116,19 @@ class VerbMeter:
         move.arrived = mark_now(move.device)
 
     def blocked(self, peer: int | None, since: float) -> None:
-        """Note that this thread waited from `since` (time.perf_counter) until now, for `peer` or for all ranks."""
-        if self._now is not None:
+        """Note that this thread waited from `since` (time.perf_counter) until now, for `peer` or for all ranks.
+
+        On a GPU the stream waits, and not the thread.
+        """
+        if self._now is not None and self._now.device.type == "cpu":
             self._now.blocked.append((peer, since, time.perf_counter() - since))
 
     @contextmanager
     def recording(self, device: torch.device = HOST) -> Generator[list[TimedMove]]:
-        """Yield a list that fills with the moves that end inside; those that begin inside are timed on `device`."""
+        """Yield a list that fills with the moves that end inside and are timed on `device`, as all that begin inside.
+
+        Nothing orders the marks of two clocks: of a move that began by another one, what passed until now is not known.
+        """
         ended: list[TimedMove] = []
         before = self._ended, self._device
         self._ended, self._device = ended, device
@@ -132,7 +138,7 @@ class VerbMeter:
             self._ended, self._device = before
 
     def _keep(self, move: TimedMove) -> None:
-        if self._ended is not None:
+        if self._ended is not None and move.device == self._device:
             self._ended.append(move)
 
     def _profiler_range(self, move: TimedMove, part: str) -> AbstractContextManager[Any]:
@@ -145,7 +151,7 @@ meter = VerbMeter()
 
 
 def sum_up_moves(moves: Sequence[TimedMove]) -> tuple[dict[str, VerbSeconds], dict[str, float]]:
-    """Return (verb -> seconds, rank -> seconds that this rank waited for it); reading waits for events on a GPU.
+    """Return (verb -> seconds, rank -> seconds that this rank waited for it) of moves by one clock.
 
     No moment counts twice, so that the sums over verbs are those of the unions of the moves' intervals.
     """
@@ -156,14 +162,13 @@ def sum_up_moves(moves: Sequence[TimedMove]) -> tuple[dict[str, VerbSeconds], di
         for peer, _, seconds in move.blocked:
             rank = ALL_RANKS if peer is None else str(peer)
             waits[rank] = waits.get(rank, 0.0) + seconds
-    for device in {move.device for move in moves}:  # nothing orders the marks of two clocks
-        exposed, thread, flights = _intervals([move for move in moves if move.device == device])
-        for verb, seconds in count_once(exposed).items():
-            verbs[verb].exposed += seconds
-        for verb, seconds in count_once(thread, but=exposed).items():
-            verbs[verb].working += seconds
-        for verb, seconds in count_once(flights, but=thread).items():
-            verbs[verb].overlapped += seconds
+    exposed, thread, flights = _intervals(moves)
+    for verb, seconds in count_once(exposed).items():
+        verbs[verb].exposed = seconds
+    for verb, seconds in count_once(thread, but=exposed).items():
+        verbs[verb].working = seconds
+    for verb, seconds in count_once(flights, but=thread).items():
+        verbs[verb].overlapped = seconds
     return verbs, waits
 
 
@@ -171,9 +176,9 @@ def _intervals(
     moves: Sequence[TimedMove],
 ) -> tuple[list[Interval], list[Interval], list[Interval]]:
     """Return when moves of one clock were exposed, when they had the thread or stream, and when they were in flight."""
-    origin, on_host = moves[0].began_at, moves[0].device.type == "cpu"
     exposed, thread, flights = list[Interval](), list[Interval](), list[Interval]()
     for move in moves:
+        origin, on_host = moves[0].began_at, move.device.type == "cpu"
         marks = (move.began_at, move.issued, move.waited, move.arrived, move.ended_at)
         began, issued, waited, arrived, ended = (
             None if mark is None else seconds_between(origin, mark) for mark in marks

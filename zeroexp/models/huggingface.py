@@ -41,6 +41,7 @@ DROPOUTS = (
     *(nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d),
     *(nn.AlphaDropout, nn.FeatureAlphaDropout),
 )
+SEARCH = masking_utils.find_packed_sequence_indices
 TASKS = {
     "causal": AutoModelForCausalLM,
     "classification": AutoModelForSequenceClassification,
@@ -89,13 +90,28 @@ def _from_config(config: ModelConfig, shape: PreTrainedConfig) -> nn.Module:
 
 
 def _make_deterministic(config: ModelConfig, module: nn.Module) -> nn.Module:
-    """Switch off randomness, and show the padding to a classifier whose attention may look ahead."""
+    """Switch off randomness, and show the padding to a classifier whose attention may look ahead.
+
+    Position ids are searched for several sequences in a sample only where the data give them: transformers searches its
+    own too, and reads what it found, for which the host would wait until a GPU has done all that it was given.
+    """
     for each in module.modules():
         if isinstance(each, DROPOUTS):
             each.p = 0.0
     if config.family == "hf" and config.task == "classification":
         module.register_forward_pre_hook(_mask_padding, with_kwargs=True)
+    module.register_forward_pre_hook(_leave_out_search, with_kwargs=True)
+    module.register_forward_hook(_search_again, always_call=True)
     return module.train()
+
+
+def _leave_out_search(module: Any, args: Any, kwargs: dict[str, Any]) -> None:
+    if kwargs.get("position_ids") is None:
+        masking_utils.find_packed_sequence_indices = lambda position_ids: None
+
+
+def _search_again(*_: Any) -> None:
+    masking_utils.find_packed_sequence_indices = SEARCH
 
 
 def _mask_padding(module: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
@@ -114,22 +130,19 @@ def architecture(config: ModelConfig) -> str:
 def patched_for_fake_tensors() -> Iterator[None]:
     """Let models run where there are no values.
 
-    Of position ids transformers asks whether a sample holds several sequences, which none of our data does, and of a
-    mask whether it can be left out, but not where it is traced. Fused experts multiply by torch's grouped product,
-    which tells the shapes of bfloat16 alone; every position goes to the same number of experts, so no size depends on
-    which they are.
+    Of a mask transformers asks whether it can be left out, but not where it is traced. Fused experts multiply by
+    torch's grouped product, which tells the shapes of bfloat16 alone; every position goes to the same number of
+    experts, so no size depends on which they are.
     """
-    looks, is_traced = masking_utils.find_packed_sequence_indices, masking_utils.is_tracing
-    asks, checks = moe._can_use_grouped_mm, _meta_registrations._meta_grouped_mm_common
-    masking_utils.find_packed_sequence_indices = lambda position_ids: None
+    is_traced, asks = masking_utils.is_tracing, moe._can_use_grouped_mm
+    checks = _meta_registrations._meta_grouped_mm_common
     masking_utils.is_tracing = lambda *_: True
     moe._can_use_grouped_mm = lambda *_: True
     _meta_registrations._meta_grouped_mm_common = _grouped_product
     try:
         yield
     finally:
-        masking_utils.find_packed_sequence_indices, moe._can_use_grouped_mm = looks, asks
-        masking_utils.is_tracing = is_traced
+        masking_utils.is_tracing, moe._can_use_grouped_mm = is_traced, asks
         _meta_registrations._meta_grouped_mm_common = checks
 
 

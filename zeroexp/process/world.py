@@ -95,9 +95,28 @@ class World:
         """The device whose clock and allocator tell what a step costs; a fake world leaves its device alone."""
         return torch.device("cpu") if self.is_fake else self.device
 
-    def read(self, tensor: torch.Tensor) -> list[float]:
-        """Return the values of a one-dimensional tensor; in a fake world there may be none, and all are nan."""
-        return [float("nan")] * len(tensor) if self.is_fake else tensor.tolist()
+    def read_later(self, tensor: torch.Tensor) -> Callable[[], list[float]]:
+        """Start to copy the values of a one-dimensional tensor to the host, and return a call that waits for them.
+
+        It does not wait for what the device is given after this. In a fake world there may be no values: all are nan.
+        """
+        if self.is_fake:
+            size = len(tensor)
+            return lambda: [float("nan")] * size
+        is_on_gpu = tensor.is_cuda
+        # Memory that is not pinned would be copied while the host waits.
+        values = torch.empty_like(tensor, device="cpu", pin_memory=is_on_gpu)
+        values.copy_(tensor.detach(), non_blocking=True)
+        copied = torch.cuda.Event() if is_on_gpu else None
+        if copied is not None:
+            copied.record()
+
+        def read() -> list[float]:
+            if copied is not None:
+                copied.synchronize()
+            return values.numpy().tolist()
+
+        return read
 
 
 # The groups that this process belongs to, by the process group of all ranks; torch keeps them alive.

@@ -12,14 +12,15 @@ step of all the optimizer has no moments yet. The clock stands still meanwhile.
 the engine within its own time, and the ranks meet before the next one begins.
 
 [Note: one step late] On a GPU the host runs ahead of the device. The loop reads a step's numbers there when it has
-launched the next step, so that the device never waits for the read. It reads requests to stop with them.
+launched the next step, so that the device never waits for the read: they were copied behind their own step, to pinned
+memory, as each microbatch is before its forward. Requests to stop are read with them.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import contextmanager, nullcontext
 from math import nan
 from pathlib import Path
 
@@ -150,14 +151,16 @@ class _Run:
         self._wire.take_bytes()
         self._link.take_bytes()
 
-    def _timing_moves(
-        self, index: int, trace: StepTrace | None
-    ) -> AbstractContextManager[list[TimedMove]]:
-        """Time the moves of a step; on a GPU, where each mark is an event that the host records, of every tenth one."""
-        if trace is not None or self._world.timed_device.type == "cpu":
-            return meter.recording()
-        is_timed = (index - self._num_warmup) % GPU_TIMES_EVERY == 0
-        return meter.recording(self._world.timed_device) if is_timed else nullcontext([])
+    @contextmanager
+    def _timing_moves(self, index: int, trace: StepTrace | None) -> Iterator[list[TimedMove]]:
+        """Time the moves of a step; on a GPU, where each mark is an event that the host records, of every tenth one.
+
+        The step before it marks its own too, since what it gathers ahead ends in the timed one.
+        """
+        device = torch.device("cpu") if trace is not None else self._world.timed_device
+        until_timed = (self._num_warmup - index) % GPU_TIMES_EVERY if device.type != "cpu" else 0
+        with meter.recording(device) if until_timed <= 1 else nullcontext([]) as moves:
+            yield moves if until_timed == 0 else []
 
     def _accumulate_gradients(self, step: _Step) -> int:
         """Run forward and backward of this rank's microbatches, and return their number of tokens."""
@@ -295,12 +298,14 @@ class _Step:
         if self._trace is not None:
             self._trace.finish(self.clock.marks, moves, held_shared_bytes())
             record.peak = self._trace.peak(record.step)
+        self._read_sums = self._world.read_later(self.sums)
+        self._read_norm = self._world.read_later(self.grad_norm.view(1))
 
     def read(self) -> StepRecord:
         """Return the step's record; this waits for the device to finish the step."""
         record = self.record
         record.step_seconds, record.phase_seconds = self.clock.read()
         record.verbs, record.waited_seconds = sum_up_moves(self._moves)
-        record.loss, self.num_wishes = self._world.read(self.sums)
-        record.grad_norm = self._world.read(self.grad_norm.view(1))[0]
+        record.loss, self.num_wishes = self._read_sums()
+        (record.grad_norm,) = self._read_norm()
         return record

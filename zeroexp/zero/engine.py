@@ -51,7 +51,6 @@ class Engine:
     _zeroed: Set[int] = frozenset()
     # Whether a microbatch ended since the last step: `zero_grad` then throws its gradients away.
     _may_discard = False
-    _unread: StepSums | None = None  # of the step before, see step_sums.py, [Note: without a stop]
 
     def __init__(
         self,
@@ -112,6 +111,8 @@ class Engine:
         kept = moments_kept(optimizer_factory, param_groups)
         self._saved_state = SavedState(module, world, self.optimizer, names, kept)
         self._reads_late = world.device.type != "cpu" and not world.is_fake
+        # Of the last step, where that is not read yet, see step_sums.py, [Note: without a stop].
+        self._expect_same_gathers: Callable[[], None] = lambda: None
         self._observer.built(self)
 
     @contextmanager
@@ -164,7 +165,7 @@ class Engine:
         self._loss_scale.divide(each.gradient for each in handed)
         self.wire.bus.to_host([(each.master, each.gradient) for each in handed])
         sums = StepSums(self._trainable, handed, self._stage, self.wire, self._have_gradients())
-        self._expect_same_gathers(sums)
+        self._compare_gathers(sums)
         # Without clipping the sum of the norm may arrive during the update.
         scale = self._scale(sums)
         try:
@@ -211,11 +212,13 @@ class Engine:
             unit.zero_grad()
 
     def drain(self) -> None:
-        """Wait for everything in flight; what was gathered ahead stays.
+        """Wait for everything in flight and, where it is read late, for whether ranks gathered the same.
 
-        Like `model_states` and `state_dict` it concerns this rank alone: one rank may call it where others do not.
+        What was gathered ahead stays. Like `model_states` and `state_dict` it concerns this rank alone: one rank may
+        call it where others do not.
         """
         self._schedule.wait()
+        self._expect_same_gathers()
 
     def model_states(self) -> ModelStates:
         self.drain()
@@ -233,6 +236,7 @@ class Engine:
 
     def state_dict(self) -> CanonicalState:
         self._observer.saving()
+        self._expect_same_gathers()
         self._schedule.wait_for_weights()
         self._outer.require_joined("state_dict()")
         state = self._saved_state.of(
@@ -303,15 +307,12 @@ class Engine:
             left = {number for number, p in enumerate(self._trainable) if p.grad is not None}
         return left | {number for number, has in enumerate(self._have_gradients()) if has}
 
-    def _expect_same_gathers(self, sums: StepSums) -> None:
+    def _compare_gathers(self, sums: StepSums) -> None:
         """Raise RuntimeError if ranks gathered differently: in this step, or where reading stops, in the one before."""
+        expect_same = sums.start_comparing_gathers()
         if self._reads_late:
-            sums.copy_to_host()
-            before, self._unread = self._unread, sums
-            if before is not None:
-                before.expect_same_gathers()
-        else:
-            sums.expect_same_gathers()
+            expect_same, self._expect_same_gathers = self._expect_same_gathers, expect_same
+        expect_same()
 
     def _scale(self, sums: StepSums) -> Tensor | None:
         """Return the factor for gradients, or None where they stay bit for bit as they are."""

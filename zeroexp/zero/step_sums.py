@@ -9,7 +9,7 @@ it updates, unless it clips.
 
 [Note: without a stop] On a GPU the host runs ahead of the device, and reading a value stops it. So nothing is read
 there in a step that has all gradients and clips: what tells whether ranks gathered the same is copied to the host, and
-read in the next step.
+read in the next step, or before that by whoever drains the engine or saves its state.
 
 [Note: same gathers] The backend pairs gathers by the order in which they are issued, not by what they gather: ranks
 that use blocks of one size in different orders would compute with the weights of other blocks.
@@ -17,8 +17,8 @@ that use blocks of one size in different orders would compute with the weights o
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from functools import reduce
+from collections.abc import Callable, Sequence
+from functools import partial, reduce
 
 import torch
 from torch import Tensor, nn
@@ -48,15 +48,15 @@ class StepSums:
         """
         self._parameters, self._handed = parameters, handed
         self._all_here = all(has_gradient)
-        self._is_fake = wire.world.is_fake
-        self._is_on_gpu = wire.world.device.type == "cuda" and not self._is_fake
+        self._world = wire.world
+        is_on_gpu = wire.world.device.type == "cuda" and not wire.world.is_fake
         issued = wire.issued_checksum if stage.gather is Move.ALL_GATHER else None
         self._compares = issued is not None
         checks = [] if issued is None else checksum_terms(issued)
         self._contributed = [0.0, *has_gradient, *checks]
         # Memory that is not pinned would be copied while the host waits.
         terms = torch.tensor(
-            self._contributed, dtype=torch.float64, device="cpu", pin_memory=self._is_on_gpu
+            self._contributed, dtype=torch.float64, device="cpu", pin_memory=is_on_gpu
         )
         self._sums = terms.to(wire.world.device, non_blocking=True)
         # Of the ranks that update by the same gradients, all or the replicas, only the first contributes their squares;
@@ -71,8 +71,6 @@ class StepSums:
             norms = torch._foreach_norm(_slices(counted), dtype=dtype)
             self._sums[0] = torch.stack(list(norms)).double().square().sum()
         self._summed = wire.sum_scalar_later(self._sums, "norm", wire.stepping)
-        self._counts: list[float] = []
-        self._on_host: Tensor | None = None
 
     def norm(self) -> Tensor:
         """Return the norm of all gradients, 0-dim float32; float64 where the first parameter is."""
@@ -84,42 +82,31 @@ class StepSums:
         """Return what was handed over of the parameters for which any rank has a gradient."""
         if self._all_here:
             return [*self._handed]
-        counts = dict(zip(self._parameters, self._summed_values()[1:], strict=False))
+        self._summed.wait()
+        # Ranks that do not exist say nothing.
+        is_fake = self._world.is_fake
+        summed = self._contributed if is_fake else self._world.read_later(self._sums)()
+        counts = dict(zip(self._parameters, summed[1:], strict=False))
         return [each for each in self._handed if counts[each.parameter] > 0]
 
-    def copy_to_host(self) -> None:
-        """Start a copy of the sums to the host, which `expect_same_gathers` reads, see [Note: without a stop]."""
+    def start_comparing_gathers(self) -> Callable[[], None]:
+        """Start to read the sums; the call that is returned waits for them, and keeps no gradient alive until then.
+
+        It raises RuntimeError on all ranks if they did not gather the same, see [Note: same gathers].
+        """
+        if not self._compares or self._world.is_fake:
+            return lambda: None
         self._summed.wait()
-        self._on_host = torch.empty_like(self._sums, device="cpu", pin_memory=self._is_on_gpu)
-        self._on_host.copy_(self._sums, non_blocking=True)
-        if self._is_on_gpu:
-            self._copied = torch.cuda.Event()
-            self._copied.record(torch.cuda.current_stream(self._sums.device))
+        return partial(_expect_same_gathers, self._world.read_later(self._sums))
 
-    def expect_same_gathers(self) -> None:
-        """Raise RuntimeError on all ranks if they did not gather the same, see [Note: same gathers]."""
-        if not self._compares:
-            return
-        if not checksums_were_equal(self._summed_values()[-len(checksum_terms(0)) :]):
-            raise RuntimeError(
-                "the ranks do not do the same: at some time they used their blocks in different orders, so that "
-                "they computed with the weights of other blocks; run the same blocks in one order on every rank, "
-                "or use zero2"
-            )
 
-    def _summed_values(self) -> list[float]:
-        if not self._counts:
-            self._summed.wait()
-            # Ranks that do not exist say nothing.
-            self._counts = self._contributed if self._is_fake else self._read()
-        return self._counts
-
-    def _read(self) -> list[float]:
-        if self._on_host is None:
-            return self._sums.tolist()
-        if self._is_on_gpu:
-            self._copied.synchronize()
-        return list(self._on_host.numpy())
+def _expect_same_gathers(read_sums: Callable[[], list[float]]) -> None:
+    if not checksums_were_equal(read_sums()[-len(checksum_terms(0)) :]):
+        raise RuntimeError(
+            "the ranks do not do the same: at some time they used their blocks in different orders, so that "
+            "they computed with the weights of other blocks; run the same blocks in one order on every rank, "
+            "or use zero2"
+        )
 
 
 def _slices(tensors: Sequence[Tensor]) -> list[Tensor]:
