@@ -209,6 +209,7 @@ def run_of(world: World, on_gpu: bool) -> list[StepRecord]:
         played_gpu() if on_gpu else nullcontext(),
     ):
         strategy = build_strategy(config, model, world)
+        assert isinstance(strategy, Sharded)
         strategy._reads_late = on_gpu
         trained = loop.train(strategy, data, config=config, world=world)
         for index in range(14):
