@@ -34,6 +34,7 @@ from torch.utils._pytree import tree_leaves
 from zeroexp.comm import bus
 from zeroexp.measure.memory import on_host
 from zeroexp.process.watchdog.differs import Moves
+from zeroexp.process.world import World
 from zeroexp.zero.engine import Engine
 from zeroexp.zero.held import unguarded
 
@@ -269,11 +270,17 @@ def played_device() -> Iterator[PlayedDevice]:
         call = getattr(dist, name)
         return lambda *tensors, **options: device.launch(name, call, tensors, options)
 
+    def reading(world: World, tensor: Tensor) -> Callable[[], list[float]]:
+        device.touch(COMPUTE, tensor, writes=False, by="a copy to the host")
+        return read_later(world, tensor)
+
+    read_later = World.read_later
     names = [name for name in (*WRITES_AND_READS, *ROOTED) if hasattr(dist, name)]
     calls: dict[str, Any] = {name: playing(name) for name in names}
     with (
         mock.patch.multiple(dist, **calls, _coalescing_manager=device.one_launch),
         mock.patch.object(Moves, "record_collective", recording),
+        mock.patch.object(World, "read_later", reading),
         mock.patch.object(torch.UntypedStorage, "resize_", resizing),
         mock.patch.multiple(bus, copy_over=device.copy_over, mark=device.mark),
         device,

@@ -96,19 +96,18 @@ class World:
         return torch.device("cpu") if self.is_fake else self.device
 
     def read_later(self, tensor: torch.Tensor) -> Callable[[], list[float]]:
-        """Start to copy the values of a one-dimensional tensor to the host, and return a call that waits for them.
+        """Start to copy a one-dimensional tensor from a GPU to the host, and return a call that waits for its values.
 
         It does not wait for what the device is given after this. In a fake world there may be no values: all are nan.
         """
         if self.is_fake:
             size = len(tensor)
             return lambda: [float("nan")] * size
-        is_on_gpu = tensor.is_cuda
-        # Memory that is not pinned would be copied while the host waits.
-        values = torch.empty_like(tensor, device="cpu", pin_memory=is_on_gpu)
-        values.copy_(tensor.detach(), non_blocking=True)
-        copied = torch.cuda.Event() if is_on_gpu else None
-        if copied is not None:
+        values, copied = tensor.detach(), None
+        if tensor.is_cuda:
+            # Memory that is not pinned would be copied while the host waits.
+            there = torch.empty_like(values, device="cpu", pin_memory=True)
+            values, copied = there.copy_(values, non_blocking=True), torch.cuda.Event()
             copied.record()
 
         def read() -> list[float]:
