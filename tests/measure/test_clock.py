@@ -1,8 +1,6 @@
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import Any
-from unittest.mock import Mock
 
 import pytest
 import torch
@@ -11,7 +9,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from zeroexp.comm import bus
 from zeroexp.measure import clock
 from zeroexp.measure.clock import PHASES, StepClock
-from zeroexp.zero.step_sums import StepSums
+from zeroexp.process.world import World
 
 
 class Seconds:
@@ -63,16 +61,16 @@ class PlayedEvent:
         self.stream = stream or torch.device("cuda:0")
 
 
-def mark_of_sums(device: torch.device) -> PlayedEvent:
-    """On fake tensors, and without what a `StepSums` sums."""
-    sums: Any = SimpleNamespace(_summed=Mock(), _is_on_gpu=True)
-    with FakeTensorMode():
-        sums._sums = torch.empty(3, device=device)
-        StepSums.copy_to_host(sums)
-    return sums._copied
+def mark_of_numbers(device: torch.device) -> PlayedEvent:
+    """On fake tensors, which have no values to wait for."""
+    events: list[PlayedEvent] = []
+    with FakeTensorMode(), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.cuda, "Event", lambda: events.append(PlayedEvent()) or events[-1])
+        World(0, 2, device, "nccl").read_later(torch.empty(3, device=device))
+    return events[0]
 
 
-@pytest.mark.parametrize("mark", [clock.mark_now, bus.mark, mark_of_sums])
+@pytest.mark.parametrize("mark", [clock.mark_now, bus.mark, mark_of_numbers])
 def test_a_mark_is_in_the_stream_of_its_device_whichever_is_the_current_one(mark, monkeypatch):
     monkeypatch.setattr(torch.cuda, "Event", PlayedEvent)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: device)

@@ -175,7 +175,7 @@ class PlayedEvent:
     def __init__(self, **_: Any) -> None:
         self._at = 0.0
 
-    def record(self) -> None:
+    def record(self, stream: object) -> None:
         self._at = time.perf_counter()
 
     def synchronize(self) -> None:
@@ -191,6 +191,7 @@ def played_gpu() -> Iterator[None]:
     with (
         patch.object(World, "timed_device", GPU),
         patch.object(torch.cuda, "Event", PlayedEvent),
+        patch.object(torch.cuda, "current_stream", Mock()),
         patch.object(loop, "AllocationMeter", lambda _: AllocationMeter(CPU)),
     ):
         yield
@@ -270,6 +271,7 @@ def test_the_host_waits_for_no_copy():
         FakeTensorMode(allow_non_fake_inputs=True),
         CopiesGoOn() as copies,
         patch.object(torch.cuda, "Event", event),
+        patch.object(torch.cuda, "current_stream", Mock()),
     ):
         carried = batch.to(GPU)
         assert carried.labels.is_cuda and carried.inputs["input_ids"].is_cuda

@@ -108,7 +108,7 @@ class World:
             # Memory that is not pinned would be copied while the host waits.
             there = torch.empty_like(values, device="cpu", pin_memory=True)
             values, copied = there.copy_(values, non_blocking=True), torch.cuda.Event()
-            copied.record()
+            copied.record(torch.cuda.current_stream(tensor.device))
 
         def read() -> list[float]:
             if copied is not None:
