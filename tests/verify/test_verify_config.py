@@ -44,6 +44,21 @@ ENGINES.add("halved", Engine(build=build, stages=("ddp",)))
 OFF = "optimizer.max_grad_norm=null strategy=ddp strategy.implementation=halved plugins=halved"
 
 
+HALVED_OURS = """
+from zeroexp.zero.engine import Engine
+
+backward = Engine.backward
+Engine.backward = lambda engine, loss: backward(engine, loss / 2)
+"""
+
+
+def test_a_factor_that_clipping_takes_out_again_is_seen_in_the_norm(tmp_path: Path):
+    (tmp_path / "ours.py").write_text(HALVED_OURS, encoding="utf-8")
+    (found,) = answers(HERE / "loops.py", [(f"{TINY} plugins=ours", 2)], further=tmp_path)
+    assert found[0] == "scale"
+    assert "the norm of all gradients is x 0.5" in found[1]
+
+
 @pytest.mark.slow
 def test_an_engine_is_equal_and_faults_are_named(tmp_path: Path):
     (tmp_path / "halved.py").write_text(HALVED, encoding="utf-8")

@@ -65,14 +65,15 @@ def loop_of_config(config: Config) -> Loop:
         # An engine takes the model in float32, as a run's is built.
         strategy = build_strategy(ours, replace(built, module=module.float()), world)
 
-        def step(batches: Sequence[Batch]) -> None:
+        def step(batches: Sequence[Batch]) -> Tensor:
             count = torch.tensor(float(sum(count_valid(labels, task) for _, labels in batches)))
             worlds.sum_over_ranks(count)
             for batch in batches:
                 with strategy.microbatch(last=batch is batches[-1]):
                     strategy.backward(loss(strategy.model, batch)[0] / count)
-            strategy.step(drain=True)
+            norm = strategy.step(drain=True)
             strategy.zero_grad()
+            return norm
 
         return strategy, step
 
@@ -84,5 +85,6 @@ def loop_of_config(config: Config) -> Loop:
         train=train,
         microbatches=config.data.global_batch_size // (micro * config.world_size),
         max_grad_norm=config.optimizer.max_grad_norm,
+        returns_norm=True,
         dtype=torch.bfloat16 if config.precision.autocast else DTYPES[config.precision.compute],
     )

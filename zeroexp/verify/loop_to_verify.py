@@ -43,6 +43,8 @@ class Loop:
     max_grad_norm: float | None = None
     dtype: torch.dtype = torch.float32  # in which forward and backward compute
     scheduler: Callable[[Optimizer], Any] | None = None  # of each optimizer
+    # Whether step returns the norm of all gradients: of a clipping that is not torch's it shows what that hides.
+    returns_norm: bool = False
 
 
 class NoLoop(ValueError):

@@ -31,6 +31,7 @@ class Seen:
     # Gradients as torch's clipping finds them.
     raw: list[LocalElements] = field(default_factory=list)
     gradients: list[LocalElements] = field(default_factory=list)  # as the optimizer finds them
+    norm: float | None = None  # of all gradients, as the loop's own step tells it
     # As a step of torch's finds them inside of the optimizer's, which may have summed or changed them.
     inner: list[LocalElements] = field(default_factory=list)
     calls: dict[str, int] = field(default_factory=dict)  # of optimizers, where more than one

@@ -101,5 +101,7 @@ def record_of(world: World, source: Source, num_steps: int) -> Record:
     for index in range(num_steps):
         batches = [batch_of(loop, index, world.rank, each) for each in range(loop.microbatches)]
         with recorder.recording_step():
-            step(batches)
+            returned = step(batches)
+        if loop.returns_norm:
+            recorder.record.steps[-1].norm = float(returned)  # pyright: ignore[reportArgumentType]
     return recorder.record
