@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from tests.composing import composed
 from tests.crossed import crossed
@@ -33,6 +34,7 @@ from tests.oracle import (
 from tests.plan.real_steps import assert_as_planned
 from zeroexp.config.optimizer import optimizer_factory
 from zeroexp.cut.moment_blocks import BLOCK, MOST_DECAY, ROW_BYTES
+from zeroexp.interface import quantized_moments
 from zeroexp.interface.canonical import merge
 from zeroexp.interface.quantized_moments import at_rest, decode, encode, to_step
 from zeroexp.interface.strategy import CanonicalState
@@ -128,6 +130,19 @@ def test_what_is_too_small_for_a_code_divides_nothing() -> None:
     for _ in range(200):
         falling = blocks_of(torch.cat([momentum[:1], 0.9 * falling[1:]]))
     assert falling.tolist() == [-1.0, 0.0, 0.0]
+
+
+def test_tables_of_codes_are_brought_to_a_device_once(monkeypatch) -> None:
+    """That stops a GPU. Each mode of fake tensors has its own; of fewer blocks at once the codes are the same."""
+    quantized_moments._tables.cache_clear()
+    flat = torch.linspace(-1, 1, 3000)
+    for _ in range(2):
+        with FakeTensorMode():
+            assert blocks_of(torch.ones(3000)).shape == flat.shape
+    once = blocks_of(flat)
+    monkeypatch.setattr(torch, "tensor", None)
+    monkeypatch.setattr(quantized_moments, "BLOCKS_AT_ONCE", 1)
+    assert torch.equal(blocks_of(flat), once)
 
 
 @pytest.mark.parametrize("name", ["ddp", "ddp_zero_redundancy"])

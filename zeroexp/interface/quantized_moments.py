@@ -13,6 +13,7 @@ No operation mixes dtypes: torch would cast inside, where no plan counts the mem
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache
 from math import prod
 
 import torch
@@ -23,7 +24,8 @@ from zeroexp.cut.moment_blocks import BLOCK, CODES_PER_OCTAVE, ROW_BYTES, num_bl
 
 NUM_STEPS = 255
 SIGNED = 128  # the steps, of 255, that a signed block can not tell from 0
-BLOCKS_AT_ONCE = 1024  # what is beside a moment for them alone takes 5 MiB
+BLOCKS_AT_ONCE = 1024  # what is beside a moment for them alone takes 6 MiB
+BLOCKS_AT_ONCE_ON_GPU = 8 * BLOCKS_AT_ONCE  # of fewer it waits for the host
 
 
 def at_rest(moment: Tensor, dtype: torch.dtype | None) -> Tensor:
@@ -52,13 +54,14 @@ def encode(moment: Tensor) -> Tensor:
     """Return rows of int8 [num_blocks, ROW_BYTES] of a moment, whose first element is the first of a block."""
     flat = moment.detach().reshape(-1)
     packed = torch.empty(shape_in_blocks(flat.shape), dtype=torch.int8, device=flat.device)
-    parts = flat.split(BLOCKS_AT_ONCE * BLOCK)
-    for part, rows in zip(parts, packed.split(BLOCKS_AT_ONCE), strict=True):
+    _, borders = _tables_beside(packed)
+    at_once = _blocks_at_once(packed)
+    for part, rows in zip(flat.split(at_once * BLOCK), packed.split(at_once), strict=True):
         values = pad(part.float(), (0, len(rows) * BLOCK - len(part))).view(-1, BLOCK)
         sizes = values.abs()
         scale = sizes.amax(1, keepdim=True)
         is_signed = values.amin(1, keepdim=True) < 0
-        steps = torch.bucketize(sizes / scale, _borders(flat.device), out_int32=True).add_(1)
+        steps = torch.bucketize(sizes / scale, borders, out_int32=True).add_(1)
         signs = values.sign().int()
         signed = (steps - SIGNED).clamp_(min=0).mul_(signs)
         plain = steps.mul_(signs.abs_()).sub_(SIGNED)
@@ -70,25 +73,36 @@ def encode(moment: Tensor) -> Tensor:
 def decode(packed: Tensor) -> Tensor:
     """Return the elements of rows of blocks, as float32 [num_blocks * BLOCK]."""
     flat = torch.empty(len(packed) * BLOCK, device=packed.device)
-    parts = flat.view(-1, BLOCK).split(BLOCKS_AT_ONCE)
-    for values, rows in zip(parts, packed.split(BLOCKS_AT_ONCE), strict=True):
+    all_sizes, _ = _tables_beside(packed)
+    at_once = _blocks_at_once(packed)
+    parts = flat.view(-1, BLOCK).split(at_once)
+    for values, rows in zip(parts, packed.split(at_once), strict=True):
         codes, scale = rows[:, :BLOCK].int(), rows[:, BLOCK:].view(torch.float32)
         is_signed = scale > 0
         signed = codes.abs().add_(codes.sign().abs_(), alpha=SIGNED)
         steps = torch.where(is_signed, signed, codes + SIGNED)
-        sizes = _sizes(packed.device).index_select(0, steps.view(-1)).view(values.shape)
+        sizes = all_sizes.index_select(0, steps.view(-1)).view(values.shape)
         torch.mul(sizes, scale.abs(), out=values)
         values.mul_(torch.where(is_signed & (codes < 0), -1.0, 1.0))
     return flat
 
 
-def _sizes(device: torch.device) -> Tensor:
-    """Return what a code of so many steps stands for, in parts of the largest: 0, ..., 2 ** (-1 / 8), 1."""
+def _blocks_at_once(packed: Tensor) -> int:
+    return BLOCKS_AT_ONCE if packed.device.type == "cpu" else BLOCKS_AT_ONCE_ON_GPU
+
+
+def _tables_beside(packed: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the tables on the device of a tensor. Those beside a fake one are fake, and end with its mode."""
+    make = _tables if type(packed) is Tensor else _tables.__wrapped__
+    return make(packed.device)
+
+
+@cache  # to bring them to a GPU stops the host
+def _tables(device: torch.device) -> tuple[Tensor, Tensor]:
+    """Return what a code of so many steps stands for, in parts of the largest: 0, ..., 2 ** (-1 / 8), 1.
+
+    And what lies half-way between two steps.
+    """
     steps = (2 ** ((step - NUM_STEPS) / CODES_PER_OCTAVE) for step in range(1, NUM_STEPS + 1))
-    return torch.tensor([0.0, *steps], device=device)
-
-
-def _borders(device: torch.device) -> Tensor:
-    """Return what lies half-way between two steps."""
-    sizes = _sizes(device)[1:]
-    return (sizes[1:] + sizes[:-1]) / 2
+    sizes = torch.tensor([0.0, *steps], device=device)
+    return sizes, (sizes[2:] + sizes[1:-1]) / 2
