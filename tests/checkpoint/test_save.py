@@ -147,6 +147,17 @@ def test_an_outdated_attempt_saves_no_more(world, strategy, config, tmp_path):
     assert steps_of(tmp_path) == [1, 3]
 
 
+def test_saves_whose_ranks_can_not_connect_fail_before_the_first_step(
+    world, strategy, config, tmp_path, monkeypatch
+):
+    """Ranks on GPUs have met over NCCL, and use gloo for saves alone; runs that save nothing need none."""
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "nowhere0")
+    with pytest.raises(CheckpointError, match=r"rank 0 .* gloo, .*; set GLOO_SOCKET_IFNAME to "):
+        Saver(tmp_path, strategy, config, world)
+    config.checkpoint.every = None
+    Saver(tmp_path, strategy, config, world)
+
+
 def test_pieces_of_all_ranks_make_each_tensor_whole():
     """Whoever answers first; elements that no rank wrote are an error."""
 

@@ -65,18 +65,17 @@ class Saver:
         attempt: int = 0,
         tokens_hash: str = "",
     ) -> None:
-        """Raises CheckpointError, on all ranks, if the folder cannot be written or `attempt` is outdated.
+        """Raises CheckpointError if the folder cannot be written, `attempt` is outdated or ranks can not connect.
 
         tokens_hash: see Manifest.
         """
         self._run, self._strategy, self._config, self._world = run, strategy, config, world
         self._attempt, self._tokens_hash = attempt, tokens_hash
         self._staging = Staging(world.device)
-        self._group: dist.ProcessGroup | None = None  # created at the first save
+        self._group: dist.ProcessGroup | None = None
         self._writing: Future[SaveRecord] | None = None
         self._last: SaveRecord | None = None
         self._blocked_seconds = 0.0
-        self._prepared = False
         if config.checkpoint.every is not None:
             self._prepare()  # fail now, not after the first steps
 
@@ -92,10 +91,8 @@ class Saver:
         self._settle()
         if self._last and self._last.step == steps_done and self._last.error is None:
             return
-        if not self._prepared:
-            self._prepare()
         if self._group is None:
-            self._group = worlds.background_group(max(self._world.timeout_seconds, SLOWEST_SECONDS))
+            self._prepare()
         staged = self._staging.copy(self._flat_state())
         blocked = time.perf_counter() - began
         self._blocked_seconds += blocked
@@ -130,7 +127,7 @@ class Saver:
     # -- how --------------------------------------------------------------------------------------
 
     def _prepare(self) -> None:
-        problem, self._prepared = None, True
+        problem = None
         if self._world.rank == 0:
             try:
                 folders.clear_unfinished(self._run, self._attempt)
@@ -139,6 +136,12 @@ class Saver:
         for failure in worlds.gather_objects(problem):
             if failure:
                 raise CheckpointError(failure)
+        try:
+            self._group = worlds.background_group(max(self._world.timeout_seconds, SLOWEST_SECONDS))
+        except RuntimeError as error:  # ranks on GPUs have met over NCCL alone
+            problem = f"rank {self._world.rank} finds no others over gloo, which saves need"
+            remedy = "set GLOO_SOCKET_IFNAME to the interface between nodes (docs/slurm.md)"
+            raise CheckpointError(f"{problem}: {_first_line(error)}; {remedy}") from error
 
     def _flat_state(self) -> Flat:
         flat = flat_state(self._strategy)
