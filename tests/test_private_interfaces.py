@@ -92,6 +92,7 @@ ATTRIBUTES = {
     "torch._meta_registrations._create_grouped_mm_output_tensor",
     "torch._meta_registrations._meta_grouped_mm_common",
     "torch.distributed._coalescing_manager",
+    "torch.distributed.distributed_c10d._abort_process_group",
     "torch._C._distributed_c10d.FakeProcessGroup._create_internal",
     "torch.distributed.ProcessGroup._register_backend",
     "torch.cpu._is_avx512_supported",

@@ -6,14 +6,16 @@ What ranks ask one store for while they are idle does not grow with their number
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
+from zeroexp.process.watchdog import differs
 from zeroexp.process.watchdog.differs import ComparingThread, Moves, describe_difference
-from zeroexp.process.world import World
+from zeroexp.process.world import World, join_process_group
 
 LOOKS = 0.05  # seconds of a look and of patience here
 SHOWN_AND_READ_SECONDS = 8 * LOOKS  # both ranks have looked by then
@@ -111,3 +113,19 @@ def test_idle_ranks_ask_the_store_for_as_much_however_many_they_are(size: int) -
     (text,) = told[-1]
     assert text is not None and f"rank {odd} is in the norm" in text
     assert f"rank {int(odd == 0)} is in the gather of b" in text
+
+
+def test_a_wait_for_a_gpu_ends_in_whichever_group_it_is(monkeypatch) -> None:
+    """A communicator of replicas, or of reductions, goes on when that of all ranks is aborted."""
+    monkeypatch.setattr(differs, "LOOK_SECONDS", 0.0)
+    world = join_process_group()
+    lanes = [world.with_communicator(lane) for lane in ("reductions", "more")]
+    for lane in lanes:
+        lane.join()
+    groups = [dist.group.WORLD, *(lane.process_group for lane in lanes)]
+    aborted: list[Any] = []
+    monkeypatch.setattr(dist.ProcessGroup, "abort", lambda group: aborted.append(group))
+    moves = Moves(replace(world, backend="nccl"))
+    thread = ComparingThread(moves, "engine", groups[0])
+    thread._end_waits(moves, "the ranks differ", groups[0])
+    assert moves.error == "the ranks differ" and set(aborted) == set(groups)

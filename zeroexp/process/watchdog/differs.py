@@ -16,8 +16,8 @@ look costs every rank two short requests. The words are read by ranks whose chec
 
 [Note: ending a wait] A thread in a wait for gloo can not be interrupted, and gloo's `abort` wakes nobody. But a
 receive that runs out of time closes all connections of its rank, upon which all waits there fail. A wait for a GPU
-can not fail so: there the thread prints the error and aborts the process group. A wait for memory that ranks share
-looks for the error itself (comm/wake_up.py).
+can not fail so: there the thread prints the error and aborts all process groups, since a rank may wait in any of them.
+A wait for memory that ranks share looks for the error itself (comm/wake_up.py).
 """
 
 from __future__ import annotations
@@ -192,7 +192,7 @@ class ComparingThread:
         moves.error = verdict
         if self._world.backend != "gloo":
             print(verdict, file=sys.stderr, flush=True)
-            group.abort()
+            dist.distributed_c10d._abort_process_group()
             return
         if not moves.waits:  # the next wait begins with the error
             return
