@@ -134,6 +134,7 @@ def test_what_is_too_small_for_a_code_divides_nothing() -> None:
 
 def test_tables_of_codes_are_brought_to_a_device_once(monkeypatch) -> None:
     """That stops a GPU. Each mode of fake tensors has its own; of fewer blocks at once the codes are the same."""
+    monkeypatch.setattr(quantized_moments, "KEPT_ON", ("cpu",))
     quantized_moments._tables.cache_clear()
     flat = torch.linspace(-1, 1, 3000)
     for _ in range(2):
@@ -143,6 +144,7 @@ def test_tables_of_codes_are_brought_to_a_device_once(monkeypatch) -> None:
     monkeypatch.setattr(torch, "tensor", None)
     monkeypatch.setattr(quantized_moments, "BLOCKS_AT_ONCE", 1)
     assert torch.equal(blocks_of(flat), once)
+    quantized_moments._tables.cache_clear()
 
 
 @pytest.mark.parametrize("name", ["ddp", "ddp_zero_redundancy"])

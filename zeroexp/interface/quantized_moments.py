@@ -25,6 +25,9 @@ from zeroexp.cut.moment_blocks import BLOCK, CODES_PER_OCTAVE, ROW_BYTES, num_bl
 NUM_STEPS = 255
 SIGNED = 128  # the steps, of 255, that a signed block can not tell from 0
 BLOCKS_AT_ONCE = 1024  # what is beside a moment for them alone takes 6 MiB
+KEPT_ON = (
+    "cuda",
+)  # devices to which tables are brought once: on a CPU making them anew waits for nothing
 BLOCKS_AT_ONCE_ON_GPU = 8 * BLOCKS_AT_ONCE  # of fewer it waits for the host
 
 
@@ -92,9 +95,9 @@ def _blocks_at_once(packed: Tensor) -> int:
 
 
 def _tables_beside(packed: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the tables on the device of a tensor. Those beside a fake one are fake, and end with its mode."""
-    make = _tables if type(packed) is Tensor else _tables.__wrapped__
-    return make(packed.device)
+    """Return the tables on the device of a tensor; those beside a fake one are fake, and end with its mode."""
+    is_kept = type(packed) is Tensor and packed.device.type in KEPT_ON
+    return (_tables if is_kept else _tables.__wrapped__)(packed.device)
 
 
 @cache  # to bring them to a GPU stops the host
