@@ -163,7 +163,9 @@ def test_a_plugin_that_is_gone_and_of_which_nothing_is_needed_is_not_missed(run,
     shutil.copytree(run, tmp_path / "run")
     with changed_config(export.choose_checkpoint(tmp_path / "run")) as config:
         config["plugins"] = ["plugin_that_is_gone"]
-    process = command(tmp_path / "run", "--to", tmp_path / "to", "--format", form)
-    _, errors = process.communicate()
+    process = command(tmp_path / "run", "--to", tmp_path / "to", "--format", form, "--json")
+    told, errors = process.communicate()
     assert process.returncode == 0, errors
+    # Another trainer's format keeps the dtypes that are saved.
+    assert json.loads(told).get("dtype") == {"huggingface": "float32"}.get(form)
     assert (tmp_path / "to" / "tokenizer.json").exists() == (form == "huggingface")

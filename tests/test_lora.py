@@ -192,7 +192,7 @@ def test_a_run_is_planned_and_its_adapters_are_exported(here, monkeypatch, capsy
     assert all(written[name].any() for name in written), "B is zeros before it is trained"
     for name, tensor in load_file("base/model.safetensors").items():
         assert any(torch.equal(tensor, p) for p in theirs.parameters()), name
-    assert theirs.peft_config["default"].base_model_name_or_path == "base"
+    assert theirs.peft_config["default"].base_model_name_or_path == str(Path("base").resolve())
 
 
 WRONG = {

@@ -67,7 +67,8 @@ def _export(told: list[str] | None) -> int:
             else:
                 export_whole(source, target, arguments.format)
         dtype = arguments.dtype or "float32"
-        written = {"folder": str(target), "checkpoint": str(source), "dtype": dtype}
+        written = {"folder": str(target), "checkpoint": str(source)}
+        written |= {"dtype": dtype} if arguments.format == HUGGINGFACE else {}
         what = _what_was_written(target, source, arguments.format, dtype)
     if told is not None:
         told.append(dumps(written))
@@ -156,7 +157,8 @@ def export(
         if config.model.lora.r is not None:
             module = huggingface_folder.empty_model(config.model, weights.shapes)
             as_asked = getattr(torch, dtype)
-            lora.write_adapters(folder, config.model, module, weights.read, as_asked)
+            model = replace(config.model, weights=_base_of(config, checkpoint))
+            lora.write_adapters(folder, model, module, weights.read, as_asked)
             return
         huggingface_folder.write(
             folder,
@@ -186,6 +188,14 @@ def export_whole(checkpoint: Path, target: Path, form: str) -> None:
     with _with_plugins(config, checkpoint), folders.filled_or_removed(target) as folder:
         require_same(build_empty(config.model, weights.shapes).module, weights.shapes)
         WRITERS[form](folder, config, manifest, weights)
+
+
+def _base_of(config: Config, checkpoint: Path) -> str | None:
+    """Return what adapters lie around: the absolute path of a folder, or a name of the hub."""
+    base = config.model.weights
+    started_in = working_folder_of(checkpoint.parents[1]) or Path()
+    folder = started_in / Path(base or "").expanduser()
+    return str(folder.resolve()) if base and folder.is_dir() else base
 
 
 @contextlib.contextmanager

@@ -185,7 +185,8 @@ def test_when_time_is_over_it_stops_where_something_fits(monkeypatch, tmp_path):
     assert (best.outcome.strategy, best.micro, best.recomputes) == ("ddp", 2, False)
 
 
-def test_an_interrupted_search_tells_what_it_has(planned, monkeypatch):
+@pytest.mark.parametrize("form", ["--json ", ""])
+def test_an_interrupted_search_tells_what_it_has(planned, monkeypatch, form):
     rehearse, rehearsed = advise_module.with_rehearsal, list[PlannedPoint]()
 
     def rehearse_two(point: PlannedPoint, *, quick: bool) -> PlannedPoint:
@@ -196,10 +197,14 @@ def test_an_interrupted_search_tells_what_it_has(planned, monkeypatch):
 
     monkeypatch.setattr(advise_module, "with_rehearsal", rehearse_two)
     monkeypatch.setattr(signals, "_num_asked", 0)
-    code, out, err = planned(f"--advise --json --rehearse {LINE} cluster.device_memory_gib=1")
-    (entry,) = json.loads(out)
-    found = [each for each in entry["candidates"] if each["rehearsed"]]
-    assert code == INTERRUPTED and len(found) == 2 and entry["use"] in {e["name"] for e in found}
+    code, out, err = planned(f"--advise {form}--rehearse {LINE} cluster.device_memory_gib=1")
+    assert code == INTERRUPTED
+    if form:
+        (entry,) = json.loads(out)
+        found = [each for each in entry["candidates"] if each["rehearsed"]]
+        assert len(found) == 2 and entry["use"] in {each["name"] for each in found}
+    else:
+        assert "interrupted, and --advise --rehearse takes" in " ".join(out.split())
     assert err.endswith(
         "zeroexp: interrupted; what follows is of the candidates that were rehearsed before\n"
     )

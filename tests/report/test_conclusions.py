@@ -221,6 +221,17 @@ def test_points_that_differ_in_what_they_save_are_each_beside_themselves(tmp_pat
     assert alone == []
 
 
+def test_a_unit_of_null_is_a_block(tmp_path: Path) -> None:
+    """Of torch's engines the config that ran keeps null; for ours block stands there."""
+    torch = "strategy.implementation=torch"
+    for sweep, unit in (("before", "null"), ("after", "block"), ("others", "layer")):
+        folder = write_run(tmp_path / sweep / "zero3", "zero3", "torch")
+        save(composed("strategy=zero3", torch, f"strategy.unit={unit}"), folder / "config.yaml")
+    before, after, others = (points(tmp_path / sweep) for sweep in ("before", "after", "others"))
+    assert len(points_that_moved(before, after)[0]) == 1
+    assert not points_that_moved(before, others)[0]
+
+
 def test_each_of_two_sweeps_claims_by_itself(tmp_path: Path) -> None:
     for sweep, bound, wrong in (("before", "1e-5", "zero3"), ("after", "10", "ddp")):
         for strategy in ("ddp", "zero3"):

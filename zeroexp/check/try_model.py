@@ -8,6 +8,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import NamedTuple
 
+import torch
+from torch import nn
+
 from zeroexp.config.families import MODELS
 from zeroexp.config.keys import Config, ConfigError, ModelConfig
 from zeroexp.config.vocabulary import vocab_size_of_data
@@ -15,6 +18,7 @@ from zeroexp.interface.overlapping_memory import refuse_overlaps
 from zeroexp.models.blocks import module_list_names
 from zeroexp.models.checkpointing import operators_of
 from zeroexp.models.expert_kernels import check_experts
+from zeroexp.models.loss import require_tensor
 from zeroexp.models.module import BuiltModel, build_model, longest_sequence
 from zeroexp.zero.options import DTYPES
 
@@ -61,6 +65,8 @@ def _check(model: ModelConfig, vocabulary: int | None, dtype: str, cluster: str)
         refuse_overlaps(built.module)
     except ValueError as error:
         raise ConfigError(f"model.name={model.name}: {error}") from None
+    if model.family not in MODELS.own and model.task == "causal":
+        _try_output(built.module)
     _look_at_weights(model, cluster)
     return Limits(len(built.blocks), longest_sequence(built))
 
@@ -82,6 +88,20 @@ def _build(model: ModelConfig, vocabulary: int | None) -> BuiltModel:
         )
         raise ConfigError(f"{named}: the model has no block; {remedy}")
     return built
+
+
+def _try_output(module: nn.Module) -> None:
+    """Raise ConfigError for code of others whose output has no loss, by a forward on meta.
+
+    What else it raises there may come of tensors without values, so that ranks alone tell of it.
+    """
+    tokens = torch.zeros(1, 64, dtype=torch.int64, device="meta")
+    try:
+        with torch.device("meta"), torch.no_grad():
+            output = module(input_ids=tokens)
+    except Exception:
+        return
+    require_tensor(output, "causal")
 
 
 def _look_at_weights(model: ModelConfig, cluster: str) -> None:

@@ -4,7 +4,7 @@
     group 0                   rank 0     rank 1     rank 2         a row shards one copy of all states among its ranks
     group 1                   rank 3     rank 4     rank 5         a column holds the same pieces (`holders`)
 
-Engine, plan and safety ask this file alone, so that another way to place the groups is a change here.
+Engine, plan and safety ask this file which ranks are whose.
 """
 
 from __future__ import annotations

@@ -59,7 +59,7 @@ class SavedState:
     ):
         """optimizer: that keeps the moments. names: see PythonValues; `python` is that of other optimizers.
 
-        kept: see elementwise.moments_kept; asked when a state is loaded. By default no moment is required.
+        kept: see optimizer_trial.moments_kept; asked when a state is loaded. By default no moment is required.
         """
         self.buffers = Buffers(module, world)
         self._names = [name for name, _ in module.named_parameters()]

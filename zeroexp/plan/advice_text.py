@@ -11,6 +11,7 @@ from zeroexp.plan.outcome import Outcome, PlannedPoint, RankPeak
 from zeroexp.plan.plan_points import Plans
 from zeroexp.plan.plan_table import json_entry, row_of, states_at_peak
 from zeroexp.plan.text_table import GIB, MIB, Row, lines_of, unit_of, wrapped
+from zeroexp.process.signals import was_asked
 
 HEADS = {
     **{"frontier": "", "strategy": "strategy", "implementation": "layout"},
@@ -162,8 +163,9 @@ def _reasons(advice: Advice) -> list[str]:
     if late := advice.left_unrehearsed:
         spare = all(advice.only_saves_memory(each) for each in late)
         which = ", which may hold less, but are not expected to be faster" if spare else ""
+        ends = "interrupted" if was_asked() else f"--advise ends after {BUDGET_SECONDS} s"
         reasons.append(
-            f"{len(late)} candidates were not rehearsed{which}: --advise ends after {BUDGET_SECONDS} s, and "
+            f"{len(late)} candidates were not rehearsed{which}: {ends}, and "
             "--advise --rehearse takes the time that all of them take."
         )
     return reasons

@@ -1,7 +1,7 @@
-"""Rank, world size, device and process groups of this process. No other file reads a rank from the environment.
+"""Rank, world size, device and process groups of this process. Slurm's are read in cluster/task.py too.
 
-`join` is the same call on a laptop, under torchrun and under Slurm. A single rank joins a group of one, so that no
-later code asks whether it is distributed.
+`join_process_group` is the same call on a laptop, under torchrun and under Slurm. A single rank joins a group of one,
+so that no later code asks whether it is distributed.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ from operator import attrgetter
 from pathlib import Path
 from statistics import fmean, median
 
-from zeroexp.config.keys import Config
+from zeroexp.config.keys import ENGINE_SETTINGS, Config
 from zeroexp.measure.record import OFF_DEVICE, MemorySummary, RunSummary, StepRecord
 from zeroexp.measure.summary import of_all
 from zeroexp.report.reading import records_of
@@ -26,6 +26,7 @@ SEED = "train.seed"
 OUTSIDE = ("study.", "tracking.", "outputs", "resume", "repeats", "checkpoint.", "events.", SEED)
 # Those of them that tell points apart where they differ between runs that are equal otherwise, in their seed too.
 APART = ("resume", "checkpoint.", "events.", "tracking.")
+UNIT_OF_NULL = ("strategy.unit", ENGINE_SETTINGS["unit"]["stands_for"])
 MOMENT = "after_backward"  # gradients are reduced and the optimizer has not run: stages differ most
 # Of a summary: what is pooled over seeds, and what over all runs of a point.
 MEANS = ("final_loss", "validation_loss", "validation_accuracy")
@@ -173,13 +174,16 @@ def _peak(memory: MemorySummary) -> float:
 
 
 def settings_of(run: Run, also: Collection[str] = ()) -> tuple[str, ...]:
-    """Return the settings of what ran, and also these, that are no defaults: older runs lack keys of newer ones."""
+    """Return the settings of what ran, and also these, that are no defaults: older runs lack keys of newer ones.
+
+    That a unit is a block stands in the config of our engine's runs alone; torch's leave null, which means the same.
+    """
     defaults = _defaults()
     return tuple(
         f"{key}={value}"
         for key, value in run.config.items()
         if key in also or not key.startswith(OUTSIDE)
-        if value != defaults.get(key, "null")
+        if value != defaults.get(key, "null") and (key, value) != UNIT_OF_NULL
     )
 
 
