@@ -60,6 +60,8 @@ HRM = ("model=hf", "model.name=hrm", ONE_SHAPE % ("hrm_text", 2, ""))
 ALBERT = ("model=hf", "model.name=albert", "model.task=classification", "model.num_labels=3")
 ALBERT += ("model.blocks=[albert.encoder.albert_layer_groups]", "data.task=classification")
 ALBERT += (ONE_SHAPE % ("albert", 5, ", embedding_size: 8"),)
+FROZEN_FRONT = "model.freeze=[*embed*,*layers.0.input_layernorm*,*layers.0.self_attn*]"
+FRONT = [1, 2, 2, 2, 2, 3, 3, 2, 2, 3, *[3, 3, 3, 3, 3, 3, 2, 3, 3], 2]
 BY_MODULE = ("model=tiny", "strategy.unit=module", "strategy.prefetch=1", RECOMPUTES)
 
 
@@ -77,6 +79,8 @@ BY_MODULE = ("model=tiny", "strategy.unit=module", "strategy.prefetch=1", RECOMP
         ((*BY_MODULE, LAST), [1, *[3, 3, 3, 3, 3, 3, 2, 3, 3] * 2, 2]),
         ((*BY_MODULE, LAST, "train.recompute_every=2"), [1, *[2] * 9, *[3] * 6, 2, 3, 3, 2]),
         ((*BY_MODULE, ALL), [1] * 20),
+        # What is frozen in front has no backward, but runs again with its block, up to the first that is trained.
+        ((*BY_MODULE, LAST, FROZEN_FRONT), FRONT),
     ],
 )
 def test_what_is_used_several_times_is_gathered_for_each_use(words, gathers):
@@ -123,6 +127,13 @@ class Reentrant(Loops):
         return x
 
 
+class Whole(Loops):
+    """It recomputes both blocks at once, as torch advises."""
+
+    def run(self, x: Tensor) -> Tensor:
+        return checkpoint(super().run, x, use_reentrant=False)
+
+
 class Looks(Loops):
     """The loss does not see its last block."""
 
@@ -146,7 +157,8 @@ class Chunks(Loops):
         return torch.cat([super(Chunks, self).run(each) for each in x.split(16, 1)], 1)
 
 
-OWN_LOOPS = (Truncated, Reentrant, Looks, Steps, Chunks)
+BY_MODULES = ("strategy.unit=module", RECOMPUTES)
+OWN_LOOPS = (Loops, Whole, Truncated, Reentrant, Looks, Steps, Chunks)
 
 
 @pytest.fixture
@@ -168,6 +180,9 @@ def loops() -> Iterator[None]:
         ("reentrant", (ALL,), [1, 2, 2]),
         ("looks", (LAST,), [1, 2, 1]),
         ("steps", (LAST, "data.seq_len=20"), [1, 40, 40]),
+        # An activation behind the last unit of a block makes the block recompute before that unit is there.
+        ("loops", (LAST, *BY_MODULES), [1, 2, 2, 3, 3]),
+        ("whole", (LAST,), [1, 3, 2]),
         ("chunks", (LAST, "data.seq_len=40"), [1, 6, 6]),
         ("truncated", (ALL, "model.freeze=[embed*,blocks.0*]"), [1, 1, 1]),
     ],

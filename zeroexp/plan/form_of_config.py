@@ -17,17 +17,11 @@ from zeroexp.cut.layout import LAYOUTS
 from zeroexp.cut.matrix_step import CutMatrix, cut_matrices
 from zeroexp.cut.stage import Move, Placement
 from zeroexp.engines.build import options_of, row_dtypes, stage_of
-from zeroexp.models.checkpointing import recomputed_blocks
 from zeroexp.models.module import BuiltModel, build_model
 from zeroexp.plan.form_terms import ClosedForm, OptimizerForm, PrecisionForm
-from zeroexp.plan.module_uses import uses_in_forward
+from zeroexp.plan.module_uses import Use, uses_in_forward
 from zeroexp.plan.sent_bytes import EngineForm
-from zeroexp.zero.grouping import (
-    Group,
-    group_parameters,
-    outer_names,
-    specs_of,
-)
+from zeroexp.zero.grouping import Group, group_parameters, specs_of
 
 
 def build_on_meta(config: Config, vocab_size: int | None = None) -> BuiltModel:
@@ -92,40 +86,29 @@ def _matrices(form: EngineForm, config: Config, model: BuiltModel) -> list[list[
 def _gathers(
     form: EngineForm, config: Config, model: BuiltModel, groups: Sequence[Group]
 ) -> list[int] | None:
-    """Return how often a microbatch gathers each unit: for forward, backward, and inside of blocks that recompute.
-
-    The unit that such a block uses last is there in its backward already, which is what makes the block recompute.
-    """
+    """Return how often a microbatch gathers each unit: for forward, backward, and inside of blocks that recompute."""
     if form.stage.gather is not Move.ALL_GATHER:
         return None
-    recomputed = {*recomputed_blocks(model.blocks, config.train)}
-    uses: dict[str, list[tuple[int, bool]]] = {group.name: [] for group in groups}
-    kept = {name: form.is_kept(number) for number, name in enumerate(uses)}
-    last = ""
+    uses: dict[str, list[Use]] = {group.name: [] for group in groups}
     for use in uses_in_forward(config, model, groups):
-        if use.name in recomputed and use.name in outer_names(last):
-            times, has_graph = uses[last][-1]
-            uses[last][-1] = min(times, 1), has_graph
         if use.name in uses:
-            is_inside = not recomputed.isdisjoint(outer_names(use.name))
-            again = is_inside or (use.is_recomputed and not kept[use.name])
-            uses[use.name].append((use.has_backward * (1 + again), use.has_graph))
-            last = use.name
-    return [num_gathers(each, kept=kept[name]) for name, each in uses.items()]
+            uses[use.name].append(use)
+    kept = (form.is_kept(number) for number in range(len(uses)))
+    return [num_gathers(each, kept=its) for each, its in zip(uses.values(), kept, strict=True)]
 
 
-def num_gathers(uses: Sequence[tuple[int, bool]], *, kept: bool) -> int:
-    """Return how often a unit is gathered for uses of which backward needs each so often.
+def num_gathers(uses: Sequence[Use], *, kept: bool) -> int:
+    """Return how often a unit is gathered for these uses.
 
     kept: where autograd records a use it stays until the backward of its last; for that of an earlier one it is
-    gathered anew.
+    gathered anew, once.
     """
     num, is_there = 0, False
-    for _, has_graph in uses:
+    for use in uses:
         num += not is_there
-        is_there = kept and has_graph
-    for times in filter(None, (times for times, _ in reversed(uses))):
-        num += 0 if is_there else times
+        is_there = kept and use.has_graph
+    for times in filter(None, (use.in_backward for use in reversed(uses))):
+        num += 0 if is_there else min(times, 1) if kept else times
         is_there = False
     return num
 
