@@ -75,12 +75,12 @@ def process_of(job: Job, rank: int) -> int:
 
 def test_what_a_run_leaves_in_its_folder(local, tmp_path):
     job = make_job(tmp_path / "run")
-    told, stepped = io.StringIO(), list[Job]()
+    told, stepped = io.StringIO(), list[Path]()
     shown = ShownRun(1, job, SweepProgress(1, told), stepped.append, skip=True)
     shown.start()
     outcome = local.run(job, shown.show_steps)
     assert outcome == JobOutcome("done"), outcome.cause
-    assert stepped == [job] * 4 and "[1/1] run | step 4/4 | loss " in told.getvalue()
+    assert stepped == [job.folder] * 4 and "[1/1] run | step 4/4 | loss " in told.getvalue()
     records, summary = read_records(job.folder), read_summary(job.folder)
     assert [record.step for record in records] == [0, 1, 2, 3]
     assert summary is not None

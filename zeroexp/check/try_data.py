@@ -40,11 +40,11 @@ def check_data(config: Config) -> None:
         from zeroexp.data import table_rows
 
         splits = [data.split, data.validation_split] if data.validation_split else [data.split]
-        if data.validation_split:
-            sources.require_own_files(data)
         for split in splits:
             each = replace(data, split=split)
             table_rows.require_columns(each, data_files(each))
+        if data.validation_split:
+            sources.require_own_files(data)
 
 
 def require_readable(data: DataConfig) -> None:

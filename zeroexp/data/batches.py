@@ -120,12 +120,13 @@ def build_data(config: DataConfig, model: ModelConfig, seed: int) -> Data:
         require_samples(samples, config)
     if not kind.is_table or config.validation_split is None:
         return Data(samples, config, seed)
-    sources.require_own_files(config)
     other = replace(config, split=config.validation_split, limit=None, labels=samples.classes)
     try:
-        return Data(samples, config, seed, kind.open(other, model, seed))
+        validated = kind.open(other, model, seed)
     except ConfigError as error:
         raise ConfigError(f"data.validation_split={config.validation_split}: {error}") from error
+    sources.require_own_files(config)
+    return Data(samples, config, seed, validated)
 
 
 def tokenize_data(config: DataConfig, model: ModelConfig, seed: int) -> Samples:

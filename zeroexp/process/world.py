@@ -113,7 +113,7 @@ class World:
         def read() -> list[float]:
             if copied is not None:
                 copied.synchronize()
-            return values.numpy().tolist()
+            return values.double().numpy().tolist()  # numpy knows no bfloat16
 
         return read
 
