@@ -28,7 +28,7 @@ from zeroexp.checkpoint.folders import LOG
 from zeroexp.checkpoint.manifest import MANIFEST, read_manifest
 from zeroexp.cluster.job import Job
 from zeroexp.cluster.local import LocalCluster
-from zeroexp.cluster.sweep import Sweep
+from zeroexp.cluster.local_points import LocalPoints
 from zeroexp.tracking.files import RECORDS, Tail, read_records, read_summary
 
 MODEL = {"width": 256, "depth": 4}  # a step takes a few milliseconds, writing its state some dozens
@@ -166,7 +166,7 @@ def test_another_engine_goes_on_from_its_checkpoint(local, undisturbed, tmp_path
     """The next samples are the same, so that losses differ by the order of summation alone."""
     compose_once(monkeypatch)
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(Sweep, "_cluster", lambda self, config: local)
+    monkeypatch.setattr(LocalPoints, "_cluster", lambda self, config: local)
     saved = folders.complete_checkpoints(undisturbed.folder)[0]
     words = ["model=mlp_tiny", "model.mlp.width=256", "model.mlp.depth=4", "data=vectors"]
     words += ["data.seq_len=8", "data.global_batch_size=6", "tracking=files", "world_size=3"]

@@ -1,6 +1,6 @@
 """What moves are asked to be, and traits of a transport: what the engine and its closed forms need to know of it.
 
-The engine asks for a trait, never for the name of a transport.
+`zero/` asks for a trait, never for the name of a transport.
 """
 
 from __future__ import annotations

@@ -67,7 +67,7 @@ class Strategy(Protocol):
     """
 
     model: nn.Module
-    optimizer: Optimizer  # rank-local; only its param_groups (learning rate) are read and written
+    optimizer: Optimizer  # rank-local; its rates are set, and hooks on its steps take their times
 
     def microbatch(self, *, last: bool) -> AbstractContextManager[None]:
         """Return the context around one microbatch's forward and backward; `last` marks the last one before `step`."""
