@@ -1,7 +1,7 @@
 """python -m benchmarks.instruments [ENGINE ...]: what measuring costs a step, as a share of it.
 
 What is always on is counted in a real step and timed alone, in a loop, so that a busy machine does not hide it: moves
-that are timed (measure/verb_seconds.py), their sum at the end of a step, allocations that are counted
+that are timed (measure/communication_overlap.py), their sum at the end of a step, allocations that are counted
 (allocator.cpp). A traced step is timed beside plain ones, in turn; it counts in no time of a run.
 
 Exit codes: 0 if what is always on takes less than 1 % of every engine's step, else 1.
@@ -27,8 +27,8 @@ from benchmarks.links import open_link
 from benchmarks.ranks import Ranks, Spec, Training
 from zeroexp.comm.base import Pending
 from zeroexp.measure.allocations import logging_allocations
+from zeroexp.measure.communication_overlap import TimedMove, meter, sum_up_moves
 from zeroexp.measure.trace import tracing_step
-from zeroexp.measure.verb_seconds import TimedMove, meter, sum_up_moves
 from zeroexp.process import world as worlds
 
 DEFAULT = ["ddp_buffer", "zero2_buffer", "zero3_buffer"]

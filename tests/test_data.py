@@ -39,15 +39,16 @@ from tests.cache_writers import die, race
 from tests.composing import composed
 from zeroexp.check.rules_data import check_validation
 from zeroexp.check.try_data import check_data
+from zeroexp.config.data_splits import data_files
 from zeroexp.config.keys import ConfigError, DataConfig, ModelConfig
-from zeroexp.config.paths import data_files
 from zeroexp.config.vocabulary import TokenizerChoice
 from zeroexp.cut.rank_grid import RankGrid
 from zeroexp.data import StepBatch, batches, packed_cache, table_rows, tokenize_and_pack
 from zeroexp.data.batches import Data, build_data, sample_indices
+from zeroexp.data.choose_tokenizer import choose_tokenizer, identity_of_tokenizer
 from zeroexp.data.classes import classes_of
 from zeroexp.data.conversations import ConversationEncoder
-from zeroexp.data.sources import CORPUS, choose_tokenizer, identity_of_tokenizer
+from zeroexp.data.source_files import CORPUS
 from zeroexp.data.table_rows import read_table
 from zeroexp.models import find_weights
 from zeroexp.process import locks, progress
@@ -1185,7 +1186,8 @@ def test_the_shipped_text_is_packed_once_for_all_copies_of_the_code(cache, tmp_p
     opened("offline", seq_len=40)
     before = {path.name for path in cache.iterdir()}
     shutil.copytree(CORPUS, tmp_path / "corpus")
-    monkeypatch.setattr("zeroexp.data.sources.CORPUS", tmp_path / "corpus")
+    monkeypatch.setattr("zeroexp.data.source_files.CORPUS", tmp_path / "corpus")
+    monkeypatch.setattr("zeroexp.data.choose_tokenizer.CORPUS", tmp_path / "corpus")
     opened("offline", seq_len=40)
     assert {path.name for path in cache.iterdir()} == before
 

@@ -21,7 +21,7 @@ from zeroexp.checkpoint.manifest import MANIFEST, read_manifest
 from zeroexp.checkpoint.save import Saver
 from zeroexp.config import keys as configs
 from zeroexp.config.keys import Config
-from zeroexp.data.sources import CORPUS
+from zeroexp.data.source_files import CORPUS
 from zeroexp.engines.build import build_strategy
 from zeroexp.measure.memory import AllocationMeter, count_cpu_allocations
 from zeroexp.models.module import build_model

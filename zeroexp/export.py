@@ -224,7 +224,7 @@ def _tokenizer(config: Config, checkpoint: Path) -> TokenizerChoice | None:
     Relative paths are meant from where the run was started, as long as that folder is there.
     """
     from zeroexp.config.data_kinds import DATA
-    from zeroexp.data.sources import choose_tokenizer
+    from zeroexp.data.choose_tokenizer import choose_tokenizer
 
     try:
         with _with_plugins(config, checkpoint), contextlib.ExitStack() as there:

@@ -16,7 +16,7 @@ from zeroexp.cluster.job import Job
 from zeroexp.config.keys import ConfigError
 from zeroexp.process.json_output import answer, parser_of
 from zeroexp.tracking.json_files import dumps
-from zeroexp.tracking.mlflow_uploads import UploadsOfSweep
+from zeroexp.tracking.mlflow_upload_thread import UploadsOfSweep
 from zeroexp.tracking.run import run_folders
 
 

@@ -29,7 +29,7 @@ from zeroexp.report.results_table import print_table
 from zeroexp.report.sweep_progress import SweepProgress
 from zeroexp.sync import jobs_of, sync
 from zeroexp.tracking import sweep_owner
-from zeroexp.tracking.mlflow_uploads import UploadsOfSweep
+from zeroexp.tracking.mlflow_upload_thread import UploadsOfSweep
 from zeroexp.tracking.run import FINE, UNFINISHED
 
 EVERYTHING_FINE, SOMETHING_FAILED = 0, 1

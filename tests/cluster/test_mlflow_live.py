@@ -20,7 +20,7 @@ from zeroexp.measure.summary import summarise, summarise_rank
 from zeroexp.tracking import mlflow_live
 from zeroexp.tracking.files import RecordWriter, read_records, write_json, write_summary
 from zeroexp.tracking.mlflow_live import LOG, sender, sends_live
-from zeroexp.tracking.mlflow_uploads import Uploads
+from zeroexp.tracking.mlflow_upload_thread import Uploads
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 

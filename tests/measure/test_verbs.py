@@ -12,9 +12,9 @@ from tests.measure.test_clock import Seconds
 from zeroexp.comm.base import Pending
 from zeroexp.cut.stage import STAGES
 from zeroexp.engines.sharded import Sharded
-from zeroexp.measure import verb_seconds
+from zeroexp.measure import communication_overlap
+from zeroexp.measure.communication_overlap import TimedMove, meter, sum_up_moves
 from zeroexp.measure.record import VerbSeconds
-from zeroexp.measure.verb_seconds import TimedMove, meter, sum_up_moves
 from zeroexp.process import world as worlds
 from zeroexp.process.world import World
 from zeroexp.zero.options import Options
@@ -75,13 +75,13 @@ def test_moves_are_kept_where_somebody_records_them_alone(seconds):
 def test_events_of_a_gpu_are_asked_for_by_a_recorder_alone(seconds, monkeypatch):
     """A move keeps the clock that it began with, and nobody who records by another one counts it."""
     asked: list[str] = []
-    real = verb_seconds.mark_now
+    real = communication_overlap.mark_now
 
     def mark(device: torch.device) -> float:
         asked.append(device.type)
         return real(torch.device("cpu"))
 
-    monkeypatch.setattr(verb_seconds, "mark_now", mark)
+    monkeypatch.setattr(communication_overlap, "mark_now", mark)
     before = start(seconds, "gather")
     with meter.recording(torch.device("cuda")) as moves:
         before.wait()

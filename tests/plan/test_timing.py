@@ -24,7 +24,7 @@ from zeroexp.config.gpus import GPUS as CATALOGUE
 from zeroexp.config.gpus import LINK_SHARE, NETWORKS
 from zeroexp.config.job_shape import JobShape
 from zeroexp.config.keys import Config, ConfigError
-from zeroexp.measure.verb_seconds import meter
+from zeroexp.measure.communication_overlap import meter
 from zeroexp.plan import peak
 from zeroexp.plan.machines import Machines
 from zeroexp.plan.outcome import plan_point

@@ -24,7 +24,7 @@ from tests.somebody_else import not_root, open_to_all, read_only
 from zeroexp.config.keys import ConfigError, TrackingConfig
 from zeroexp.tracking import mlflow_store
 from zeroexp.tracking.mlflow import MlflowTracker
-from zeroexp.tracking.mlflow_uploads import Uploads
+from zeroexp.tracking.mlflow_upload_thread import Uploads
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 

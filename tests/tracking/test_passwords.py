@@ -11,7 +11,7 @@ from tests.composing import composed
 from zeroexp.config.keys import ConfigError
 from zeroexp.process.server_address import without_password
 from zeroexp.tracking.mlflow_store import STORE, Store, store_uri, with_store
-from zeroexp.tracking.mlflow_uploads import Uploads
+from zeroexp.tracking.mlflow_upload_thread import Uploads
 
 SECRET = "hunter2"
 

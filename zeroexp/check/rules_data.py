@@ -7,9 +7,9 @@ from collections.abc import Iterator
 
 from zeroexp.check.refusal import Refusal
 from zeroexp.config.data_kinds import DATA
+from zeroexp.config.data_splits import TRAIN
 from zeroexp.config.families import MODELS, shape_of, vocab_size_of_shape
 from zeroexp.config.keys import Config
-from zeroexp.config.paths import TRAIN
 from zeroexp.config.vocabulary import SHIPPED_VOCABULARY
 
 # A part of a split, as `datasets` writes it: test, test[:1000], train[10%:-5%].

@@ -13,10 +13,11 @@ from pathlib import Path
 
 from zeroexp.checkpoint.manifest import read_manifest, require_same_tokens
 from zeroexp.config.data_kinds import DATA
+from zeroexp.config.data_splits import data_files, is_hub_id
 from zeroexp.config.keys import Config, ConfigError, DataConfig
-from zeroexp.config.paths import data_files, is_hub_id
-from zeroexp.data import sources
 from zeroexp.data.batches import build_data
+from zeroexp.data.choose_tokenizer import choose_tokenizer
+from zeroexp.data.source_files import require_own_files
 from zeroexp.models.module import fitting_vocab_size
 
 
@@ -34,7 +35,7 @@ def check_data(config: Config) -> None:
             require_same_tokens(checkpoint, read_manifest(checkpoint), built.tokens_hash)
         return
     if kind.tokenizes and Path(config.model.weights or "").expanduser().is_dir():
-        sources.choose_tokenizer(data, config.model)
+        choose_tokenizer(data, config.model)
     if kind.is_table and data.path and is_seen:
         # datasets takes a second to import, and most sweeps read no table.
         from zeroexp.data import table_rows
@@ -44,7 +45,7 @@ def check_data(config: Config) -> None:
             each = replace(data, split=split)
             table_rows.require_columns(each, data_files(each))
         if data.validation_split:
-            sources.require_own_files(data)
+            require_own_files(data)
 
 
 def require_readable(data: DataConfig) -> None:

@@ -21,7 +21,7 @@ from zeroexp.report.reading import readable_runs
 from zeroexp.report.statistics import AGAIN, in_doubt
 from zeroexp.report.sweep_progress import SweepProgress
 from zeroexp.tracking.files import read_json, read_summary, write_json, write_summary
-from zeroexp.tracking.mlflow_uploads import UploadsOfSweep
+from zeroexp.tracking.mlflow_upload_thread import UploadsOfSweep
 
 
 class LocalPoints:

@@ -42,7 +42,7 @@ from zeroexp.tracking import sweep_owner
 from zeroexp.tracking.files import read_summary, working_folder_of
 from zeroexp.tracking.mlflow_labels import LINK
 from zeroexp.tracking.mlflow_store import with_store
-from zeroexp.tracking.mlflow_uploads import UploadsOfSweep
+from zeroexp.tracking.mlflow_upload_thread import UploadsOfSweep
 from zeroexp.tracking.run import FINE, UNFINISHED, run_folders
 
 

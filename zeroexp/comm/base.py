@@ -17,7 +17,7 @@ from torch import Tensor
 
 from zeroexp.comm.traits import TransportTraits
 from zeroexp.cut.chunk import Chunk
-from zeroexp.measure.verb_seconds import TimedMove, meter
+from zeroexp.measure.communication_overlap import TimedMove, meter
 from zeroexp.process import progress
 from zeroexp.process.watchdog.differs import Moves
 from zeroexp.process.world import World

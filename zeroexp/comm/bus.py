@@ -33,8 +33,8 @@ from zeroexp.comm.offload_file import MappedFile
 from zeroexp.comm.traits import ON_DEVICE, ON_HOST, MoveOptions
 from zeroexp.cut.chunk import Chunk
 from zeroexp.interface.strategy import ModelStates
+from zeroexp.measure.communication_overlap import meter
 from zeroexp.measure.memory import on_host
-from zeroexp.measure.verb_seconds import meter
 from zeroexp.process.world import World
 
 # Master weights that an optimizer updates, each with its gradient.

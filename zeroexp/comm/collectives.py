@@ -34,8 +34,8 @@ from zeroexp.comm.secondary import Node, SecondaryCopy
 from zeroexp.comm.traits import MoveOptions, TransportTraits
 from zeroexp.cut.chunk import Chunk
 from zeroexp.cut.rank_grid import RankGrid
+from zeroexp.measure.communication_overlap import TimedMove, meter
 from zeroexp.measure.record import Traffic, sum_of_traffic
-from zeroexp.measure.verb_seconds import TimedMove, meter
 from zeroexp.process import progress
 from zeroexp.process import world as worlds
 from zeroexp.process.watchdog.differs import DIFFER, REMEDY, Moves

@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import TypeVar
 
-from zeroexp.measure.verb_seconds import meter
+from zeroexp.measure.communication_overlap import meter
 from zeroexp.process.watchdog.differs import Moves
 
 LOOK_SECONDS = 1.0  # between two looks at whether ranks were found to differ, while nobody wakes it

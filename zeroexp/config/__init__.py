@@ -7,5 +7,6 @@ families.py        what `model.family` may name; data_kinds.py: `data.kind`; eng
 parameter_groups.py which parameters are stepped alike, and which have no weight decay
 plugins.py         code that others add: the modules of `plugins=[...]`, and the settings of their words
 job_shape.py       how the ranks of a point share nodes
-paths.py           where a run's local files and caches lie; vocabulary.py: the tokenizer of its data, and its size
+data_splits.py     which local files are trained on, which validated on; vocabulary.py: the tokenizer, and its size
+cache_folder.py    where packed data and helpers that were compiled are kept
 """

@@ -13,8 +13,10 @@ import numpy as np
 from zeroexp.config.data_kinds import DATA
 from zeroexp.config.families import vocab_size_of_shape
 from zeroexp.config.keys import ConfigError, DataConfig, ModelConfig
-from zeroexp.data import Samples, StepBatch, ValidationTurn, packed_cache, sources
+from zeroexp.data import Samples, StepBatch, ValidationTurn, packed_cache
 from zeroexp.data.check_source import require_samples
+from zeroexp.data.choose_tokenizer import choose_tokenizer, identity_of_tokenizer
+from zeroexp.data.source_files import require_own_files, source_identity, text_files
 
 
 class Data:
@@ -125,21 +127,21 @@ def build_data(config: DataConfig, model: ModelConfig, seed: int) -> Data:
         validated = kind.open(other, model, seed)
     except ConfigError as error:
         raise ConfigError(f"data.validation_split={config.validation_split}: {error}") from error
-    sources.require_own_files(config)
+    require_own_files(config)
     return Data(samples, config, seed, validated)
 
 
 def tokenize_data(config: DataConfig, model: ModelConfig, seed: int) -> Samples:
     """Open the packed text; tokenize and pack it first if the cache does not have it."""
-    words, files = sources.choose_tokenizer(config, model), sources.text_files(config)
+    words, files = choose_tokenizer(config, model), text_files(config)
     labelled = config.task == "classification"
     decisive = {
         "format": 12,
         "kind": config.kind,
         "task": config.task,
         "seq_len": config.seq_len,
-        "words": sources.identity_of_tokenizer(words),
-        "files": sources.source_identity(config, files),
+        "words": identity_of_tokenizer(words),
+        "files": source_identity(config, files),
         "rows": [config.subset, config.split, config.text_column],
         "labels": [model.num_labels, config.label_column, config.labels] if labelled else None,
     }

@@ -25,7 +25,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from zeroexp.config.paths import cache_root
+from zeroexp.config.cache_folder import cache_root
 from zeroexp.data import Microbatch
 from zeroexp.models.loss import IGNORED
 from zeroexp.process import progress

@@ -21,8 +21,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from datasets.exceptions import DatasetsError
 
+from zeroexp.config.data_splits import TRAIN, split_name
 from zeroexp.config.keys import ConfigError, DataConfig
-from zeroexp.config.paths import TRAIN, split_name
 from zeroexp.data import csv_files
 from zeroexp.data.csv_files import UTF8
 from zeroexp.data.table_columns import (

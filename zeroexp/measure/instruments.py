@@ -24,12 +24,12 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 from zeroexp.config.keys import TrainConfig
 from zeroexp.interface.strategy import Strategy
+from zeroexp.measure.communication_overlap import meter
 from zeroexp.measure.dtypes_found import DtypeRecorder
 from zeroexp.measure.formats import FORMAT, KEY
 from zeroexp.measure.record import Peak
 from zeroexp.measure.trace import StepTrace, tracing_step
 from zeroexp.measure.trace_file import events_of
-from zeroexp.measure.verb_seconds import meter
 from zeroexp.process.world import World
 
 PREFIX = "zeroexp::"  # of ranges: "zeroexp::gather unit 0, wait"

@@ -23,8 +23,8 @@ from typing import Any
 import torch
 from torch import Tensor, UntypedStorage
 
+from zeroexp.config.cache_folder import cache_root
 from zeroexp.config.keys import ConfigError
-from zeroexp.config.paths import cache_root
 from zeroexp.interface.strategy import ModelStates
 from zeroexp.measure.record import FILES, HOST, KINDS, OUTER, RESIDENT
 from zeroexp.process.locks import temporary_folder

@@ -68,7 +68,7 @@ def on_device(held: Mapping[str, float]) -> float:
 
 @dataclass
 class VerbSeconds:
-    """Seconds of one verb (gather, reduce, hand_over, publish, loss, ...) on one rank, see measure/verb_seconds.py."""
+    """Seconds of one verb (gather, reduce, hand_over, publish, loss, ...) on one rank, see communication_overlap.py."""
 
     count: float = 0  # moves
     working: float = 0.0  # this rank's thread packs, copies, sums

@@ -23,10 +23,10 @@ from torch.utils.hooks import RemovableHandle
 from zeroexp.interface.strategy import ModelStates
 from zeroexp.measure.allocations import Log, logging_allocations
 from zeroexp.measure.causes import Change, Reading, changes_by_cause, read_states
+from zeroexp.measure.communication_overlap import TimedMove
 from zeroexp.measure.memory import local_tensor
 from zeroexp.measure.record import CAUSES, Peak
 from zeroexp.measure.time_spans import Interval, interval_at
-from zeroexp.measure.verb_seconds import TimedMove
 
 GATHERS = ("gather", "secondary")  # verbs that fill pools
 OUTSIDE = "(outside of blocks)"

@@ -31,9 +31,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+from zeroexp.measure.communication_overlap import TimedMove
 from zeroexp.measure.record import CAUSES
 from zeroexp.measure.trace import StepTrace, spans_of
-from zeroexp.measure.verb_seconds import TimedMove
 
 ROWS = ("phase", "unit", "verb", "exposed", "flight", "backend")
 NUM_MEMORY_POINTS = 1000  # of one step; each shows the most that was held since the one before

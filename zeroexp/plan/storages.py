@@ -32,8 +32,8 @@ from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
+from zeroexp.measure.communication_overlap import meter
 from zeroexp.measure.memory import on_host
-from zeroexp.measure.verb_seconds import meter
 from zeroexp.plan.caching_allocator import Change
 
 ACTIVATIONS, LOGITS, TEMPORARIES = "activations", "logits", "temporaries"

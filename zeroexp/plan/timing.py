@@ -23,8 +23,8 @@ from torch import Tensor
 from torch.utils._pytree import tree_iter
 from torch.utils.flop_counter import flop_registry
 
+from zeroexp.measure.communication_overlap import TimedMove, meter
 from zeroexp.measure.memory import on_host
-from zeroexp.measure.verb_seconds import TimedMove, meter
 from zeroexp.plan.speed import Speed
 from zeroexp.plan.storages import LocalOperations
 

@@ -34,6 +34,7 @@ from zeroexp.data.batches import Data
 from zeroexp.interface.loss_scale import SCALE
 from zeroexp.interface.strategy import Strategy
 from zeroexp.measure.clock import StepClock
+from zeroexp.measure.communication_overlap import TimedMove, meter, sum_up_moves
 from zeroexp.measure.drift import read_between_steps
 from zeroexp.measure.dtypes_found import DtypeRecorder
 from zeroexp.measure.instruments import Instruments
@@ -41,7 +42,6 @@ from zeroexp.measure.memory import AllocationMeter, bytes_by_kind
 from zeroexp.measure.record import StepRecord, Traffic
 from zeroexp.measure.tcp_bytes import ByteMeter, link_bytes, wire_meter
 from zeroexp.measure.trace import StepTrace
-from zeroexp.measure.verb_seconds import TimedMove, meter, sum_up_moves
 from zeroexp.models.loss import loss_sum
 from zeroexp.process import progress
 from zeroexp.process.world import World, barrier

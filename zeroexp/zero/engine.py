@@ -23,7 +23,7 @@ from zeroexp.interface.optimizer_trial import make_optimizer, moments_kept
 from zeroexp.interface.saved_state import SavedState, names_in
 from zeroexp.interface.strategy import CanonicalState, ModelStates, OptimizerFactory
 from zeroexp.interface.values import Values, make_placeholders
-from zeroexp.measure.verb_seconds import meter
+from zeroexp.measure.communication_overlap import meter
 from zeroexp.process.world import World
 from zeroexp.zero.assemble import make_units, start_alike
 from zeroexp.zero.casts import cast_at_borders
@@ -158,7 +158,7 @@ class Engine:
     def step(self, *, drain: bool = False) -> Tensor:
         """Hand over the reduced gradients, clip, update all masters at once, publish unit by unit; return the norm."""
         self._observer.step(is_gathered=any(unit.is_pinned for unit in self.units))
-        self._schedule.wait_and_free_ahead()
+        self._schedule.drain_collectives()
         with meter.timing("hand_over", "all units"), unguarded():
             handed = [each for unit in self.units for each in unit.hand_over()]
         self.wire.quiesce()
@@ -251,7 +251,7 @@ class Engine:
 
     def load_state_dict(self, state: CanonicalState) -> None:
         self._observer.loading()
-        self._schedule.wait_and_free_ahead()
+        self._schedule.drain_collectives()
         targets = self._held_pieces()
         self._saved_state.load(
             self._outer.own_state(state),

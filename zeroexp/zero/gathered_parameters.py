@@ -43,7 +43,7 @@ def gathered(
         yield
         return
     if write:
-        schedule.wait_and_free_ahead()
+        schedule.drain_collectives()
     is_shown = False
     try:
         for unit in units:

@@ -374,8 +374,8 @@ class Schedule:
         self.finish_reductions()
         self.gathers.await_published()
 
-    def wait_and_free_ahead(self) -> None:
-        """Wait for all that is in flight and free what was gathered ahead; what is kept for backward stays.
+    def drain_collectives(self) -> None:
+        """Wait for all that is in flight, and free what was gathered ahead; what is kept for backward stays.
 
         All ranks call it together: what is freed has to be gathered again.
         """

@@ -20,7 +20,7 @@ from zeroexp.comm.traits import ON_DEVICE, ON_HOST
 from zeroexp.cut.bucket import Bucket, cut_in_buckets
 from zeroexp.cut.chunk import FROZEN, Chunk
 from zeroexp.cut.stage import Move, Stage
-from zeroexp.measure.verb_seconds import meter
+from zeroexp.measure.communication_overlap import meter
 from zeroexp.process.world import World
 from zeroexp.zero.full_storage import FullStorage
 from zeroexp.zero.gradients import ChunkGradients

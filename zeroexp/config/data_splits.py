@@ -1,8 +1,7 @@
-"""Paths of the local files that a run reads its text from, and of the cache; no file is opened here."""
+"""Splits of local data: which files of data.path are trained on, and which are for validation; none is opened here."""
 
 from __future__ import annotations
 
-import os
 import re
 from pathlib import Path
 
@@ -101,14 +100,3 @@ def _part_that_tells(splits: str, file: Path, root: Path) -> str:
 def _names(splits: str, part: str) -> bool:
     """Tell whether a name has one of these words, parted as in `datasets`: also Test.csv, and train_test.csv both."""
     return bool(re.search(rf"(?<![^-._ 0-9])({splits})(?![^-._ 0-9])", part, re.IGNORECASE))
-
-
-def cache_root() -> Path:
-    """Return $ZEROEXP_CACHE, else zeroexp/ in the user's cache folder. Raises ConfigError for a user without a home."""
-    if folder := os.environ.get("ZEROEXP_CACHE"):
-        return Path(folder)
-    try:
-        return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "zeroexp"
-    except RuntimeError as error:
-        problem = "not set, and this user has no home"
-        raise ConfigError(f"ZEROEXP_CACHE: {problem}; set it to a folder that is yours") from error

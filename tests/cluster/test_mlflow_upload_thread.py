@@ -19,9 +19,9 @@ from zeroexp.cluster.local import LocalCluster
 from zeroexp.cluster.sweep import Sweep
 from zeroexp.config.keys import TrackingConfig, load, save
 from zeroexp.measure.formats import refuse_newer_format
-from zeroexp.tracking import mlflow_uploads
+from zeroexp.tracking import mlflow_upload_thread
 from zeroexp.tracking.files import RecordWriter, write_json
-from zeroexp.tracking.mlflow_uploads import Uploads
+from zeroexp.tracking.mlflow_upload_thread import Uploads
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 
@@ -50,7 +50,7 @@ def test_a_run_is_there_from_its_start_followed_and_closed(
         writer.write(record(0))
         sent.look(folder)
         assert losses(tmp_path) == [], "a short run is left alone"
-        monkeypatch.setattr(mlflow_uploads, "SECONDS_BETWEEN_LOOKS", 0.0)
+        monkeypatch.setattr(mlflow_upload_thread, "SECONDS_BETWEEN_LOOKS", 0.0)
         sent.look(folder)
         sent.begin(folder)  # waits for the look
         assert losses(tmp_path) == [(0,)]
@@ -104,7 +104,7 @@ def test_each_run_of_a_sweep_goes_to_its_own_experiment_or_nowhere(
 
 @pytest.mark.parametrize(
     ("at", "interrupted", "ends"),
-    [("rehearse", LocalCluster, "FINISHED"), ("wait", mlflow_uploads._Worker, "KILLED")],
+    [("rehearse", LocalCluster, "FINISHED"), ("wait", mlflow_upload_thread._Worker, "KILLED")],
     ids=["rehearsed", "store opens"],
 )
 def test_ctrl_c_leaves_no_run_that_mlflow_takes_for_running(
@@ -147,7 +147,7 @@ def test_a_step_reads_no_config(tmp_path: Path) -> None:
 def test_a_run_of_a_later_version_keeps_no_other_from_the_store(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    worker, sent = mlflow_uploads._Worker(), list[str]()
+    worker, sent = mlflow_upload_thread._Worker(), list[str]()
     worker.do(lambda: refuse_newer_format({"format": 99}, "summary.json"))
     worker.do(lambda: sent.append("the next"))
     assert worker.wait(60.0) and worker.error is None and sent == ["the next"]
