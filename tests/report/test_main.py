@@ -111,6 +111,10 @@ def test_a_folder_behind_a_text_is_no_file_for_it(outputs, report, option):
 
 
 def test_steps_have_the_names_of_torchtitan_on_request(outputs, report):
+    # Measured on a busy machine: of equal processors the largest counts, as in the table.
+    edit(
+        outputs / "newer/a/summary.json", '"peak_flops_per_second": 4', '"peak_flops_per_second": 1'
+    )
     _, text, _ = report("outputs/newer", "--torchtitan", "-")
     steps = [json.loads(line) for line in text.splitlines()]
     assert [(each["run"], each["step"]) for each in steps] == [

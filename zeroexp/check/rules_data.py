@@ -119,9 +119,9 @@ def check_warmup(config: Config) -> Iterator[Refusal]:
 
 
 def _overlap(one: str, other: str) -> bool:
-    """Tell whether two splits, each a sum of parts, have rows in common for certain.
+    """Tell whether two splits, each a sum of parts, have rows in common; a split is taken for a long one.
 
-    What one gives in per cent and the other in rows, or from the end, may have some, or may not.
+    What one gives in per cent and the other in rows may have some, or may not.
     """
     pairs = [(a.strip(), b.strip()) for a in one.split("+") for b in other.split("+")]
     return any(a == b or _parts_overlap(PART.fullmatch(a), PART.fullmatch(b)) for a, b in pairs)
@@ -137,9 +137,7 @@ def _parts_overlap(one: re.Match[str] | None, other: re.Match[str] | None) -> bo
         return False
     starts = [_place(match["start"], match["start_unit"]) or (0, 0) for match in (one, other)]
     stops = [_place(match["stop"], match["stop_unit"]) or (2, 0) for match in (one, other)]
-    start, stop = max(starts), min(stops)
-    from_both_ends = start > (0, 0) and (start[0], stop[0]) == (0, 1)
-    return start < stop and not from_both_ends
+    return max(starts) < min(stops)
 
 
 def _place(bound: str | None, unit: str) -> tuple[int, int] | None:

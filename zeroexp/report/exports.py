@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from zeroexp.report.columns import Column, exported_columns
+from zeroexp.report.columns import Column, exported_columns, peaks_of
 from zeroexp.report.conclusions import Conclusions, conclude
 from zeroexp.report.differences import differences
 from zeroexp.report.loss_agreement import losses_of_sweeps
@@ -63,13 +63,14 @@ def as_torchtitan(points: Sequence[MeasuredPoint]) -> str:
 
     Memory is what is allocated, where torchtitan counts blocks that are still in use; a step is numbered from 1.
     """
-    return "\n".join(dumps(row) for point in points for row in _torchtitan_rows(point))
+    peaks = {name: peak.per_second for name, peak in peaks_of(points).items()}
+    rows = (row for point in points for row in _torchtitan_rows(point, peaks.get(point.name)))
+    return "\n".join(map(dumps, rows))
 
 
-def _torchtitan_rows(point: MeasuredPoint) -> Iterator[dict[str, Any]]:
+def _torchtitan_rows(point: MeasuredPoint, peak: float | None) -> Iterator[dict[str, Any]]:
     ranks, summary = point.run.world_size, point.summary
     flops = summary.model_flops_per_step if summary else None
-    peak = summary.peak_flops_per_second if summary else None
     for record in point.records:
         seconds, data_seconds = record.step_seconds, record.phase_seconds.get("data", 0.0)
         held, of_rank = record.peak_bytes, flops and flops / record.step_seconds / ranks
