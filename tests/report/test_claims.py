@@ -14,6 +14,7 @@ from zeroexp.report.conclusions import conclude
 from zeroexp.report.exports import as_json
 from zeroexp.report.loss_agreement import losses_of
 from zeroexp.report.page import render
+from zeroexp.report.page.byte_charts import memory_chart
 from zeroexp.report.page.losses import loss_chart
 from zeroexp.report.results_table import render as table
 
@@ -196,6 +197,8 @@ def test_a_repeat_that_peaks_higher_breaks_the_claim_and_is_in_the_table(
     found = conclude(points(sweep))
     assert [line.split(":")[0] for line in found.broken] == ["peaks"]
     assert f"{higher / MIB:.1f}" in table(points(sweep))
+    (marks,) = [each for each in memory_chart(points(sweep)).data if "peak" in each["name"]]
+    assert dict(zip(marks["y"], marks["x"], strict=True))["ours"] == higher / MIB
 
 
 @pytest.mark.parametrize("run", ["ours", "ours-again"])

@@ -37,7 +37,7 @@ def memory_chart(points: Sequence[MeasuredPoint]) -> Chart:
 
 
 def _peaks_of_any_step(points: Sequence[MeasuredPoint]) -> Trace:
-    done = {point.name: point.summary.memory.peak for point in points if point.summary}
+    done = {point.name: s.memory.peak for point in points if (s := point.pooled.summary)}
     peaks = {row: peak.fullest / MIB for row, peak in done.items() if peak}
     return row_marks("peak of any step", peaks, "line-ns-open", INK)
 
@@ -56,7 +56,7 @@ def _closed_forms(points: Sequence[MeasuredPoint], planned: str) -> list[Trace]:
 
 
 def causes_chart(points: Sequence[MeasuredPoint]) -> Chart:
-    peaks = {point.name: peak for point in points if (peak := _fullest_peak(point.summary))}
+    peaks = {point.name: peak for point in points if (peak := _fullest_peak(point.pooled.summary))}
     return row_chart(
         "causes",
         "What makes the peak",
