@@ -375,7 +375,8 @@ MODELS.add("model_of_test", ModelFamily(build))
         ("data", "def read(self, i): return {}[3]", "module plugin_of_test: raised KeyError: 3 at"),
         ("model", "return nn.Linear(2, 2)", "the model has no block; use one layer or more"),
         ("model", "return Answering(lambda x: (None, x))", "returns a tuple; return a tensor, or"),
-        ("model", "return Answering(lambda x: x[:, 1:])", None),  # as one that crops
+        ("model", "return Answering(lambda x: x[:, 1:])", "returns shape [1, 7, 64] for labels of"),
+        ("model", "return Answering(lambda x: x[:, :8])", None),  # it crops what is longer
         ("model", "return Answering(lambda x: x if x.sum() else x)", None),  # it reads values
     ],
 )

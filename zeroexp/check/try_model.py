@@ -18,7 +18,7 @@ from zeroexp.interface.overlapping_memory import refuse_overlaps
 from zeroexp.models.blocks import module_list_names
 from zeroexp.models.checkpointing import operators_of
 from zeroexp.models.expert_kernels import check_experts
-from zeroexp.models.loss import require_tensor
+from zeroexp.models.loss import values_for_each
 from zeroexp.models.module import BuiltModel, build_model, longest_sequence
 from zeroexp.zero.options import DTYPES
 
@@ -44,7 +44,9 @@ def check_model(config: Config) -> None:
     For ranks of this machine, weights on the hub are downloaded here, once.
     """
     operators_of(config.train.recompute_except)
-    checked = (config.model, vocab_size_of_data(config), config.precision.compute)
+    is_ours = config.model.family in MODELS.own
+    length = None if is_ours or config.model.task != "causal" else config.data.seq_len
+    checked = (config.model, vocab_size_of_data(config), config.precision.compute, length)
     if (key := repr(checked)) not in _limits_of:
         _limits_of[key] = _check(*checked, config.cluster.kind)
     num_blocks, num_positions = _limits_of[key]
@@ -57,16 +59,18 @@ def check_model(config: Config) -> None:
         raise ConfigError(f"data.seq_len={config.data.seq_len}: {problem}; {remedy}")
 
 
-def _check(model: ModelConfig, vocabulary: int | None, dtype: str, cluster: str) -> Limits:
-    """Return what the model allows. Raises ConfigError."""
+def _check(
+    model: ModelConfig, vocabulary: int | None, dtype: str, length: int | None, cluster: str
+) -> Limits:
+    """Return what the model allows. length: of sequences that code of others is tried with. Raises ConfigError."""
     built = _build(model, vocabulary)
     check_experts(built.module, DTYPES[dtype])
     try:
         refuse_overlaps(built.module)
     except ValueError as error:
         raise ConfigError(f"model.name={model.name}: {error}") from None
-    if model.family not in MODELS.own and model.task == "causal":
-        _try_output(built.module)
+    if length is not None:
+        _try_output(built.module, length)
     _look_at_weights(model, cluster)
     return Limits(len(built.blocks), longest_sequence(built))
 
@@ -90,18 +94,18 @@ def _build(model: ModelConfig, vocabulary: int | None) -> BuiltModel:
     return built
 
 
-def _try_output(module: nn.Module) -> None:
-    """Raise ConfigError for code of others whose output has no loss, by a forward on meta.
+def _try_output(module: nn.Module, length: int) -> None:
+    """Raise ConfigError for code of others whose output has no loss for each token, by a forward on meta.
 
     What else it raises there may come of tensors without values, so that ranks alone tell of it.
     """
-    tokens = torch.zeros(1, 64, dtype=torch.int64, device="meta")
+    tokens = torch.zeros(1, length, dtype=torch.int64, device="meta")
     try:
         with torch.device("meta"), torch.no_grad():
             output = module(input_ids=tokens)
     except Exception:
         return
-    require_tensor(output, "causal")
+    values_for_each(tokens, output, "causal")
 
 
 def _look_at_weights(model: ModelConfig, cluster: str) -> None:

@@ -20,8 +20,7 @@ def loss_sum(output: Any, labels: Tensor, task: str) -> Tensor:
     classification: logits [batch, num_labels], labels [batch] int64.
     regression: values and labels of one shape; the sum of squared errors.
     """
-    values = require_tensor(output, task)
-    _require_shape(values, labels, task)
+    values = values_for_each(labels, output, task)
     values = values if values.dtype.itemsize > 4 else values.float()
     if task == "regression":
         return functional.mse_loss(values, labels.to(values.dtype), reduction="sum")
@@ -36,19 +35,16 @@ def count_valid(labels: Tensor, task: str) -> int:
     return labels.numel() if task == "regression" else int((labels != IGNORED).sum())
 
 
-def require_tensor(output: Any, task: str) -> Tensor:
-    """Return the tensor of a model's output. Raises ConfigError if it has none."""
+def values_for_each(labels: Tensor, output: Any, task: str) -> Tensor:
+    """Return the tensor of a model's output: logits, or values. Raises ConfigError if it has none for each label."""
     values = getattr(output, "logits", output)
     if not isinstance(values, Tensor):
         problem = f"model.task={task}: the model returns a {type(values).__name__}"
         raise ConfigError(f"{problem}; return a tensor, or an object with .logits")
-    return values
-
-
-def _require_shape(values: Tensor, labels: Tensor, task: str) -> None:
-    """Raise ConfigError for what is no value or no row of logits for each label: it might be broadcast to one."""
+    # Another shape might be broadcast to that of the labels.
     given, wanted = list(values.shape), list(labels.shape)
     if given != wanted if task == "regression" else given[:-1] != wanted:
         each = "a value" if task == "regression" else "a row of logits"
         problem = f"the model returns shape {given} for labels of shape {wanted}"
         raise ConfigError(f"model.task={task}: {problem}; return {each} for each label")
+    return values
