@@ -7,6 +7,7 @@ import os
 import random
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import count
 from typing import Any
 
@@ -53,10 +54,6 @@ def hidden_first(
     return [torch.optim.SGD(parts[0], lr=0.1), torch.optim.AdamW(parts[1], lr=1e-2, fused=fused)]
 
 
-def masters_of_two() -> Loop:
-    return masters(optimizer=hidden_first)
-
-
 def masters(
     copies_on: Sequence[int] = range(9), optimizer: Any = of_groups, overflows: bool = False
 ) -> Loop:
@@ -99,14 +96,11 @@ def masters(
     return Loop(model=Model(), optimizer=optimizer, train=train, **words)
 
 
-def masters_overflow() -> Loop:
-    """What its masters are has to be known from the step that is skipped."""
-    return masters(overflows=True)
-
-
-def masters_stay() -> Loop:
-    """Rank 1 never copies its masters into the weights that compute."""
-    return masters([0])
+masters_of_two = partial(masters, optimizer=hidden_first)
+# What its masters are has to be known from the step that is skipped.
+masters_overflow = partial(masters, overflows=True)
+# Rank 1 never copies its masters into the weights that compute.
+masters_stay = partial(masters, [0])
 
 
 def freed(scale: float = 1.0) -> Loop:
@@ -147,8 +141,7 @@ def freed(scale: float = 1.0) -> Loop:
     return Loop(model=Model(), loss=loss_of, batch=batch_of, optimizer=adamw, train=train)
 
 
-def freed_and_scaled() -> Loop:
-    return freed(1.001)
+freed_and_scaled = partial(freed, 1.001)
 
 
 class Normed(nn.Module):
@@ -189,36 +182,23 @@ def normed(rate: float = 1e-2) -> Loop:
     return Loop(model=Normed(), loss=of_values, batch=draw, **words)
 
 
-def rate_of_zero() -> Loop:
-    return normed(0.0)
+rate_of_zero = partial(normed, 0.0)
 
 
 def scheduled(warmup: int = 5) -> Loop:
     """A schedule, as the plain process has it: the rate of a step is that before the schedule's own step."""
 
-    def ramp(steps: int) -> Any:
+    def of_steps(steps: int) -> Any:
         return lambda of: torch.optim.lr_scheduler.LambdaLR(of, lambda n: min(1.0, (n + 1) / steps))
 
     def train(model: nn.Module) -> Any:
-        wrapped, optimizer = DistributedDataParallel(model), adamw(model)
-        schedule = ramp(warmup)(optimizer)
+        return plain_ddp(model, adamw, schedule=of_steps(warmup))
 
-        def step(batches: Sequence[Batch]) -> None:
-            for index, batch in enumerate(batches):
-                wrapped.require_backward_grad_sync = index == len(batches) - 1
-                (loss_of(wrapped, batch) / len(batches)).backward()
-            optimizer.step()
-            schedule.step()
-            optimizer.zero_grad()
-
-        return wrapped, step
-
-    words: Any = {"optimizer": adamw, "train": train, "scheduler": ramp(5)}
+    words: Any = {"optimizer": adamw, "train": train, "scheduler": of_steps(5)}
     return Loop(model=Model(), loss=loss_of, batch=batch_of, **words)
 
 
-def scheduled_faster() -> Loop:
-    return scheduled(4)
+scheduled_faster = partial(scheduled, 4)
 
 
 class Gained(nn.Module):
@@ -267,32 +247,15 @@ def two(optimizers: Any = of_two, ranks_of_gain: float = 0.0) -> Loop:
     return Loop(model=Gained(), **words)
 
 
-def second_decays() -> Loop:
-    return two(lambda model: of_two(model, decay=0.1))
-
-
-def second_is_first() -> Loop:
-    return two(lambda model: of_two(model, rate=1e-2))
-
-
-def gain_steps_twice() -> Loop:
-    return two(lambda model: [*of_two(model), torch.optim.AdamW([model.gain], lr=5e-3)])
-
-
-def gain_is_left_out() -> Loop:
-    return two(ranks_of_gain=-1.0)
-
-
-def gain_is_summed() -> Loop:
-    return two(ranks_of_gain=1.0)
-
-
-def gain_overflows() -> Loop:
-    return two(ranks_of_gain=1e-45)
-
-
-def gain_is_zero() -> Loop:
-    return two(ranks_of_gain=float("inf"))
+second_decays = partial(two, lambda model: of_two(model, decay=0.1))
+second_is_first = partial(two, lambda model: of_two(model, rate=1e-2))
+gain_steps_twice = partial(
+    two, lambda model: [*of_two(model), torch.optim.AdamW([model.gain], lr=5e-3)]
+)
+gain_is_left_out = partial(two, ranks_of_gain=-1.0)
+gain_is_summed = partial(two, ranks_of_gain=1.0)
+gain_overflows = partial(two, ranks_of_gain=1e-45)
+gain_is_zero = partial(two, ranks_of_gain=float("inf"))
 
 
 def clipped(
@@ -324,8 +287,7 @@ def clipped(
     return Loop(model=Model().to(dtype), optimizer=adamw, train=train, **words)
 
 
-def clipped_in_bfloat16() -> Loop:
-    return clipped(dtype=torch.bfloat16)
+clipped_in_bfloat16 = partial(clipped, dtype=torch.bfloat16)
 
 
 def clipped_by_hand() -> Loop:
@@ -340,12 +302,8 @@ def clipped_by_hand() -> Loop:
     return clipped(clip=clip)
 
 
-def keeps_clipped_gradients() -> Loop:
-    return clipped("zero_grad")
-
-
-def leaves_out_a_step() -> Loop:
-    return clipped("step")
+keeps_clipped_gradients = partial(clipped, "zero_grad")
+leaves_out_a_step = partial(clipped, "step")
 
 
 def batch_of_rank_0() -> Loop:
@@ -439,15 +397,21 @@ def of_python_stale() -> Loop:
     return loop
 
 
-def plain_ddp(model: Any, optimizer: Any, loss: Any = loss_of) -> Any:
-    wrapped = DistributedDataParallel(model)
+def plain_ddp(
+    model: Any, optimizer: Any, loss: Any = loss_of, group: Any = None, schedule: Any = None
+) -> Any:
+    """schedule: made of the optimizer, and stepped behind it."""
+    wrapped = DistributedDataParallel(model, process_group=group)
     own = optimizer(wrapped)
+    rate = schedule(own) if schedule else None
 
     def step(batches: Sequence[Batch]) -> None:
         for index, batch in enumerate(batches):
             wrapped.require_backward_grad_sync = index == len(batches) - 1
             (loss(wrapped, batch) / len(batches)).backward()
         own.step()
+        if rate:
+            rate.step()
         own.zero_grad()
 
     return wrapped, step
@@ -514,24 +478,20 @@ def spoilt(
     return Loop(**meant | words, train=train, max_grad_norm=clip)
 
 
-def logs_its_own_norm() -> Loop:
-    return spoilt(own=lambda model: nn.utils.clip_grad_norm_(model.parameters(), float("inf")))
-
-
-def clips_each_microbatch() -> Loop:
-    return spoilt(each=lambda model: nn.utils.clip_grad_norm_(model.parameters(), 0.1))
-
-
-def freezes_and_clips() -> Loop:
-    return spoilt(prepare=lambda model: model.embed.requires_grad_(False))
+logs_its_own_norm = partial(
+    spoilt, own=lambda model: nn.utils.clip_grad_norm_(model.parameters(), float("inf"))
+)
+clips_each_microbatch = partial(
+    spoilt, each=lambda model: nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+)
+freezes_and_clips = partial(spoilt, prepare=lambda model: model.embed.requires_grad_(False))
 
 
 def trains_what_is_frozen(clip: float | None = None) -> Loop:
     return spoilt(model=Model(frozen=True), prepare=lambda model: model.requires_grad_(), clip=clip)
 
 
-def trains_what_is_frozen_and_clips() -> Loop:
-    return trains_what_is_frozen(0.1)
+trains_what_is_frozen_and_clips = partial(trains_what_is_frozen, 0.1)
 
 
 def decays_in_its_loss() -> Loop:
@@ -599,19 +559,9 @@ def sums_in_pairs() -> Loop:
 
     def train(model: nn.Module) -> Any:
         pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
-        wrapped = DistributedDataParallel(model, process_group=pairs[dist.get_rank() // 2])
-        own = adamw(model)
+        return plain_ddp(model, adamw, group=pairs[dist.get_rank() // 2])
 
-        def step(batches: Sequence[Batch]) -> None:
-            for batch in batches:
-                (loss_of(wrapped, batch) / len(batches)).backward()
-            own.step()
-            own.zero_grad()
-
-        return wrapped, step
-
-    words: Any = {"optimizer": adamw, "train": train}
-    return Loop(model=Model(), loss=loss_of, batch=batch_of, **words)
+    return Loop(model=Model(), loss=loss_of, batch=batch_of, optimizer=adamw, train=train)
 
 
 class Summing(torch.optim.AdamW):
@@ -648,23 +598,11 @@ class Centralizing(torch.optim.AdamW):
 
 
 def of_ddp(loss: Any, make: Any) -> Loop:
-    def train(model: nn.Module) -> Any:
-        wrapped = DistributedDataParallel(model)
-        own = make(wrapped)
-
-        def step(batches: Sequence[Batch]) -> None:
-            for batch in batches:
-                (loss(wrapped, batch) / len(batches)).backward()
-            own.step()
-            own.zero_grad()
-
-        return wrapped, step
-
-    return Loop(model=Model(), loss=loss, batch=batch_of, optimizer=make, train=train)
+    words: Any = {"optimizer": make, "train": lambda model: plain_ddp(model, make, loss)}
+    return Loop(model=Model(), loss=loss, batch=batch_of, **words)
 
 
-def centralizes() -> Loop:
-    return of_ddp(loss_of, lambda model: Centralizing(model.parameters(), lr=1e-2))
+centralizes = partial(of_ddp, loss_of, lambda model: Centralizing(model.parameters(), lr=1e-2))
 
 
 def by_all_labels(num_ranks: Any) -> Any:
@@ -680,17 +618,12 @@ def by_all_labels(num_ranks: Any) -> Any:
     return loss
 
 
-def counts_labels_of_all_ranks() -> Loop:
-    """DDP takes the mean over ranks of a sum that is divided by all ranks' labels."""
-    return of_ddp(by_all_labels(lambda: dist.get_world_size()), adamw)
-
-
-def counts_by_the_environment() -> Loop:
-    return of_ddp(by_all_labels(lambda: int(os.environ["WORLD_SIZE"])), adamw)
-
-
-def counts_by_an_import() -> Loop:
-    return of_ddp(by_all_labels(get_world_size), adamw)
+# DDP takes the mean over ranks of a sum that is divided by all ranks' labels.
+counts_labels_of_all_ranks = partial(of_ddp, by_all_labels(lambda: dist.get_world_size()), adamw)
+counts_by_the_environment = partial(
+    of_ddp, by_all_labels(lambda: int(os.environ["WORLD_SIZE"])), adamw
+)
+counts_by_an_import = partial(of_ddp, by_all_labels(get_world_size), adamw)
 
 
 def counts_by_a_group() -> Loop:
@@ -722,9 +655,8 @@ def counts_and_sums() -> Loop:
     return loop
 
 
-def counts_and_takes_a_mean() -> Loop:
-    """Gradients are a mean over ranks, and nobody multiplies."""
-    return of_ddp(by_all_labels(lambda: 1), adamw)
+# Gradients are a mean over ranks, and nobody multiplies.
+counts_and_takes_a_mean = partial(of_ddp, by_all_labels(lambda: 1), adamw)
 
 
 def counts_unequal_labels() -> Loop:
@@ -781,13 +713,26 @@ def sums_in_a_group_of_its_own() -> Loop:
     return spoilt(summed=summed)
 
 
-def sums_in_its_step() -> Loop:
-    return of_an_optimizer(lambda model: Summing(model.parameters(), lr=1e-2, weight_decay=0.1))
+def of_an_optimizer(make: Any, plain: Any = adamw, num_ranks: Any = get_world_size) -> Loop:
+    def train(model: nn.Module) -> Any:
+        optimizer = make(model)
+
+        def step(batches: Sequence[Batch]) -> None:
+            for batch in batches:
+                (loss_of(model, batch) / len(batches) / num_ranks()).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+        return step
+
+    return Loop(model=Model(), loss=loss_of, batch=batch_of, optimizer=plain, train=train)
 
 
-def sums_in_both_steps() -> Loop:
-    """The plain optimizer is the same, and sums too: what is whole already."""
-    return of_an_optimizer(SummingSGD, SummingSGD)
+sums_in_its_step = partial(
+    of_an_optimizer, lambda model: Summing(model.parameters(), lr=1e-2, weight_decay=0.1)
+)
+# The plain optimizer is the same, and sums too: what is whole already.
+sums_in_both_steps = partial(of_an_optimizer, SummingSGD, SummingSGD)
 
 
 def takes_means_in_both_steps() -> Loop:
@@ -820,8 +765,7 @@ def shards_both_optimizers() -> Loop:
     return of_ddp(loss_of, make)
 
 
-def sums_before_and_in_both_steps() -> Loop:
-    return of_ddp(loss_of, SummingSGD)
+sums_before_and_in_both_steps = partial(of_ddp, loss_of, SummingSGD)
 
 
 def clips_in_a_hook() -> Loop:
@@ -838,21 +782,6 @@ def clips_in_a_hook() -> Loop:
     loop = of_an_optimizer(clipping)
     loop.max_grad_norm = 0.1
     return loop
-
-
-def of_an_optimizer(make: Any, plain: Any = adamw, num_ranks: Any = get_world_size) -> Loop:
-    def train(model: nn.Module) -> Any:
-        optimizer = make(model)
-
-        def step(batches: Sequence[Batch]) -> None:
-            for batch in batches:
-                (loss_of(model, batch) / len(batches) / num_ranks()).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-
-        return step
-
-    return Loop(model=Model(), loss=loss_of, batch=batch_of, optimizer=plain, train=train)
 
 
 def ramp(optimizer: Any) -> Any:
@@ -893,22 +822,14 @@ def overflows(
     return Loop(model=Model(), loss=scaled, batch=batch_of, **words)
 
 
-def moves_as_it_overflows() -> Loop:
-    return overflows(moved=1e-3)
-
-
-def overflows_for_a_rule_of_its_own() -> Loop:
-    """A step that is skipped is no step without gradients."""
-    return overflows(make=lambda model: Centralizing(model.parameters(), lr=1e-2))
-
-
-def waits_as_it_overflows() -> Loop:
-    """As accelerate's schedule."""
-    return overflows(goes_on=0)
-
-
-def runs_ahead_as_it_overflows() -> Loop:
-    return overflows(goes_on=2)
+moves_as_it_overflows = partial(overflows, moved=1e-3)
+# A step that is skipped is no step without gradients.
+overflows_for_a_rule_of_its_own = partial(
+    overflows, make=lambda model: Centralizing(model.parameters(), lr=1e-2)
+)
+# As accelerate's schedule.
+waits_as_it_overflows = partial(overflows, goes_on=0)
+runs_ahead_as_it_overflows = partial(overflows, goes_on=2)
 
 
 def one_overflows(
@@ -961,35 +882,16 @@ def one_overflows(
     return Loop(model=Model(), loss=loss_of, batch=batch_of, **words)
 
 
-def one_overflows_and_is_clipped() -> Loop:
-    """By an infinite norm, so that the other optimizer has zeros."""
-    return one_overflows(clip=0.1)
-
-
-def one_overflows_in_a_fused_step() -> Loop:
-    return one_overflows(fused=True)
-
-
-def one_overflows_and_moves() -> Loop:
-    """By less than the rounding of an update."""
-    return one_overflows("embed.weight", 1e-7)
-
-
-def one_overflows_and_another_moves() -> Loop:
-    return one_overflows("blocks.0.up.weight", 1e-3)
-
-
-def one_overflows_and_its_schedule_waits() -> Loop:
-    """As each of accelerate's schedules asks its own optimizer."""
-    return one_overflows(scheduler=ramp)
-
-
-def one_always_overflows() -> Loop:
-    return one_overflows(overflowing=range(9))
-
-
-def one_overflows_on_one_rank() -> Loop:
-    return one_overflows(ranks=[1])
+# By an infinite norm, so that the other optimizer has zeros.
+one_overflows_and_is_clipped = partial(one_overflows, clip=0.1)
+one_overflows_in_a_fused_step = partial(one_overflows, fused=True)
+# By less than the rounding of an update.
+one_overflows_and_moves = partial(one_overflows, "embed.weight", 1e-7)
+one_overflows_and_another_moves = partial(one_overflows, "blocks.0.up.weight", 1e-3)
+# As each of accelerate's schedules asks its own optimizer.
+one_overflows_and_its_schedule_waits = partial(one_overflows, scheduler=ramp)
+one_always_overflows = partial(one_overflows, overflowing=range(9))
+one_overflows_on_one_rank = partial(one_overflows, ranks=[1])
 
 
 @dataclass
