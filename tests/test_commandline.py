@@ -18,12 +18,7 @@ from omegaconf import OmegaConf
 
 from tests.composing import CONF, compose_once, composed, values_of
 from zeroexp import __main__ as zeroexp
-from zeroexp.check.sweep_points import (
-    LONGEST_NAME_BYTES,
-    Composed,
-    point_of,
-    with_suited_batch,
-)
+from zeroexp.check.sweep_points import LONGEST_NAME_BYTES, Composed, point_of, with_suited_batch
 from zeroexp.cluster.sweep import Sweep
 from zeroexp.commandline import help
 from zeroexp.commandline.check_arguments import refuse_arguments

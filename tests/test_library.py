@@ -137,10 +137,7 @@ def called(world: World, transport: str, file: str) -> dict[str, int]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("loop", "transport"),
-    [(trained, "direct"), (called, "gloo")],
-)
+@pytest.mark.parametrize(("loop", "transport"), [(trained, "direct"), (called, "gloo")])
 def test_memory_does_not_grow_with_the_steps(
     ranks: Any, loop: Callable[..., Any], transport: str, tmp_path: Path
 ) -> None:

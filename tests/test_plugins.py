@@ -218,7 +218,7 @@ def test_jobs_get_the_plugin_that_was_submitted(tmp_path, monkeypatch):
     names = ["plugin_of_test", "plugin_folder.inner", "pytest"]  # what is installed is not copied
     code = snapshot_code(tmp_path / "sweep", names)
     assert {path.name for path in code.iterdir()} == {
-        *("zeroexp", "plugin_of_test.py", "plugin_folder"),
+        *("zeroexp", "plugin_of_test.py", "plugin_folder")
     }
     assert snapshot_code(tmp_path / "sweep", names) == code
     plugin.write_text(f"{PLUGIN}# edited\n")

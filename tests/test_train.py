@@ -197,8 +197,7 @@ def test_a_process_that_resumes_warms_up_again(world, start, warmup):
 
 
 @pytest.mark.parametrize(
-    ("warmup", "start", "reading"),
-    [(2, 0, 1), (2, 1, 2), (0, 0, 1), (1, 0, 2), (1, 2, 2)],
+    ("warmup", "start", "reading"), [(2, 0, 1), (2, 1, 2), (0, 0, 1), (1, 0, 2), (1, 2, 2)]
 )
 def test_memory_is_read_in_one_step(world, warmup, start, reading):
     """The last of warm-up, or the last of all: never the first, in which an optimizer has no moments yet."""

@@ -102,8 +102,7 @@ QUICK = ("fsdp2", "zero3_tensor")
 
 
 @pytest.mark.parametrize(
-    "name",
-    [n if n in QUICK else pytest.param(n, marks=pytest.mark.slow) for n in ENGINES],
+    "name", [n if n in QUICK else pytest.param(n, marks=pytest.mark.slow) for n in ENGINES]
 )
 def test_every_engine_validates_as_one_process_and_leaves_nothing_behind(ranks, name):
     """Loss, norm, memory and traffic of each step are those of a run that validates at its end alone."""

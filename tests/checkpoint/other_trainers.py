@@ -33,10 +33,7 @@ State = dict[str, dict[str, Tensor]]
 def adamw(model: nn.Module, lr: float = 0.02) -> torch.optim.AdamW:
     decayed = [p for p in model.parameters() if p.ndim > 1]
     plain = [p for p in model.parameters() if p.ndim <= 1]
-    groups = [
-        {"params": decayed, "weight_decay": 0.1},
-        {"params": plain, "weight_decay": 0.0},
-    ]
+    groups = [{"params": decayed, "weight_decay": 0.1}, {"params": plain, "weight_decay": 0.0}]
     return torch.optim.AdamW(groups, lr=lr, betas=(0.9, 0.95), eps=1e-8, fused=False)
 
 

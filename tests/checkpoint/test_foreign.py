@@ -600,11 +600,7 @@ def test_one_tensor_is_in_memory_at_a_time(tmp_path):
 
 
 def test_the_command_makes_what_resume_takes(tmp_path, capsys, monkeypatch):
-    words = (
-        "model=tiny",
-        "model.hf_config.vocab_size=null",
-        "optimizer.fused=false",
-    )
+    words = ("model=tiny", "model.hf_config.vocab_size=null", "optimizer.fused=false")
     config = resolve(deepcopy(composed(*words)))
     config.model.hf_config["vocab_size"] = 300  # the data decides, and the embedding tells
     save_quietly(tmp_path / "theirs", *stepped(config))

@@ -22,13 +22,7 @@ from torch import Tensor
 
 from tests.checkpoint.saving import checkpoint, resume_each, train_and_save
 from tests.crossed import every_nth
-from tests.engines import (
-    DEEPSPEED,
-    ENGINES,
-    EVERY_ENGINE,
-    FLOAT32_ROUNDING,
-    NEEDS_DEEPSPEED,
-)
+from tests.engines import DEEPSPEED, ENGINES, EVERY_ENGINE, FLOAT32_ROUNDING, NEEDS_DEEPSPEED
 from tests.oracle import PRECISIONS, Outcome, Recipe, assembled, assert_same, outcome_of
 
 State = dict[str, dict[str, Tensor]]

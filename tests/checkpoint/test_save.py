@@ -24,12 +24,7 @@ from tests.plain_strategy import PlainStrategy
 from zeroexp.checkpoint import folders, rng
 from zeroexp.checkpoint.folders import LOG
 from zeroexp.checkpoint.load import load
-from zeroexp.checkpoint.manifest import (
-    CheckpointError,
-    StoredPiece,
-    StoredTensor,
-    read_manifest,
-)
+from zeroexp.checkpoint.manifest import CheckpointError, StoredPiece, StoredTensor, read_manifest
 from zeroexp.checkpoint.save import Saver
 from zeroexp.checkpoint.staging import Staging
 from zeroexp.checkpoint.storage import Written, join_pieces

@@ -119,10 +119,7 @@ def test_no_node_outlives_its_ranks(tmp_path, monkeypatch, ending):
 # What takes the right away, and what the answer says of it.
 REFUSED = {
     "as nobody": ("os.setuid(65534)", "[Errno 1] Operation not permitted"),
-    "without tools": (
-        "os.environ['PATH'] = ''",
-        "[Errno 2] No such file or directory: 'ip'",
-    ),
+    "without tools": ("os.environ['PATH'] = ''", "[Errno 2] No such file or directory: 'ip'"),
     "a container's root": ("drop_capability()", "[Errno 1] Operation not permitted"),
 }
 PROGRAM = """

@@ -118,14 +118,8 @@ STARTS = {"phase": progress.BEFORE}
 MEETS = {"phase": progress.MEETING}
 BUILDS = {"phase": progress.BUILDING}
 CASES = {
-    "all wait for the one that did less": (
-        [sight(0, (7, 2, 5), 9), sight(1, (7, 2, 4), 9)],
-        [1],
-    ),
-    "a step counts more than its phases": (
-        [sight(0, (7, 1, 0), 9), sight(1, (6, 9, 99), 9)],
-        [1],
-    ),
+    "all wait for the one that did less": ([sight(0, (7, 2, 5), 9), sight(1, (7, 2, 4), 9)], [1]),
+    "a step counts more than its phases": ([sight(0, (7, 1, 0), 9), sight(1, (6, 9, 99), 9)], [1]),
     "one of them still advances": ([sight(0, (7, 2, 5), 9), sight(1, (7, 2, 4), 1)], []),
     "a stopped one is guilty wherever it is": (
         [sight(0, (7, 2, 4), 9), sight(1, (7, 2, 5), 9, state="T")],

@@ -22,11 +22,7 @@ from zeroexp.process import ports
 from zeroexp.process.watchdog import lost
 from zeroexp.process.watchdog.connection import Connection, Stranger
 from zeroexp.process.watchdog.hung import WatchedRank
-from zeroexp.process.watchdog.lost import (
-    BEATS_PER_PERIOD,
-    Heartbeat,
-    HeartbeatAddress,
-)
+from zeroexp.process.watchdog.lost import BEATS_PER_PERIOD, Heartbeat, HeartbeatAddress
 
 PERIOD_SECONDS = 2.0
 BEAT, BYE = b".\n", b"!\n"

@@ -10,10 +10,7 @@ import pytest
 
 from tests.cluster.minicluster import MINICLUSTER, Minicluster, why_not
 
-pytestmark = [
-    pytest.mark.slurm,
-    pytest.mark.skipif(why_not() is not None, reason=str(why_not())),
-]
+pytestmark = [pytest.mark.slurm, pytest.mark.skipif(why_not() is not None, reason=str(why_not()))]
 
 
 @pytest.fixture(scope="module")

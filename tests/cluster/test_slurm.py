@@ -49,10 +49,7 @@ from zeroexp.tracking.files import read_json, read_records
 from zeroexp.tracking.mlflow import MlflowTracker
 from zeroexp.watch import to_follow
 
-pytestmark = [
-    pytest.mark.slurm,
-    pytest.mark.skipif(why_not() is not None, reason=str(why_not())),
-]
+pytestmark = [pytest.mark.slurm, pytest.mark.skipif(why_not() is not None, reason=str(why_not()))]
 
 HEALTHY, CRASHED, DEAF, EVICTED = "node[1-4]", "node[5-6]", "node[7-8]", "node[9-10]"
 LATE = "node[24-25]"

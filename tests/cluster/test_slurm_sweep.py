@@ -20,10 +20,7 @@ from zeroexp.cluster.job import Job
 from zeroexp.cluster.submit import NO_GPUS, slurm_id
 from zeroexp.tracking.files import read_json, read_records
 
-pytestmark = [
-    pytest.mark.slurm,
-    pytest.mark.skipif(why_not() is not None, reason=str(why_not())),
-]
+pytestmark = [pytest.mark.slurm, pytest.mark.skipif(why_not() is not None, reason=str(why_not()))]
 
 ROOT = Path(__file__).parents[2]
 SMALL = [

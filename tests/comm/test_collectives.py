@@ -398,9 +398,7 @@ def moves_in_flight_together(world: World, transport: str) -> None:
     for seed, full in zip((1, 2), fulls, strict=True):
         same(full[: chunk.unpadded_numel], flat_of(chunk, seed, full.dtype), exact=True)
     for got, term in zip(
-        reduced.gradients,
-        sum_in_rank_order(chunk, world.size, torch.float32),
-        strict=True,
+        reduced.gradients, sum_in_rank_order(chunk, world.size, torch.float32), strict=True
     ):
         same(got, term, exact=True)
     wire.quiesce()

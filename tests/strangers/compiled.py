@@ -170,10 +170,7 @@ class ByFunction(Block):
 IN_FLIGHT = (*(Setting(s, unit=u) for s in ("zero1", "zero2") for u in ("block", "module")),)
 
 
-@variants(
-    ["in_a_block", "in_the_loop", "before_the_forward", "behind_the_step"],
-    IN_FLIGHT,
-)
+@variants(["in_a_block", "in_the_loop", "before_the_forward", "behind_the_step"], IN_FLIGHT)
 def a_scripted_function_is_the_first_to_use(lab: Lab, where: str) -> None:
     """Weights that are on their way after a step: the function must not see those of the step before."""
     t = lab.wrap(Net(ByFunction if where == "in_a_block" else Block))

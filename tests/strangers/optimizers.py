@@ -10,11 +10,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from tests.optimizers_for_tests import (
-    CountingAverage,
-    OldFashioned,
-    TrustRatio,
-)
+from tests.optimizers_for_tests import CountingAverage, OldFashioned, TrustRatio
 from tests.strangers.lab import (
     BY_STAGE,
     EVERY_WAY,

@@ -216,13 +216,7 @@ class Late(Block):
         return x.add_(self.inner(x.clone()))
 
 
-BLOCKS = {
-    "in_place": InPlace,
-    "identity": Identity,
-    "view": Viewing,
-    "twice": Twice,
-    "late": Late,
-}
+BLOCKS = {"in_place": InPlace, "identity": Identity, "view": Viewing, "twice": Twice, "late": Late}
 
 
 @variants([*BLOCKS], EVERY_WAY)

@@ -74,9 +74,7 @@ PLACES = [
 
 
 @variants(
-    PLACES,
-    EVERY_WAY,
-    quick=["each_block", "two_groups", "a_block_twice_in_one", "one_in_another"],
+    PLACES, EVERY_WAY, quick=["each_block", "two_groups", "a_block_twice_in_one", "one_in_another"]
 )
 def checkpoint_around(lab: Lab, where: str) -> None:
     lab.train(lab.wrap(Recomputed(where, reentrant=False)), num_microbatches=2)

@@ -120,11 +120,7 @@ def train_three_ways(world: World, stage, layout, gather, reduce, feedback, prec
     coded = replace(exact, gather_codec=gather, reduce_codec=reduce, error_feedback=feedback)
     TRANSPORTS["by_hand"] = partial(RoundingByHand, gather=gather, reduce=reduce, feedback=feedback)
     try:
-        ways = [
-            coded,
-            replace(coded, transport="native"),
-            replace(exact, transport="by_hand"),
-        ]
+        ways = [coded, replace(coded, transport="native"), replace(exact, transport="by_hand")]
         return [train(world, stage, recipe, options) for options in ways]
     finally:
         del TRANSPORTS["by_hand"]

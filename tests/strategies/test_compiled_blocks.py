@@ -12,14 +12,7 @@ import pytest
 import torch
 
 from tests.engines import FLOAT32_ROUNDING, NATIVE
-from tests.oracle import (
-    Make,
-    Recipe,
-    assert_same,
-    outcome_of,
-    train_on_ranks,
-    train_oracle,
-)
+from tests.oracle import Make, Recipe, assert_same, outcome_of, train_on_ranks, train_oracle
 from tests.strategies.engine import Ours
 from zeroexp.config.keys import TrainConfig
 from zeroexp.interface.strategy import Strategy

@@ -17,14 +17,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.oracle import (
-    Recipe,
-    assembled,
-    build_on_rank,
-    pieces_of,
-    run_steps,
-    train_two_steps,
-)
+from tests.oracle import Recipe, assembled, build_on_rank, pieces_of, run_steps, train_two_steps
 from tests.strategies.engine import Ours
 from zeroexp.config.parameter_groups import parameter_groups
 from zeroexp.cut.stage import STAGES

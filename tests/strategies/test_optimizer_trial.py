@@ -200,10 +200,7 @@ def test_what_wants_a_closure_is_refused_where_nothing_is_tried_too():
 def test_steps_to_infinity_are_told_as_such():
     with pytest.raises(ValueError, match=r"AdamW moves weights to infinity or NaN .*: lower its"):
         refuse_unless_elementwise(
-            lambda groups: optim.AdamW(groups, lr=1e308),
-            matrices(),
-            layout="buffer",
-            cut=True,
+            lambda groups: optim.AdamW(groups, lr=1e308), matrices(), layout="buffer", cut=True
         )
 
 
@@ -211,10 +208,7 @@ def test_a_factory_that_ignores_its_groups_is_refused():
     model = nn.Linear(3, 3)
     with pytest.raises(ValueError, match="makes SGD over other parameters than it is handed"):
         refuse_unless_elementwise(
-            lambda groups: optim.SGD(model.parameters()),
-            matrices(),
-            layout="buffer",
-            cut=True,
+            lambda groups: optim.SGD(model.parameters()), matrices(), layout="buffer", cut=True
         )
     assert all(p.grad is None for p in model.parameters())
 

@@ -84,10 +84,7 @@ def activations(ranks) -> int:
 
 # The others are rehearsed to the byte: tests/plan/test_rehearse.py, test_planned_peak.py.
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "stage",
-    ["zero3", "ddp", "zero1", "zero2"],
-)
+@pytest.mark.parametrize("stage", ["zero3", "ddp", "zero1", "zero2"])
 def test_nothing_but_states_and_activations(ranks, activations, stage):
     for rank, (peak, states) in enumerate(ranks(peak_and_states, f"{stage}_buffer")):
         beside = peak - states

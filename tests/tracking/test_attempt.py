@@ -14,12 +14,7 @@ from zeroexp.cluster.job import Job
 from zeroexp.measure.summary import summarise
 from zeroexp.tracking import attempt, failure
 from zeroexp.tracking.disk_full import RESERVE, reserve, write_with_reserve
-from zeroexp.tracking.files import (
-    RecordWriter,
-    read_records,
-    read_summary,
-    write_summary,
-)
+from zeroexp.tracking.files import RecordWriter, read_records, read_summary, write_summary
 
 
 @pytest.fixture

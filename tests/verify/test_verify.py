@@ -32,9 +32,7 @@ QUICK_BUGS += ["seeded_by_rank", "mean_of_ranks"]
 
 
 def answers(
-    file: Path,
-    asked: Sequence[tuple[str, int] | tuple[str, int, float]],
-    further: Path = ROOT,
+    file: Path, asked: Sequence[tuple[str, int] | tuple[str, int, float]], further: Path = ROOT
 ) -> list[Any]:
     """What is said of each function on so many ranks. further: a folder of plugins."""
     paths = os.pathsep.join(map(str, (ROOT, further)))

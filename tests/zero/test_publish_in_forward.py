@@ -127,12 +127,7 @@ def read_by(world: World, stage: str, transport: str, way: str) -> bool:
     return all(torch.equal(read[name], weights[name]) for name in weights if read)
 
 
-@crossed(
-    "way, transport",
-    WAYS,
-    TRANSPORTS,
-    quick=lambda way, transport: transport == "native",
-)
+@crossed("way, transport", WAYS, TRANSPORTS, quick=lambda way, transport: transport == "native")
 def test_who_reads_weights_waits_for_them(ranks, way, transport):
     assert all(ranks(read_by, "zero1", transport, way))
 

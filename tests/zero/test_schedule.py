@@ -14,14 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.crossed import crossed
-from tests.models_for_tests import (
-    MODELS,
-    VOCABULARY,
-    WIDTH,
-    TestModel,
-    Toy,
-    microbatch_of,
-)
+from tests.models_for_tests import MODELS, VOCABULARY, WIDTH, TestModel, Toy, microbatch_of
 from tests.oracle import (
     Recipe,
     Rules,

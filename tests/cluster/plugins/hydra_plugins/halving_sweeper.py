@@ -13,10 +13,7 @@ from hydra.plugins.sweeper import Sweeper
 from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig
 
-TARGET = {
-    "_target_": "hydra_plugins.halving_sweeper.HalvingSweeper",
-    "rates": [0.04, 0.02, 0.01],
-}
+TARGET = {"_target_": "hydra_plugins.halving_sweeper.HalvingSweeper", "rates": [0.04, 0.02, 0.01]}
 ConfigStore.instance().store(group="hydra/sweeper", name="halving", node=TARGET)
 
 
