@@ -397,8 +397,11 @@ WRONG: list[tuple[Any, str, dict[str, Any], str]] = [
         {},
         r"a.csv: a quote that opens a field is not closed; close",
     ),
-    ({"a.csv": "text\na\n", "b.csv": "word\nb\n"}, CAUSAL, {}, r"b.csv: has no column text, as"),
-    ({"a.csv": "text\na\n", "b.csv": ""}, CAUSAL, {}, r"b.csv: has no column text, as other files"),
+    ({"a.csv": 'text\n"b" c\n'}, CAUSAL, {}, r"a.csv: a quote inside of a quoted field is not"),
+    ({"a.csv": 'text,n\n"a\\"b\\", c",\n'}, CAUSAL, {}, r"a.csv: a quote inside of a quoted field"),
+    ({"a.csv": "text\na\n", "b.csv": "word\nb\n"}, CAUSAL, {}, r"b.csv: has no column text, wh"),
+    ({"a.csv": "text\na\n", "b.csv": ""}, CAUSAL, {}, r"b.csv: has no column text, where other"),
+    ({"a.csv": "text\na\n", "b.csv": "text,text\na,b\n"}, CAUSAL, {}, r"b.csv: has several col"),
     (
         {"a.tsv": 'text\tn\n"a\t0\nb"\t1\n'},
         CAUSAL,

@@ -20,11 +20,14 @@ from zeroexp.data.table_columns import LABEL, TEXT
 
 UTF8 = "utf-8-sig"  # a byte-order mark at the beginning is no text
 YELP = [LABEL, TEXT]  # columns of its own archive, which has no names
-COMMAS: dict[str, Any] = {"delimiter": ","}
+COMMAS: dict[str, Any] = {"delimiter": ",", "strict": True}
 BATCH = 1000  # rows that are written at once
-END = "\0end of the file\0"  # a last line, which stands alone unless a quote before it is open
 
 csv.field_size_limit(sys.maxsize)
+
+
+class MisplacedQuote(ConfigError):
+    """A quote inside of a quoted field that is not written twice, by which the field would end there."""
 
 
 def column_names(files: list[Path]) -> list[str]:
@@ -49,8 +52,9 @@ def write_parquet(
         own = next(rows, [])
         if names == YELP and _is_review(own):
             own, rows = YELP, chain([own], rows)
-        if missing := [name for name in columns if name not in own]:
-            problem = f"has no column {missing[0]}, as other files have"
+        if wrong := [name for name in columns if own.count(name) != 1]:
+            number = "several columns" if wrong[0] in own else "no column"
+            problem = f"has {number} {wrong[0]}, where other files have one"
             raise ConfigError(f"data.path: {file}: {problem}; name one file, or give all the same")
         fields = (_by_name(row, own, file) for row in rows)
         with pq.ParquetWriter(copy, schema) as out:
@@ -72,16 +76,23 @@ def _is_review(row: list[str]) -> bool:
 
 
 def _rows(file: Path, dialect: dict[str, Any]) -> Iterator[list[str]]:
-    """Yield the rows of fields, without blank lines. Raises ConfigError for a quote that nothing closes."""
-    with file.open(encoding=UTF8, newline="") as lines:
-        for row in csv.reader(chain(lines, [END]), **dialect):
-            if row == [END]:
-                return
-            if row and row[-1].endswith(END):
-                problem = "a quote that opens a field is not closed"
-                raise ConfigError(f"data.path: {file}: {problem}; close it, or write it twice")
-            if row and not (len(row) == 1 and row[0].isspace()):
-                yield row
+    """Yield the rows of fields, without blank lines. Raises ConfigError for a quote that nothing closes.
+
+    Or for one that closes a field early: programs that write a backslash and a quote inside of a field mean a quote.
+    """
+    with file.open(encoding=UTF8, newline="") as opened:
+        lines = chain(opened, [""])  # the last line is read with others only where a quote is open
+        try:
+            for row in csv.reader(lines, **dialect):
+                if row and not (len(row) == 1 and row[0].isspace()):
+                    yield row
+        except csv.Error as error:
+            if next(lines, None) is None:
+                problem = "a quote that opens a field is not closed; close it, or write it twice"
+                raise ConfigError(f"data.path: {file}: {problem}") from error
+            problem = 'a quote inside of a quoted field is not written twice, as in "a ""b"" c"'
+            remedy = "write it so, or convert the file to .jsonl or .parquet"
+            raise MisplacedQuote(f"data.path: {file}: {problem}; {remedy}") from error
 
 
 def _dialect(files: list[Path]) -> dict[str, Any]:
@@ -92,11 +103,11 @@ def _dialect(files: list[Path]) -> dict[str, Any]:
     """
     if files[0].suffix.lower() == ".csv":
         return COMMAS
-    quotes: dict[str, Any] = {"delimiter": "\t"}
+    quotes: dict[str, Any] = {"delimiter": "\t", "strict": True}
     letters = quotes | {"quoting": csv.QUOTE_NONE}
     try:
-        joined = [file for file in files if _joins_lines(file, quotes | {"strict": True})]
-    except csv.Error:
+        joined = [file for file in files if _joins_lines(file, quotes)]
+    except MisplacedQuote:
         return letters
     for file in joined:
         if len({len(row) for row in _rows(file, letters)}) == 1:
