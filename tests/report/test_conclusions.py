@@ -303,6 +303,8 @@ def test_keys_that_came_later_part_no_points(sweeps: Path) -> None:
     for config in (sweeps / "before").glob("*/config.yaml"):
         edit(config, "  offload_fraction: null\n", "")
         edit(config, "  min_lr_ratio: 0.1\n", "")
+        edit(config, "  timeout_s: 3600", "  timeout_s: 60")  # another night, another partition
+        edit(config, "  partition: null", "  partition: long")
     for config in (sweeps / "before").glob("ddp*/config.yaml"):
         edit(config, "  steps: ", "  a_key_that_went: null\n  steps: 1")
     pairs, alone = points_that_moved(points(sweeps / "before"), points(sweeps / "after"))

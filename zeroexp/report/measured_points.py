@@ -24,8 +24,13 @@ from zeroexp.tracking.run import Run, flatten
 SEED = "train.seed"
 # Keys of the config that say why or where a point ran, or are its replicates, not what it was.
 OUTSIDE = ("study.", "tracking.", "outputs", "resume", "repeats", "checkpoint.", "events.", SEED)
+# How long its job may take, who pays for it, and who waits.
+LIMITS = ("timeout_s", "rehearse_s", "heartbeat_s", "start_s", "hang_s", "wait", "force", "requeue")
+OF_JOBS = ("account", "partition", "qos", "max_running", "array", "max_requeues", "save_s", "ports")
+HOUSEKEEPING = *(f"cluster.{key}" for key in LIMITS), *(f"cluster.slurm.{key}" for key in OF_JOBS)
+OUTSIDE = (*OUTSIDE, *HOUSEKEEPING)
 # Those of them that tell points apart where they differ between runs that are equal otherwise, in their seed too.
-APART = ("resume", "checkpoint.", "events.", "tracking.")
+APART = ("resume", "checkpoint.", "events.", "tracking.", *HOUSEKEEPING)
 UNIT_OF_NULL = ("strategy.unit", ENGINE_SETTINGS["unit"]["stands_for"])
 MOMENT = "after_backward"  # gradients are reduced and the optimizer has not run: stages differ most
 # Of a summary: what is pooled over seeds, and what over all runs of a point.

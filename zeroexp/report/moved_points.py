@@ -82,6 +82,8 @@ def lines_of_moved(pairs: Sequence[Moved], alone: Sequence[str]) -> list[str]:
     movers = [one for one in pairs if one.has_moved]
     still = [one for one in pairs if not one.has_moved]
     lines = [f"{len(movers)} of {len(pairs)} points moved (after over before):"]
+    if not pairs:
+        lines = ["no point is in both sweeps, so that nothing is compared:"]
     for one in movers:
         shown, hidden = one.changes[:MOST_CHANGES], len(one.changes) - MOST_CHANGES
         lines.append(f"  {one.name}: step {one.time}")
