@@ -100,6 +100,7 @@ CANNOT = {
     "nothing": "no such function; name one that returns a Loop",
     "build_model": "returns Sequential; return a zeroexp.verify.Loop",
     "without_step": "train returns no step; return step, or (model or strategy, step)",
+    "without_norm": "Loop(returns_norm=True): step returns a NoneType; return the norm of all gradients",
     "without_strategy": "weights are shown by the strategy alone; return (strategy, step)",
     "divides": "rank 0 of 1: loop.py:{line}: ZeroDivisionError: division by zero",
     "with_dropout": "Loop(loss=...): the same weights and microbatch give {number} and {number}: dropout,",
@@ -133,6 +134,7 @@ BEHIND = """
 import itertools, os, sys, time
 from dataclasses import replace
 without_step = lambda: replace(my_loop(), train=lambda model: None)
+without_norm = lambda: replace(my_loop(), returns_norm=True)
 divides = lambda: replace(my_loop(), train=lambda model: lambda batches: 1 / 0)
 leaves = lambda: replace(my_loop(), train=lambda model: sys.exit("it needs a GPU"))
 

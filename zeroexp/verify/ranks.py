@@ -103,5 +103,14 @@ def record_of(world: World, source: Source, num_steps: int) -> Record:
         with recorder.recording_step():
             returned = step(batches)
         if loop.returns_norm:
-            recorder.record.steps[-1].norm = float(returned)  # pyright: ignore[reportArgumentType]
+            recorder.record.steps[-1].norm = _norm_in(returned)
     return recorder.record
+
+
+def _norm_in(returned: object) -> float:
+    try:
+        return float(returned)  # pyright: ignore[reportArgumentType]
+    except (TypeError, ValueError, RuntimeError):
+        problem = f"step returns a {type(returned).__name__}"
+        remedy = "return the norm of all gradients, or leave returns_norm out"
+        raise NoLoop(f"Loop(returns_norm=True): {problem}; {remedy}") from None
