@@ -304,6 +304,7 @@ def _be_pytest(tree: Path, tests: list[str]) -> int:
         del sys.modules[name]
     os.chdir(tree)
     sys.path[:] = [str(tree), *(p for p in sys.path if p and Path(p).resolve() != TREE)]
+    os.environ["PYTHONPATH"] = str(tree)  # of commands that tests run; it may name our own tree
     sys.dont_write_bytecode = True
     spec = importlib.util.find_spec("zeroexp")
     assert spec is not None and str(spec.origin).startswith(str(tree)), spec
