@@ -5,7 +5,6 @@ import gc
 import os
 import re
 import sys
-from collections.abc import Callable
 from contextlib import nullcontext
 from itertools import pairwise
 from pathlib import Path
@@ -138,9 +137,7 @@ def called(world: World, transport: str, file: str) -> dict[str, int]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("loop", "transport"), [(trained, "direct"), (called, "gloo")])
-def test_memory_does_not_grow_with_the_steps(
-    ranks: Any, loop: Callable[..., Any], transport: str, tmp_path: Path
-) -> None:
+def test_memory_does_not_grow_with_the_steps(ranks, loop, transport, tmp_path):
     file = tmp_path / "loop.py"
     file.write_text(program())
     for grown in ranks(loop, transport, str(file)):

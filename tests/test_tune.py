@@ -37,9 +37,7 @@ def tune() -> ModuleType:
 
 
 @pytest.mark.slow
-def test_what_is_unequal_or_does_not_fit_is_not_kept_however_fast(
-    tune: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_is_unequal_or_does_not_fit_is_not_kept_however_fast(tune, tmp_path, monkeypatch):
     def all_are_faster(*words: str) -> tuple[Any, str]:
         command = [sys.executable, "-m", "zeroexp", *words]
         done = Warm(command, cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(ROOT)})
@@ -83,9 +81,7 @@ def point(name: str, **values: Any) -> dict[str, Any]:
         ({"status": "cancelled"}, True, [], "cancelled: "),
     ],
 )
-def test_only_what_is_known_to_be_equal_and_faster_is_kept(
-    tune: ModuleType, changes: dict[str, Any], agrees: Any, broken: list[str], why: str
-) -> None:
+def test_only_what_is_known_to_be_equal_and_faster_is_kept(tune, changes, agrees, broken, why):
     points = [point("one_process"), point("best"), point("new", **changes)]
     curves = [{"point": f"s/{name}", "agrees": True} for name in ("one_process", "best")]
     if agrees != "no curve":

@@ -32,9 +32,7 @@ def watched(monkeypatch: pytest.MonkeyPatch, *words: str) -> int:
     return watch.main()
 
 
-def test_a_sweep_that_is_over(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_sweep_that_is_over(tmp_path, monkeypatch, capsys):
     run_of(tmp_path, "zero2", "done")
     assert watched(monkeypatch, str(tmp_path), "--once") == watch.EVERYTHING_FINE
     run_of(tmp_path, "zero3", "failed", "rank 1 on node2: ValueError: no")
@@ -43,9 +41,7 @@ def test_a_sweep_that_is_over(
     assert "rank 1 on node2: ValueError: no" in capsys.readouterr().out
 
 
-def test_a_sweep_is_shown_where_slurm_does_not_answer(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_sweep_is_shown_where_slurm_does_not_answer(tmp_path, monkeypatch, capsys):
     """As it was at the last look; but whether a job was cancelled is then unknown."""
     run_of(tmp_path, "zero2", "running")
     write_json(tmp_path / "zero2-buffer-n2" / "slurm.json", {"job_id": "17"})
@@ -60,9 +56,7 @@ def test_a_sweep_is_shown_where_slurm_does_not_answer(
 
 
 @pytest.mark.parametrize("died", [None, "its process, which ran it, has died"])
-def test_a_look_leaves_an_end_that_is_written_meanwhile(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, died: str | None
-) -> None:
+def test_a_look_leaves_an_end_that_is_written_meanwhile(tmp_path, monkeypatch, died):
     """Also where whoever wrote it has died since."""
     run_of(tmp_path, "zero2", "running")
     (job,) = jobs_of(tmp_path)
@@ -72,9 +66,7 @@ def test_a_look_leaves_an_end_that_is_written_meanwhile(
     assert job.status == "failed"
 
 
-def test_a_sweep_of_which_no_run_can_be_read_is_one_line(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_sweep_of_which_no_run_can_be_read_is_one_line(tmp_path, monkeypatch, capsys):
     run_of(tmp_path, "zero2", "done")
     (tmp_path / "zero2-buffer-n2/summary.json").write_text("{}")
     assert watched(monkeypatch, str(tmp_path), "--once") == watch.SOMETHING_FAILED
@@ -83,25 +75,19 @@ def test_a_sweep_of_which_no_run_can_be_read_is_one_line(
     assert told.out == ""
 
 
-def test_a_folder_that_is_no_sweep_is_one_line(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_folder_that_is_no_sweep_is_one_line(tmp_path, monkeypatch, capsys):
     assert watched(monkeypatch, str(tmp_path), "--once") == REFUSED
     assert capsys.readouterr().err.startswith(f"zeroexp: {tmp_path}: no run in there; give")
 
 
-def test_a_sweep_is_also_the_folder_that_one_is_in(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_sweep_is_also_the_folder_that_one_is_in(tmp_path, monkeypatch):
     """MLflow's store lies in the folder above."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "argv", ["watch", "."])
     assert watch.parse_arguments().sweep == tmp_path
 
 
-def test_a_sweep_of_somebody_else_is_one_line(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_sweep_of_somebody_else_is_one_line(monkeypatch, capsys):
     """What is new can not be written down there. Slurm, which would tell it, is asked in tests/cluster."""
 
     def find_ended(jobs: list[Job]) -> None:

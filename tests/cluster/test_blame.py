@@ -39,9 +39,7 @@ def dead(rank: int, ended_by: int) -> WatchedRank:
 
 
 @pytest.mark.parametrize(("ended_by", "guilty"), CASES)
-def test_of_ranks_that_died_together_the_first_cause_is_told(
-    tmp_path: Path, ended_by: list[int], guilty: int
-) -> None:
+def test_of_ranks_that_died_together_the_first_cause_is_told(tmp_path, ended_by, guilty):
     before = open_now()
     ours, theirs = Pipe()
     with ours, theirs:

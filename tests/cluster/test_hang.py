@@ -45,9 +45,7 @@ def test_a_stopped_rank_is_named_and_leaves_its_stack(local: LocalCluster, tmp_p
         assert asked and "zeroexp/run/rank.py" in stack and "most recent call first" in stack
 
 
-def test_a_rank_that_never_comes_to_the_first_step_is_named(
-    local: LocalCluster, tmp_path: Path
-) -> None:
+def test_a_rank_that_never_comes_to_the_first_step_is_named(local, tmp_path):
     """Both processes sleep: rank 0 waits for it in a collective, and was blamed, ten minutes later."""
     job = make_job(tmp_path / "run", cluster__hang_s=2)
     rank_code.choose(job.folder, "tests.cluster.hanging_ranks:sleep_while_building")
@@ -61,9 +59,7 @@ def test_a_rank_that_never_comes_to_the_first_step_is_named(
 
 @pytest.mark.parametrize("slow", ["sync_slowly", "load_slowly"])
 @pytest.mark.parametrize("implementation", ["buffer", "torch"])
-def test_ranks_wait_for_one_that_saves_or_loads_for_any_time(
-    local: LocalCluster, tmp_path: Path, implementation: str, slow: str
-) -> None:
+def test_ranks_wait_for_one_that_saves_or_loads_for_any_time(local, tmp_path, implementation, slow):
     job = make_job(
         tmp_path / "run",
         strategy__implementation=implementation,

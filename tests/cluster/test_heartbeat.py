@@ -314,9 +314,7 @@ def test_a_stranger_is_shown_out_and_ends_nothing(job: Job, text: str) -> None:
     ("name", "secret"),
     [("rank 1 on far", b"of another"), ("rank 0 on far", SECRET), ("rank 2 on far", SECRET)],
 )
-def test_who_knows_no_secret_or_has_no_place_is_shown_out(
-    job: Job, name: str, secret: bytes
-) -> None:
+def test_who_knows_no_secret_or_has_no_place_is_shown_out(job, name, secret):
     hub = job.task(0)
     with job.call() as stranger:
         with suppress(Stranger):

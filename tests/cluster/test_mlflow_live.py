@@ -83,9 +83,7 @@ def expected(folder: Path) -> list[tuple[int, float]]:
 
 
 @pytest.mark.slow
-def test_steps_arrive_while_the_run_goes_on_and_the_end_is_told(
-    server: MlflowServer, tmp_path: Path
-) -> None:
+def test_steps_arrive_while_the_run_goes_on_and_the_end_is_told(server, tmp_path):
     folder = begin_run(tmp_path / "sweep" / "live", server.uri)
     with sender(folder):
         wait_for(lambda: server.statuses("live") == ["RUNNING"])
@@ -106,9 +104,7 @@ def test_steps_arrive_while_the_run_goes_on_and_the_end_is_told(
     assert server.statuses("live") == ["FINISHED"], "the same run"
 
 
-def test_a_server_that_is_away_costs_a_line_and_the_rest_is_sent_later(
-    server: MlflowServer, tmp_path: Path
-) -> None:
+def test_a_server_that_is_away_costs_a_line_and_the_rest_is_sent_later(server, tmp_path):
     nobody = MlflowServer(tmp_path)
     folder = begin_run(tmp_path / "sweep" / "away", nobody.uri)
     log = folder / "logs" / LOG

@@ -66,9 +66,7 @@ def test_a_run_is_there_from_its_start_followed_and_closed(
     assert not sent.failed
 
 
-def test_a_store_that_is_away_costs_a_complaint_and_nothing_else(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_store_that_is_away_costs_a_complaint_and_nothing_else(tmp_path, capsys):
     (tmp_path / "file").touch()  # where a folder should be
     folder = write_run(tmp_path / "sweep" / "run")
     sent = Uploads(TrackingConfig(uri=f"sqlite:///{tmp_path}/file/mlflow.db"), tmp_path, "sweep")
@@ -83,9 +81,7 @@ def test_a_store_that_is_away_costs_a_complaint_and_nothing_else(
 
 
 @pytest.mark.slow
-def test_each_run_of_a_sweep_goes_to_its_own_experiment_or_nowhere(
-    tmp_path: Path, empty_store: Path
-) -> None:
+def test_each_run_of_a_sweep_goes_to_its_own_experiment_or_nowhere(tmp_path, empty_store):
     (tmp_path / "outputs").mkdir()
     shutil.copy(empty_store, tmp_path / "outputs")
     words = [word for word in ONE if not word.startswith("tracking")]
@@ -144,9 +140,7 @@ def test_a_step_reads_no_config(tmp_path: Path) -> None:
     sweep._uploads.look(folder)
 
 
-def test_a_run_of_a_later_version_keeps_no_other_from_the_store(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_a_run_of_a_later_version_keeps_no_other_from_the_store(capsys):
     worker, sent = mlflow_upload_thread._Worker(), list[str]()
     worker.do(lambda: refuse_newer_format({"format": 99}, "summary.json"))
     worker.do(lambda: sent.append("the next"))

@@ -31,9 +31,7 @@ GROUPS = Path("/sys/fs/cgroup/memory")
         ("ask_torch", "RuntimeError", 64 << 30),
     ],
 )
-def test_what_was_refused_is_told(
-    local: LocalCluster, tmp_path: Path, what: str, exception: str, asked: int | None
-) -> None:
+def test_what_was_refused_is_told(local, tmp_path, what, exception, asked):
     outcome = local.run(make_light_job(tmp_path / what, main=HUNGRY))
     assert outcome.status == "out_of_memory"
     assert outcome.cause is not None
@@ -47,9 +45,7 @@ def test_what_was_refused_is_told(
     assert "had at most" in line
 
 
-def test_a_model_that_does_not_fit_ends_the_run_as_such(
-    local: LocalCluster, tmp_path: Path
-) -> None:
+def test_a_model_that_does_not_fit_ends_the_run_as_such(local, tmp_path):
     job = make_training_job(tmp_path / "train", model__mlp={"width": 2048, "depth": 1})
     rank_code.choose(job.folder, HUNGRY)
     outcome = local.run(job)

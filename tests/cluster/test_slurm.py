@@ -252,9 +252,7 @@ def tell_mlflow(job: Job) -> str:
 
 
 @pytest.mark.parametrize(("name", "hosts"), [("one", [1]), ("two", [1, 1]), ("four", [2, 2])])
-def test_every_point_has_its_own_ranks_and_nodes_and_runs_a_snapshot(
-    ended: dict[str, Job], name: str, hosts: list[int]
-) -> None:
+def test_every_point_has_its_own_ranks_and_nodes_and_runs_a_snapshot(ended, name, hosts):
     job = ended[name]
     assert (job.status, job.state["reason"]) == ("done", None)
     ranks = job.summary["ranks"] if job.summary else []
@@ -480,9 +478,7 @@ WORDS = {
 
 
 @pytest.mark.skipif(not ACCOUNTING, reason=str(why_no_accounting()))
-def test_accounting_says_the_same_after_squeue_forgot(
-    cluster: Minicluster, ended: dict[str, Job]
-) -> None:
+def test_accounting_says_the_same_after_squeue_forgot(cluster, ended):
     """Of every way in which a job can end; read by who comes when they have all left the queue."""
     jobs = {str(slurm_id(job)): job for job in ended.values()}
     cluster.wait_for(lambda: not slurm_state.ask_squeue(set(jobs)), 60)

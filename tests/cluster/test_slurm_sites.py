@@ -199,9 +199,7 @@ def test_points_of_one_shape_may_be_one_job_array(cluster: Minicluster, tmp_path
         assert (job.folder / "slurm" / f"{slurm_id(job)}_0_log.err").exists(), "where blame is read"
 
 
-def test_of_a_job_array_the_element_at_its_time_limit_alone_starts_again(
-    cluster: Minicluster, tmp_path: Path
-) -> None:
+def test_of_a_job_array_the_element_at_its_time_limit_alone_starts_again(cluster, tmp_path):
     """The last, whose id is that of the array, by which Slurm would mean every element."""
     fault = Fault(site={"array": True, "max_requeues": 2})
     first, last = (make_job(tmp_path / name, fault, requeue=True) for name in ("first", "last"))
@@ -220,9 +218,7 @@ def test_of_a_job_array_the_element_at_its_time_limit_alone_starts_again(
     cancel([first], "enough")
 
 
-def test_a_job_is_found_when_its_submitter_was_killed_before_it_noted_it(
-    cluster: Minicluster, tmp_path: Path
-) -> None:
+def test_a_job_is_found_when_its_submitter_was_killed_before_it_noted_it(cluster, tmp_path):
     job = make_job(tmp_path / "run", Fault())
     job.enter("pending")
     path = f"{faulty_sbatch(tmp_path, 'kill -9 $PPID')}:{os.environ['PATH']}"

@@ -97,9 +97,7 @@ def test_a_plugin_trains_on_two_nodes(cluster: Minicluster, tmp_path: Path) -> N
         ("cluster.device=cuda", f"Invalid generic resource (gres) specification; {NO_GPUS}"),
     ],
 )
-def test_what_slurm_refuses_is_failed_in_mlflow_at_once(
-    cluster: Minicluster, tmp_path: Path, word: str, reason: str
-) -> None:
+def test_what_slurm_refuses_is_failed_in_mlflow_at_once(cluster, tmp_path, word, reason):
     done = run(cluster, tmp_path, "zeroexp", "world_size=1", *SMALL, word)
     (job,) = jobs(tmp_path)
     assert (done.returncode, job.status) == (1, "failed")
@@ -220,9 +218,7 @@ def test_a_sweep_over_the_cluster_itself(cluster: Minicluster, tmp_path: Path) -
     assert "with activations" in done.stdout and "node-hours (" in done.stdout
 
 
-def test_without_accounting_a_job_nobody_knows_is_none(
-    cluster: Minicluster, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_accounting_a_job_nobody_knows_is_none(cluster, monkeypatch):
     """sacct itself says that there is none, and is not taken for an answer."""
     monkeypatch.setenv("SLURM_CONF", cluster.environment["SLURM_CONF"])
     assert slurm_state.look_up_jobs(["987654"]) == {}

@@ -55,9 +55,7 @@ ROOT = Path(__file__).parents[2]
         (5, 4, JobShape(5, 1)),
     ],
 )
-def test_a_point_takes_the_fewest_nodes_that_share_it_evenly(
-    world_size: int, most: int, shape: JobShape
-) -> None:
+def test_a_point_takes_the_fewest_nodes_that_share_it_evenly(world_size, most, shape):
     assert JobShape.of(world_size, most) == shape
 
 
@@ -234,9 +232,7 @@ def test_a_rank_takes_the_only_gpu_that_it_sees(visible: int, index: int) -> Non
     assert device_index(local_rank=1, num_visible=visible) == index
 
 
-def test_without_hard_links_the_first_failure_still_counts(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_hard_links_the_first_failure_still_counts(tmp_path, monkeypatch):
     def refused(*_: object) -> None:
         # Of vfat, and of some networks.
         raise PermissionError(errno.EPERM, "Operation not permitted")
@@ -266,9 +262,7 @@ def test_a_sites_dependency_stands_beside_what_limits_the_sweep(tmp_path: Path) 
     assert "--dependency=afterok:1\n" in text and "--array=0-1%2\n" in text
 
 
-def test_the_same_code_is_copied_once_and_changed_code_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_same_code_is_copied_once_and_changed_code_again(tmp_path, monkeypatch):
     package = tmp_path / PACKAGE.name
     package.mkdir()
     (package / "loop.py").write_text("SPEED = 1\n")
@@ -295,9 +289,7 @@ def test_a_task_costs_its_rank_next_to_nothing() -> None:
     ("main", "code", "exception"),
     [("kill_rank_1", 137, "SIGKILL"), ("exit_silently", 7, "exit code 7")],
 )
-def test_a_task_says_how_its_rank_died(
-    tmp_path: Path, main: str, code: int, exception: str
-) -> None:
+def test_a_task_says_how_its_rank_died(tmp_path, main, code, exception):
     (tmp_path / "pid0").touch()  # of the other rank
     done = subprocess.run(task(tmp_path, main), env=slurm_task(1), timeout=600)
     assert done.returncode == code

@@ -101,9 +101,7 @@ def test_no_alarm_in_a_hundred_calm_runs_however_they_scatter(drawn: dict[str, A
     ("scatter", "load", "rise", "least"),
     [(0.01, 1.0, 1e-4, 100), (0.01, 1.1, 1e-4, 95), (0.02, 1.0, 1e-4, 85), (0.1, 1.0, 6e-4, 85)],
 )
-def test_one_percent_in_a_hundred_steps_is_named_within_three_hundred(
-    scatter: float, load: float, rise: float, least: int
-) -> None:
+def test_one_percent_in_a_hundred_steps_is_named_within_three_hundred(scatter, load, rise, least):
     """Where steps scatter by 10 %, it takes six times as much."""
     runs = (run(seed, scatter=scatter, load=load, slower=rise) for seed in range(100))
     found = [rising(each) for each in runs]

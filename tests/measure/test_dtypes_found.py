@@ -108,9 +108,7 @@ def test_a_downcast_is_named_by_its_role(tmp_path, fault) -> None:
 
 
 @pytest.mark.parametrize("compiled", [False, True])
-def test_what_the_optimizer_is_given_is_read_whether_or_not_blocks_are_compiled(
-    tmp_path, compiled
-) -> None:
+def test_what_the_optimizer_is_given_is_read_whether_or_not_blocks_are_compiled(tmp_path, compiled):
     """Of compiled blocks no part is hooked, so that weights in use and products are not known."""
     config = make_config(warmup=1, steps=1)
     config.train.compile = compiled

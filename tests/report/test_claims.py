@@ -125,9 +125,7 @@ def test_a_point_that_did_not_come_to_its_end_breaks_the_proof(sweep: Path) -> N
 
 
 @pytest.mark.parametrize("is_proof", [True, False])
-def test_losses_that_must_fall_are_a_claim_of_any_study(
-    sweep: Path, is_proof: bool, capsys
-) -> None:
+def test_losses_that_must_fall_are_a_claim_of_any_study(sweep, is_proof, capsys):
     for name in ("ours", "theirs"):
         edit(sweep / name / "config.yaml", "loss_must_fall: false", "loss_must_fall: true")
         if not is_proof:
@@ -190,9 +188,7 @@ def peak_of(run: Path, more: int) -> float:
     return higher["fullest"]
 
 
-def test_a_repeat_that_peaks_higher_breaks_the_claim_and_is_in_the_table(
-    sweep: Path, again: Path
-) -> None:
+def test_a_repeat_that_peaks_higher_breaks_the_claim_and_is_in_the_table(sweep, again):
     higher = peak_of(again, 20 * MIB)
     found = conclude(points(sweep))
     assert [line.split(":")[0] for line in found.broken] == ["peaks"]
@@ -202,9 +198,7 @@ def test_a_repeat_that_peaks_higher_breaks_the_claim_and_is_in_the_table(
 
 
 @pytest.mark.parametrize("run", ["ours", "ours-again"])
-def test_a_repeat_that_is_below_its_plan_breaks_the_claims(
-    sweep: Path, again: Path, run: str
-) -> None:
+def test_a_repeat_that_is_below_its_plan_breaks_the_claims(sweep, again, run):
     peak_of(sweep / run, -20 * MIB)
     change(sweep / run / "summary.json", {"plan.total": 0})
     broken = conclude(points(sweep)).broken
@@ -213,9 +207,7 @@ def test_a_repeat_that_is_below_its_plan_breaks_the_claims(
 
 
 @pytest.mark.parametrize("run", ["ours", "ours-again"])
-def test_a_repeat_that_was_not_rehearsed_is_held_to_the_plan_of_another(
-    sweep: Path, again: Path, run: str
-) -> None:
+def test_a_repeat_that_was_not_rehearsed_is_held_to_the_plan_of_another(sweep, again, run):
     """Ctrl-C came during its rehearsal, and --rerun leaves it as it is done."""
     change(sweep / run / "summary.json", {"rehearsed": {}, "plan": {}})
     assert conclude(points(sweep)).broken == []

@@ -55,9 +55,7 @@ def test_traffic_of_a_repeat_that_was_resumed_is_of_fewer_steps(sweep: Path) -> 
     assert conclude(points(sweep)).broken == []
 
 
-def test_a_last_bit_of_a_loss_that_varies_breaks_a_claim_where_sums_have_one_order(
-    sweep: Path,
-) -> None:
+def test_a_last_bit_of_a_loss_that_varies_breaks_a_claim_where_sums_have_one_order(sweep):
     edit(sweep / "b/records.jsonl", '"loss": 7.0,', '"loss": 7.000000000000001,')
     (line,) = conclude(points(sweep)).broken
     assert line == "a: losses part at step 0: 7.0 and 7.000000000000001 (a, b)"
@@ -280,9 +278,7 @@ def test_sweeps_that_ask_for_one_bound_are_all_beside_the_first(tmp_path: Path) 
     assert [curve["agrees"] for curve in told] == [True] * 4
 
 
-def test_times_of_many_points_are_compared_as_many(
-    sweeps: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_times_of_many_points_are_compared_as_many(sweeps, monkeypatch):
     """Else one of twenty points is faster by chance."""
     asked: list[int] = []
 

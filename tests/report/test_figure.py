@@ -110,9 +110,7 @@ def test_every_chart_can_be_printed(sweep: list[MeasuredPoint], tmp_path: Path) 
 
 
 @pytest.mark.slow
-def test_the_file_has_text_an_opaque_ground_and_the_same_bytes_each_time(
-    sweep: list[MeasuredPoint], tmp_path: Path
-) -> None:
+def test_the_file_has_text_an_opaque_ground_and_the_same_bytes_each_time(sweep, tmp_path):
     chart = chart_of("memory", sweep, conclude(sweep))
     for suffix in (".svg", ".pdf"):
         one, two = (tmp_path / f"{number}{suffix}" for number in (1, 2))

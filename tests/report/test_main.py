@@ -44,9 +44,7 @@ LIBRARIES = ("torch", "numpy", "pandas", "matplotlib", "mlflow", "scipy.special"
 
 
 @pytest.mark.parametrize(("num_runs", "needed"), [(1, []), (3, ["numpy", "scipy.special"])])
-def test_a_page_imports_what_its_folders_need(
-    tmp_path: Path, num_runs: int, needed: list[str]
-) -> None:
+def test_a_page_imports_what_its_folders_need(tmp_path, num_runs, needed):
     repeats(tmp_path / "sweep", dict.fromkeys(("ddp", "zero3"), [0.2, 0.202, 0.203][:num_runs]))
     words = (str(tmp_path / "sweep"), "--html", str(tmp_path / "page.html"))
     command = [sys.executable, "-c", IMPORTED.format(libraries=LIBRARIES), *words]

@@ -72,9 +72,7 @@ def looked_at(shown: Path, profile: Path, *more: str) -> list[dict[str, Any]]:
     return json.loads(unescape(told[1]))
 
 
-def test_every_chart_is_drawn_at_any_width_and_nothing_is_asked_of_a_network(
-    shown: Path, tmp_path: Path
-) -> None:
+def test_every_chart_is_drawn_at_any_width_and_nothing_is_asked_of_a_network(shown, tmp_path):
     frames = looked_at(shown, tmp_path, "--window-size=1700,1700")
     for width, frame in zip(WIDTHS, frames, strict=True):
         assert "timeline" in frame["charts"] and "causes" not in frame["charts"]

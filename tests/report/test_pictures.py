@@ -29,17 +29,13 @@ def test_each_picture_has_its_size(tmp_path: Path) -> None:
 
 
 @needs_browser
-def test_a_page_that_is_not_there_is_one_line(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_page_that_is_not_there_is_one_line(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr("sys.argv", ["pictures", str(tmp_path / "none.html"), str(tmp_path)])
     assert main() == REFUSED
     assert "none.html: no such page; make it with " in capsys.readouterr().err
 
 
-def test_without_a_browser_it_says_what_to_install(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_a_browser_it_says_what_to_install(tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(ConfigError, match="install one of chromium"):
         take_pictures(tmp_path / "page.html", tmp_path)

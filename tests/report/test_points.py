@@ -18,9 +18,7 @@ from zeroexp.report.results_table import render
 from zeroexp.tracking.run import read_run
 
 
-def test_runs_of_one_configuration_are_one_point_with_the_median_of_its_repeats(
-    tmp_path: Path,
-) -> None:
+def test_runs_of_one_configuration_are_one_point_with_the_median_of_its_repeats(tmp_path):
     timed(tmp_path, a=0.3, c=0.1, d=0.2)
     write_run(tmp_path / "b", "ddp")
     for number, name in enumerate("acd"):
@@ -79,9 +77,7 @@ def test_points_of_two_sweeps_are_told_apart_by_their_folders(tmp_path: Path) ->
     ]
 
 
-def test_a_sweep_is_named_where_its_folder_is_a_dot(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_sweep_is_named_where_its_folder_is_a_dot(tmp_path, monkeypatch):
     monkeypatch.chdir(write_run(tmp_path / "sweep/a"))
     assert (read_run(Path()).sweep, read_run(Path()).name) == ("sweep", "a")
     monkeypatch.chdir("..")

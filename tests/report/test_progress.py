@@ -6,8 +6,6 @@ import io
 import re
 from pathlib import Path
 
-import pytest
-
 from tests.run_folders import record, write_run
 from zeroexp.checkpoint.folders import LOG
 from zeroexp.cluster.follow import ShownRun
@@ -178,9 +176,7 @@ def test_a_frame_is_one_write_that_never_clears_before_it_draws() -> None:
     assert rest.endswith("\n\x1b[J")
 
 
-def test_lines_never_wrap_and_many_running_points_are_counted(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_lines_never_wrap_and_many_running_points_are_counted(monkeypatch):
     monkeypatch.setenv("COLUMNS", "40")
     terminal = Terminal()
     progress = SweepProgress(20, terminal, Clock())

@@ -41,9 +41,7 @@ def folder(tmp_path: Path) -> Path:
         ("environment.json", '{"repeat": "first"}'),
     ],
 )
-def test_a_torn_file_costs_its_run_and_one_line(
-    tmp_path: Path, name: str, text: str | bytes
-) -> None:
+def test_a_torn_file_costs_its_run_and_one_line(tmp_path, name, text):
     whole, torn = write_run(tmp_path / "whole"), write_run(tmp_path / "torn")
     (torn / name).write_bytes(text if isinstance(text, bytes) else text.encode())
     runs, (line,) = read_runs(tmp_path)

@@ -62,9 +62,7 @@ def against_one(*ratios: float, num_comparisons: int = 1) -> Comparison:
         ((0.2, 5.0, 0.2, 5.0), 1, TimeVerdict.OPEN, "; not even with repeats=100"),
     ],
 )
-def test_the_four_verdicts_and_what_would_tell(
-    ratios: tuple[float, ...], num_comparisons: int, verdict: TimeVerdict, remedy: str
-) -> None:
+def test_the_four_verdicts_and_what_would_tell(ratios, num_comparisons, verdict, remedy):
     found = against_one(*ratios, num_comparisons=num_comparisons)
     assert found.verdict is verdict
     assert found.text.partition(": ")[2] == verdict + remedy

@@ -69,9 +69,7 @@ def rows(text: str) -> list[dict[str, str]]:
     return [dict(zip(named, row, strict=True)) for row in cells]
 
 
-def test_what_rises_with_the_steps_stands_below_but_for_a_time_that_others_spoilt(
-    tmp_path: Path,
-) -> None:
+def test_what_rises_with_the_steps_stands_below_but_for_a_time_that_others_spoilt(tmp_path):
     rises = {"step time": "rises by 1 % per 100 steps, rank 0", "live objects": "rise by 10 a step"}
     for name, cores in (("calm", 0.0), ("spoilt", 1.0)):
         run = write_run(tmp_path / name, "zero3" if cores else "ddp")
@@ -222,9 +220,7 @@ def sweep_over(folder: Path, *options: str) -> list[MeasuredPoint]:
 MODELS = ["model=tiny data.seq_len=64", "model=gpt2_tiny", "model=moe_tiny", "model=smollm2_360m"]
 
 
-def test_settings_that_tell_points_apart_are_columns_and_a_model_stands_for_its_own(
-    tmp_path: Path,
-) -> None:
+def test_settings_that_tell_points_apart_are_columns_and_a_model_stands_for_its_own(tmp_path):
     names, _, _, *lines = render(sweep_over(tmp_path / "a", *MODELS)).splitlines()
     assert names.split()[:6] == ["strategy", "implementation", "model", "seq_len", "ranks", "loss"]
     assert [line.split()[2:4] for line in lines[:4]] == [
@@ -346,9 +342,7 @@ def test_a_papers_table_has_ratio_interval_and_verdict(paper: list[MeasuredPoint
     ]
 
 
-def test_programs_read_bytes_seconds_and_verdicts(
-    paper: list[MeasuredPoint], tmp_path: Path
-) -> None:
+def test_programs_read_bytes_seconds_and_verdicts(paper, tmp_path):
     write_run(tmp_path / "zz", "zero1", status="failed", reason="a & b_c", num_steps=0)
     made = points(tmp_path)
     conclusions = conclude(made)

@@ -36,9 +36,7 @@ def test_what_ended_without_a_word_is_said_by_the_next(run: Path) -> None:
     assert attempt.newest(run) == 2
 
 
-def test_who_watched_an_attempt_explains_it_unless_it_did_so_itself(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_who_watched_an_attempt_explains_it_unless_it_did_so_itself(tmp_path, monkeypatch):
     monkeypatch.setenv(attempt.NUMBER, "0")  # removed afterwards
     attempt.explain(tmp_path, "it never began")
     assert attempt.read(tmp_path) == []

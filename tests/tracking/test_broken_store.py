@@ -148,9 +148,7 @@ def test_a_store_that_is_held_delays_no_step_and_no_ctrl_c_and_an_open_one_hears
 
 
 @pytest.mark.slow
-def test_a_store_that_another_program_has_locked_is_told_as_such(
-    outputs: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_store_that_another_program_has_locked_is_told_as_such(outputs, monkeypatch, capsys):
     monkeypatch.setattr(mlflow_store, "BUSY_SECONDS", 0.05)
     folder = write_run(outputs / "busy" / "run", num_steps=4)
     with closing(sqlite3.connect(outputs / "mlflow.db", isolation_level=None)) as connection:

@@ -158,9 +158,7 @@ def test_a_follower_tells_a_file_put_in_its_place_from_the_beginning(tmp_path: P
         assert [json.loads(line)["step"] for line in tail.new_lines()] == [2]
 
 
-def test_what_another_host_writes_meanwhile_under_the_same_pid_is_left_alone(
-    tmp_path: Path,
-) -> None:
+def test_what_another_host_writes_meanwhile_under_the_same_pid_is_left_alone(tmp_path):
     theirs = tmp_path / f".{SUMMARY}.{os.getpid()}"
     theirs.write_text("half of", encoding="utf-8")
     write_json(tmp_path / SUMMARY, {})

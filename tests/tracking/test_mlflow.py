@@ -73,12 +73,9 @@ def tag(outputs: Path, run_id: str, key: str) -> str:
     return found
 
 
-def test_a_run_has_its_params_metrics_tags_times_and_files(
-    tracker: MlflowTracker, outputs: Path, sweep: Path
-) -> None:
+def test_a_run_has_its_params_metrics_tags_times_and_files(tracker, outputs, sweep):
     folder = write_run(sweep / "zero3-buffer", started=1000.0)
     run_id = tracker.log_run(folder)
-    assert run_id is not None
     params = dict(ask(outputs, "select key, value from params where run_uuid = ?", run_id))
     assert params["strategy.name"] == "zero3"
     assert params["world_size"] == "2"
@@ -109,9 +106,7 @@ def test_a_run_has_its_params_metrics_tags_times_and_files(
     assert (files / "logs" / "rank1.log").read_text() == "rank 1 of 2: ready\n"
 
 
-def test_the_page_of_a_sweep_is_an_artifact_that_no_view_takes_for_a_point(
-    tracker: MlflowTracker, outputs: Path, sweep: Path
-) -> None:
+def test_the_page_of_a_sweep_is_an_artifact_that_no_view_takes_for_a_point(tracker, outputs, sweep):
     assert tracker.log_page(sweep) is None
     sweep.mkdir(parents=True, exist_ok=True)
     for text in ("first", "second"):
@@ -128,9 +123,7 @@ def test_the_page_of_a_sweep_is_an_artifact_that_no_view_takes_for_a_point(
     assert "report_of" in keys and "sweep" not in keys
 
 
-def test_instruments_and_samples_are_kept_and_the_data_is_named(
-    tracker: MlflowTracker, outputs: Path, sweep: Path
-) -> None:
+def test_instruments_and_samples_are_kept_and_the_data_is_named(tracker, outputs, sweep):
     folder = write_run(sweep / "run")
     summary = json.loads((folder / "summary.json").read_text())
     (folder / "summary.json").write_text(json.dumps({**summary, "data_source": "topics, PSF"}))
@@ -141,7 +134,6 @@ def test_instruments_and_samples_are_kept_and_the_data_is_named(
     )
     for _ in range(2):  # sent twice, it is there once
         run_id = tracker.log_run(folder)
-    assert run_id is not None
     ((place,),) = ask(outputs, "select artifact_uri from runs where run_uuid = ?", run_id)
     kept = {path.name for path in Path(place.removeprefix("file://")).iterdir()}
     assert {"trace.0.5.json", "profile.0.5.txt", "system.node.jsonl"} <= kept
@@ -210,9 +202,7 @@ def test_a_sweep_that_mlflow_does_not_track_is_refused(sweep: Path, monkeypatch,
     assert "MLflow tracks none of its runs" in capsys.readouterr().err
 
 
-def test_a_sync_takes_files_as_they_are_where_there_is_no_slurm(
-    sweep: Path, monkeypatch, capsys
-) -> None:
+def test_a_sync_takes_files_as_they_are_where_there_is_no_slurm(sweep, monkeypatch, capsys):
     folder = write_run(sweep / "run", status="running")
     write_json(folder / "slurm.json", {"job_id": "17"})
     config = load(folder / "config.yaml")
@@ -225,9 +215,7 @@ def test_a_sync_takes_files_as_they_are_where_there_is_no_slurm(
     assert "MLflow tracks none of its runs" in told
 
 
-def test_a_run_can_be_followed_and_a_resumed_one_goes_on(
-    tracker: MlflowTracker, outputs: Path, sweep: Path
-) -> None:
+def test_a_run_can_be_followed_and_a_resumed_one_goes_on(tracker, outputs, sweep):
     folder = write_run(sweep / "run", status="running", num_steps=3)
     run_id = tracker.start_run(folder).run_id
     tracker.log_run(folder)
@@ -302,12 +290,9 @@ def test_a_sync_that_waits_for_another_sender_leaves_the_end_that_it_sent(
     assert (status(outputs, run_id), tag(outputs, run_id, "status")) == ("FAILED", "failed")
 
 
-def test_a_run_that_is_run_again_is_another_run(
-    tracker: MlflowTracker, outputs: Path, sweep: Path
-) -> None:
+def test_a_run_that_is_run_again_is_another_run(tracker, outputs, sweep):
     folder = write_run(sweep / "run", status="failed", num_steps=3)
     first = tracker.log_run(folder)
-    assert first is not None
     earlier = folder / "earlier" / "1"
     earlier.mkdir(parents=True)
     for name in ("records.jsonl", "state.json", "logs"):
@@ -316,7 +301,6 @@ def test_a_run_that_is_run_again_is_another_run(
         writer.write(record(0))
     write_json(folder / "state.json", {"status": "running"})
     second = tracker.log_run(folder)
-    assert second is not None
     assert second != first
     assert num_metrics(outputs, second) == METRICS_PER_STEP
     finish(folder)
@@ -382,9 +366,7 @@ def test_several_sweeps_at_once_on_a_fresh_store_lose_no_metric(tmp_path: Path) 
     assert saved == [(len(mlflow_views.of_sweep("a")) * num_sweeps,)]
 
 
-def test_views_are_saved_once_however_often_they_are_written(
-    tracker: MlflowTracker, outputs: Path, sweep: Path
-) -> None:
+def test_views_are_saved_once_however_often_they_are_written(tracker, outputs, sweep):
     tracker.log_run(write_run(sweep / "run"))
     links = tracker.write_views(sweep.name)
     assert tracker.write_views(sweep.name) == links
@@ -398,24 +380,19 @@ def test_views_are_saved_once_however_often_they_are_written(
     assert keys == {view.tag for view in mlflow_views.of_sweep(sweep.name)}
 
 
-def test_a_deleted_experiment_is_refused_with_the_remedy(
-    tracker: MlflowTracker, outputs: Path, sweep: Path
-) -> None:
+def test_a_deleted_experiment_is_refused_with_the_remedy(tracker, outputs, sweep):
     from mlflow import MlflowClient
 
     folder = write_run(sweep / "run")
     tracker.log_run(folder)
     client = MlflowClient(tracker.store.uri)
     found = client.get_experiment_by_name(tracker.store.experiment)
-    assert found is not None
     client.delete_experiment(found.experiment_id)
     with pytest.raises(ConfigError, match=r"tracking\.experiment=.* was deleted.*restore"):
         MlflowTracker(None, tracker.store.experiment, outputs).write_views("x")
 
 
-def test_an_experiment_that_another_process_has_made_meanwhile_is_taken(
-    tracker: MlflowTracker,
-) -> None:
+def test_an_experiment_that_another_process_has_made_meanwhile_is_taken(tracker):
     """Two jobs that begin at once have both found that there is none."""
     store = tracker.store
     with store.opened() as client:
@@ -423,9 +400,7 @@ def test_an_experiment_that_another_process_has_made_meanwhile_is_taken(
     assert store.experiment_id == client.get_experiment_by_name(store.experiment).experiment_id
 
 
-def test_the_store_is_an_absolute_path_wherever_one_starts(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_store_is_an_absolute_path_wherever_one_starts(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert store_uri(None, Path("outputs")) == f"sqlite:///{tmp_path}/outputs/mlflow.db"
     assert store_uri("sqlite:///here.db", Path("outputs")) == f"sqlite:///{tmp_path}/here.db"
@@ -501,9 +476,7 @@ def steps_sent(outputs: Path, run_id: str) -> list[int]:
     return [step for (step,) in ask(outputs, query, run_id)]
 
 
-def test_steps_that_the_store_refused_are_sent_later(
-    tracker: MlflowTracker, outputs: Path, sweep: Path
-) -> None:
+def test_steps_that_the_store_refused_are_sent_later(tracker, outputs, sweep):
     folder = write_run(sweep / "run", num_steps=7, status="running")
     records, run_id = read_timed_records(folder), tracker.start_run(folder).run_id
     tracker.log_steps(run_id, records[:2])
@@ -519,9 +492,7 @@ def test_steps_that_the_store_refused_are_sent_later(
 # -- runs that MLflow can not take as they are ---------------------------------
 
 
-def test_a_clock_that_is_set_back_loses_no_step(
-    tracker: MlflowTracker, outputs: Path, sweep: Path
-) -> None:
+def test_a_clock_that_is_set_back_loses_no_step(tracker, outputs, sweep):
     folder = write_run(sweep / "run", status="running", num_steps=4)
     run_id = tracker.log_run(folder)
     with RecordWriter(folder) as writer:
@@ -534,9 +505,7 @@ def test_a_clock_that_is_set_back_loses_no_step(
     assert steps_sent(outputs, run_id) == list(range(7))
 
 
-def test_a_key_that_is_refused_costs_that_key_alone(
-    tracker: MlflowTracker, outputs: Path, sweep: Path
-) -> None:
+def test_a_key_that_is_refused_costs_that_key_alone(tracker, outputs, sweep):
     folder = write_run(sweep / "run", num_steps=4)
     config = load(folder / "config.yaml")
     odd = {**config.model.hf_config, "what?": 1, "fine": 2}
@@ -550,9 +519,7 @@ def test_a_key_that_is_refused_costs_that_key_alone(
 
 
 @pytest.mark.parametrize("name", ['a "b"', """it's "b\""""])
-def test_a_quote_in_the_name_of_a_sweep_breaks_no_view(
-    tracker: MlflowTracker, outputs: Path, name: str
-) -> None:
+def test_a_quote_in_the_name_of_a_sweep_breaks_no_view(tracker, outputs, name):
     from mlflow import MlflowClient
 
     run_id = tracker.log_run(write_run(outputs / name / "run", num_steps=4))

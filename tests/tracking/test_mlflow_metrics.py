@@ -191,9 +191,7 @@ def test_samples_of_a_node_become_system_metrics(tmp_path: Path) -> None:
     ]
 
 
-def test_what_went_over_the_network_counts_from_the_first_reading(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_went_over_the_network_counts_from_the_first_reading(tmp_path, monkeypatch):
     """As MLflow's own metrics of these names do."""
     counters = (SimpleNamespace(bytes_recv=n * 10**6, bytes_sent=2 * n * 10**6) for n in count(5))
     monkeypatch.setattr(system_samples.psutil, "net_io_counters", lambda: next(counters))
@@ -206,9 +204,7 @@ def test_what_went_over_the_network_counts_from_the_first_reading(
 
 
 @pytest.mark.parametrize("nvml", [True, False])
-def test_every_gpu_of_a_node_has_its_own_metrics(
-    monkeypatch: pytest.MonkeyPatch, nvml: bool
-) -> None:
+def test_every_gpu_of_a_node_has_its_own_metrics(monkeypatch, nvml):
     """Fakes of what torch documents, since no GPU is here: two of 4 GB, of which 1 and 3 are used."""
 
     def used(gpu: int) -> int:
@@ -257,9 +253,7 @@ def test_a_tag_tells_which_data(tmp_path: Path) -> None:
         ({"running_at": 50.0}, 50.0, None),  # killed: its last sign of life
     ],
 )
-def test_times_come_from_the_state_else_from_the_records(
-    tmp_path: Path, times: dict[str, float], began: float, ended: float | None
-) -> None:
+def test_times_come_from_the_state_else_from_the_records(tmp_path, times, began, ended):
     folder = write_run(tmp_path / "run")
     write_json(folder / "state.json", {"status": "done", **times})
     run, timed = read_run(folder), read_timed_records(folder)

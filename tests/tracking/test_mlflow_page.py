@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from pathlib import Path
 
 import pytest
 
@@ -31,9 +30,7 @@ def texts(dom: str) -> set[str]:
 
 @pytest.mark.browser
 @needs_browser
-def test_the_table_shows_every_run_of_the_sweep_and_the_right_columns(
-    links: dict[str, str], tmp_path: Path
-) -> None:
+def test_the_table_shows_every_run_of_the_sweep_and_the_right_columns(links, tmp_path):
     dom = browse(links["table"], tmp_path, WINDOW).dom
     seen = texts(dom)
     assert {f"{s}-buffer-n{n}" for s in STRATEGIES for n in WORLD_SIZES} <= seen
@@ -52,9 +49,7 @@ TABLE_PIXELS = 1280 - 262  # without the navigation at the left and the margins
 
 @pytest.mark.browser
 @needs_browser
-def test_a_small_window_shows_name_strategy_ranks_peak_and_time(
-    links: dict[str, str], tmp_path: Path
-) -> None:
+def test_a_small_window_shows_name_strategy_ranks_peak_and_time(links, tmp_path):
     """From the places of the columns: those before the first of ours stay where they are.
 
     On the first visit MLflow's assistant stands beside the table: then peak and time are still shown.
@@ -95,9 +90,7 @@ LINE = r'class="js-line" d="[^"]+" style="[^"]*stroke-opacity: 1;'  # a band's e
         ),
     ],
 )
-def test_the_charts_show_every_run(
-    links: dict[str, str], tmp_path: Path, title: str, words: set[str], mark: str, num_marks: int
-) -> None:
+def test_the_charts_show_every_run(links, tmp_path, title, words, mark, num_marks):
     dom = browse(links[title], tmp_path, WINDOW).dom
     assert words <= texts(dom)
     assert len(re.findall(mark, dom)) == num_marks

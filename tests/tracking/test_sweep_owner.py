@@ -48,9 +48,7 @@ def other(tmp_path: Path) -> Iterator[subprocess.Popen[bytes]]:
         process.kill()
 
 
-def test_a_living_process_keeps_its_sweep_and_a_dead_one_loses_it(
-    tmp_path: Path, other: subprocess.Popen[bytes]
-) -> None:
+def test_a_living_process_keeps_its_sweep_and_a_dead_one_loses_it(tmp_path, other):
     run = write_run(tmp_path / "run", status="running", num_steps=4)
     with pytest.raises(ConfigError, match=rf"process {other.pid} on \S+ runs its points; wait"):
         sweep_owner.take_ownership(tmp_path)
@@ -79,9 +77,7 @@ def test_the_lock_decides_and_not_the_pid(tmp_path: Path) -> None:
     sweep_owner.release_ownership(tmp_path)
 
 
-def test_a_file_system_without_locks_costs_a_line_where_it_matters(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_file_system_without_locks_costs_a_line_where_it_matters(tmp_path, monkeypatch):
     """What the kernel answers on Lustre without `flock` and on some of FUSE."""
 
     def flock(*_: object) -> None:
@@ -167,9 +163,7 @@ def test_a_temporary_folder_is_removed_by_the_next_process_if_its_own_was_killed
     assert (tmp_path / "zeroexp-of-another-version").exists()
 
 
-def test_a_temporary_folder_of_another_host_is_left_alone(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_temporary_folder_of_another_host_is_left_alone(tmp_path, monkeypatch):
     """Its lock may be seen there alone (Lustre's localflock, NFS's local_lock)."""
     with monkeypatch.context() as there:
         another = f"{socket.gethostname()}-0001"

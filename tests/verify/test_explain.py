@@ -26,9 +26,7 @@ def test_what_is_no_number_is_said_to_be_none() -> None:
         (1.0, 0.5, "optimizer", "from the same gradients"),
     ],
 )
-def test_an_update_is_a_multiple_or_near_or_another_one(
-    factor: float, off: float, kind: str, said: str
-) -> None:
+def test_an_update_is_a_multiple_or_near_or_another_one(factor, off, kind, said):
     random = torch.Generator().manual_seed(0)
     before, update, noise = torch.randn(3, 64, generator=random, dtype=torch.float64).unbind()
     moved = factor * update + off * noise * update.norm() / noise.norm()

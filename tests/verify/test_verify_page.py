@@ -297,9 +297,7 @@ def test_what_differs_is_told_though_other_numbers_of_ranks_can_not_be_run(tmp_p
         ([f"{PYPROJECT}:x"], "pyproject.toml: no Python file; give FILE.py:FUNCTION"),
     ],
 )
-def test_a_wrong_word_is_refused(
-    monkeypatch: Any, capsys: Any, words: list[str], said: str
-) -> None:
+def test_a_wrong_word_is_refused(monkeypatch, capsys, words, said):
     monkeypatch.setattr(sys, "argv", ["zeroexp verify", *words])
     monkeypatch.setattr(safe_output, "ignore_output_errors", lambda: None)  # pytest has its own
     assert main() == 2

@@ -122,9 +122,7 @@ def train_plainly(backwards: str, num_ranks: int) -> dict[str, Tensor]:
     # Every two values meet.
     quick=lambda *each: sum(value in ("two", "parameter", "native") for value in each) % 2 == 0,
 )
-def test_sums_are_in_float32_and_other_gradients_are_not(
-    ranks: Any, backwards: str, layout: str, transport: str
-) -> None:
+def test_sums_are_in_float32_and_other_gradients_are_not(ranks, backwards, layout, transport):
     theirs = train_plainly(backwards, 2)
     in_first = {*ALONE, "later.weight", "later.bias"}
     expected = [in_first, ALONE] if backwards == "one" else [set[str]()] * MICROBATCHES
