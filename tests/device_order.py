@@ -200,7 +200,6 @@ class PlayedDevice(TorchDispatchMode):
     def launch(self, name: str, call: Callable[..., Any], tensors: Any, options: Any) -> Any:
         """Note a call of torch.distributed and make it; several calls may be one launch."""
         group = options.get("group") or dist.group.WORLD
-        assert group is not None
         stream = group.group_name
         self.clocks[stream] |= self.clocks[COMPUTE]
         self.clocks[stream][stream] += 1

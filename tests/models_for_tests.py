@@ -104,7 +104,7 @@ class FrozenNorm(Toy):
     def __init__(self) -> None:
         super().__init__()
         self.statistics = nn.BatchNorm1d(WIDTH).requires_grad_(False).eval()
-        self.statistics.running_mean.fill_(0.5)  # pyright: ignore[reportOptionalMemberAccess]
+        self.statistics.running_mean.fill_(0.5)
 
     def forward(self, input_ids: Tensor) -> Tensor:
         x = self.embedding(input_ids)

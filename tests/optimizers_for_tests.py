@@ -17,7 +17,7 @@ class CountingAverage(Optimizer):
         super().__init__(params, {"lr": lr, "k": 0, "lr_max": -1.0, "weight_sum": 0.0})
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def step(self, closure: Any = None) -> None:
         for group in self.param_groups:
             group["lr_max"] = max(group["lr"], group["lr_max"])
             group["weight_sum"] += group["lr_max"] ** 2 / 3
@@ -36,7 +36,7 @@ class OldFashioned(Optimizer):
         super().__init__(params, {"lr": lr})
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def step(self, closure: Any = None) -> None:
         for group in self.param_groups:
             for parameter in (p for p in group["params"] if p.grad is not None):
                 state = self.state[parameter]
@@ -62,7 +62,7 @@ class OneDistance(Optimizer):
         super().__init__(params, {"lr": lr, "d": 1e-6, "numerator": 0.0})
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def step(self, closure: Any = None) -> None:
         denominator = 0.0
         for group in self.param_groups:
             for parameter in group["params"]:
@@ -78,7 +78,7 @@ class OneDistance(Optimizer):
 class OneNorm(torch.optim.SGD):
     """Clips inside of step, by the norm of all it has."""
 
-    def step(self, closure: Any = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def step(self, closure: Any = None) -> None:
         torch.nn.utils.clip_grad_norm_([p for g in self.param_groups for p in g["params"]], 1.0)
         super().step()
 
@@ -86,7 +86,7 @@ class OneNorm(torch.optim.SGD):
 class TrustRatio(torch.optim.SGD):
     """As LAMB does: the norm of each tensor makes its rate."""
 
-    def step(self, closure: Any = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def step(self, closure: Any = None) -> None:
         for parameter in (p for group in self.param_groups for p in group["params"]):
             parameter.grad.mul_(parameter.detach().norm() / parameter.grad.norm())
         super().step()
@@ -95,7 +95,7 @@ class TrustRatio(torch.optim.SGD):
 class Cautious(torch.optim.SGD):
     """Leaves out what its momentum and the gradient disagree on, and divides the rest by its share."""
 
-    def step(self, closure: Any = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def step(self, closure: Any = None) -> None:
         for parameter in (p for group in self.param_groups for p in group["params"]):
             momentum = self.state[parameter].setdefault("mean", torch.zeros_like(parameter))
             momentum.lerp_(parameter.grad, 0.1)
@@ -107,7 +107,7 @@ class Cautious(torch.optim.SGD):
 class Projecting(torch.optim.Adam):
     """As AdamP does: where the gradient is orthogonal to a matrix, no step goes along it."""
 
-    def step(self, closure: Any = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def step(self, closure: Any = None) -> None:
         with_dimensions = [p for g in self.param_groups for p in g["params"] if p.ndim > 1]
         before = [p.detach().clone() for p in with_dimensions]
         super().step()
@@ -121,7 +121,7 @@ class Projecting(torch.optim.Adam):
 class Windowed(torch.optim.SGD):
     """As AdaShift does: divides by what a tensor's gradients were in the mean, ten steps before."""
 
-    def step(self, closure: Any = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def step(self, closure: Any = None) -> None:
         for parameter in (p for group in self.param_groups for p in group["params"]):
             window = self.state[parameter].setdefault("window", [])
             window.append(parameter.grad.clone())
@@ -133,7 +133,7 @@ class Windowed(torch.optim.SGD):
 class OwnRate(torch.optim.SGD):
     """Sets its own learning rate by what it has seen, for steps to come."""
 
-    def step(self, closure: Any = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def step(self, closure: Any = None) -> None:
         super().step()
         for group in self.param_groups:
             group["next_lr"] = sum(float(p.grad.norm()) for p in group["params"])
@@ -142,7 +142,7 @@ class OwnRate(torch.optim.SGD):
 class LateFactors(torch.optim.SGD):
     """As Shampoo does: collects what it will need for its matrices, and does not use it yet."""
 
-    def step(self, closure: Any = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def step(self, closure: Any = None) -> None:
         for parameter in (p for group in self.param_groups for p in group["params"]):
             if parameter.ndim == 2:
                 self.state[parameter]["GG"] = [parameter.grad @ parameter.grad.T]
@@ -152,7 +152,7 @@ class LateFactors(torch.optim.SGD):
 class FactorsLarge(torch.optim.SGD):
     """As many do, from a size on that pays for it."""
 
-    def step(self, closure: Any = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def step(self, closure: Any = None) -> None:
         for parameter in (p for group in self.param_groups for p in group["params"]):
             if parameter.ndim == 2 and min(parameter.shape) >= 100:
                 self.state[parameter]["rows"] = parameter.grad.square().mean(1)
@@ -162,7 +162,7 @@ class FactorsLarge(torch.optim.SGD):
 class Noisy(torch.optim.SGD):
     """As SGLD does."""
 
-    def step(self, closure: Any = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def step(self, closure: Any = None) -> None:
         for parameter in (p for group in self.param_groups for p in group["params"]):
             parameter.grad.add_(torch.randn_like(parameter))
         super().step()
@@ -171,7 +171,7 @@ class Noisy(torch.optim.SGD):
 class KeepsElsewhere(torch.optim.SGD):
     """State under a word, which belongs to no parameter."""
 
-    def step(self, closure: Any = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def step(self, closure: Any = None) -> None:
         state: dict[Any, Any] = self.state
         state["calls"] = Tensor([0.0])
         super().step()

@@ -286,7 +286,7 @@ class _Configured:
             gradients=StatePlacement(rows.gradients.value, precision.reduce),
             optimizer=OptimizerPlacement(rows.optimizer.value, precision.master),
             implementation=self.implementation,
-            **self.settings,  # pyright: ignore[reportArgumentType]
+            **self.settings,
         )
         # The family decides whether DistributedDataParallel looks for parameters without gradient.
         family = "moe" if MODELS[recipe.model].skips else "llama"

@@ -96,7 +96,7 @@ class _Pool:
             if not ready:
                 break
             for connection in ready:
-                rank = waiting.pop(connection)  # pyright: ignore[reportArgumentType]
+                rank = waiting.pop(connection)
                 ok, answer = _receive(connection, self._processes[rank])
                 if ok:
                     answers[rank] = answer

@@ -373,7 +373,7 @@ def states(
         strategy = make_engine(built, stage, family, recipe, world)
         told += [pieces_of(strategy)]
         told += [{n: b.clone() for n, b in built.module.named_buffers()}]
-    return tuple(told)  # pyright: ignore[reportReturnType]
+    return tuple(told)
 
 
 def make_engine(built: BuiltModel, stage: str, family: str, recipe: Any, world: World) -> Any:

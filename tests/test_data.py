@@ -1200,7 +1200,7 @@ def test_the_shipped_text_is_packed_once_for_all_copies_of_the_code(cache, tmp_p
 def test_a_vocabulary_of_more_words_than_16_bits_count(tmp_path):
     words = {f"w{number}": number for number in range(70_000)}
     tokenizer = Tokenizer(WordLevel(words, unk_token="w0"))
-    tokenizer.pre_tokenizer = WhitespaceSplit()  # pyright: ignore[reportAttributeAccessIssue]
+    tokenizer.pre_tokenizer = WhitespaceSplit()
     tokenizer.save(str(tmp_path / "tokenizer.json"))
     (tmp_path / "config.json").write_text(json.dumps({"eos_token_id": 1}))
     (tmp_path / "a.txt").write_text("w69999 w65536 w3\n" * 99)
@@ -1236,7 +1236,7 @@ TINY_GEMMA = [
 
 def test_ids_with_holes_are_counted_by_the_largest(tmp_path):
     tokenizer = Tokenizer(WordLevel({"a": 0, "b": 70_000}, unk_token="a"))
-    tokenizer.pre_tokenizer = WhitespaceSplit()  # pyright: ignore[reportAttributeAccessIssue]
+    tokenizer.pre_tokenizer = WhitespaceSplit()
     tokenizer.save(str(tmp_path / "tokenizer.json"))
     (tmp_path / "config.json").write_text(json.dumps({"eos_token_id": 0}))
     (tmp_path / "a.txt").write_text("a b\n" * 99)

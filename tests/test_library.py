@@ -122,7 +122,6 @@ def growth_of(loop: str, world: World, transport: str, file: str) -> dict[str, i
 
 def trained(world: World, transport: str, file: str) -> dict[str, int]:
     loop = re.search(r"    for step[^\n]*\n(.*)        print", program(), re.DOTALL)
-    assert loop is not None
     return growth_of(f"{loop[1]}        at_end_of(step)\n", world, transport, file)
 
 

@@ -109,7 +109,7 @@ def test_a_word_can_be_typed(word):
         (OWNERS, "greedy", "use a function"),
         (OWNERS, lambda specs: {}, "can not be called with 2 arguments"),
         (LAYOUTS, Layout(lambda unit: ()), "gives cut=<lambda>.*with 2 arguments"),
-        (OPTIMIZERS, OptimizerKind(print, num_moments=1), "num_moments=1: no function; give one"),  # pyright: ignore
+        (OPTIMIZERS, OptimizerKind(print, num_moments=1), "num_moments=1: no function; give one"),
     ],
 )
 def test_a_value_of_another_kind_is_refused(one, value, needs):
@@ -422,7 +422,7 @@ def test_a_line_that_tries_code_of_others_is_refused_in_one_line(tmp_path, monke
 
 def test_an_engine_without_a_member_is_one_line():
     with pytest.raises(ConfigError, match="returns a NoneType without model, optimizer, microbat"):
-        with_members("mine", None)  # pyright: ignore[reportArgumentType]
+        with_members("mine", None)
 
 
 @pytest.mark.parametrize(
@@ -484,7 +484,7 @@ def test_settings_are_those_of_the_word():
 
 
 def test_a_number_of_moments_is_a_number(monkeypatch):
-    kind = OptimizerKind(lambda groups, config: torch.optim.SGD(groups), num_moments=repr)  # pyright: ignore
+    kind = OptimizerKind(lambda groups, config: torch.optim.SGD(groups), num_moments=repr)
     OPTIMIZERS.add("optimizer_of_test", kind)
     mine = composed("model=tiny", "world_size=1")
     mine = replace(mine, optimizer=replace(mine.optimizer, name="optimizer_of_test"))

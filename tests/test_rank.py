@@ -69,7 +69,6 @@ def log_of(job: Job, rank: int) -> str:
 
 def process_of(job: Job, rank: int) -> int:
     found = re.search(r"process (\d+)", log_of(job, rank))
-    assert found is not None
     return int(found[1])
 
 
@@ -83,7 +82,6 @@ def test_what_a_run_leaves_in_its_folder(local, tmp_path):
     assert stepped == [job.folder] * 4 and "[1/1] run | step 4/4 | loss " in told.getvalue()
     records, summary = read_records(job.folder), read_summary(job.folder)
     assert [record.step for record in records] == [0, 1, 2, 3]
-    assert summary is not None
     assert (summary.world_size, summary.num_warmup_steps, summary.num_steps) == (2, 1, 3)
     assert (summary.initial_loss, summary.final_loss) == (records[0].loss, records[-1].loss)
     assert all(len(spread.per_rank) == 2 for spread in summary.memory.by_kind.values())
@@ -159,7 +157,7 @@ def test_ranks_of_another_seed_draw_otherwise(monkeypatch, tmp_path):
         config, world = make_config(2), World(number, 2, torch.device("cpu"), "gloo")
         config.train.seed = seed
         with torch.random.fork_rng():
-            rank._resume(config, tmp_path, Mock(), world, "")  # pyright: ignore[reportPrivateUsage]
+            rank._resume(config, tmp_path, Mock(), world, "")
             seeds.add(torch.initial_seed())
     assert len(seeds) == 4
 
@@ -187,11 +185,11 @@ def refuse_other(world: World, folder: Path) -> None:
     same = Zeros("a", 8)
     for other in (Zeros("ab"[world.rank], 8), Zeros("a", 8 + world.rank)):
         for samples, validation in ((other, None), (other, same), (same, other)):
-            data = Data(samples, DataConfig(), 0, validation)  # pyright: ignore[reportArgumentType]
+            data = Data(samples, DataConfig(), 0, validation)
             with pytest.MonkeyPatch.context() as patch:
                 patch.setattr(rank, "build_data", lambda *_: data)  # noqa: B023
                 with pytest.raises(ConfigError, match="ranks read different data"):
-                    rank._train(Config(), world, folder, Stop())  # pyright: ignore[reportPrivateUsage]
+                    rank._train(Config(), world, folder, Stop())
 
 
 def test_ranks_that_read_other_data_than_the_first_are_refused(ranks, tmp_path):

@@ -133,7 +133,7 @@ def test_a_pin_is_never_seen_without_its_name(run, tmp_path, monkeypatch):
     def open_while_another_looks(path: Path, mode: Any = "r", **words: Any) -> Any:
         file = opens(path, mode, **words)
         for pin in (run / "checkpoint").glob(".pin.*") if mode == "wb" else ():
-            folders._holds(pin)  # pyright: ignore[reportPrivateUsage]
+            folders._holds(pin)
         return file
 
     with monkeypatch.context() as patch:

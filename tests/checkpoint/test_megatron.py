@@ -118,7 +118,7 @@ def save_as_megatron(
     }
     names = [ENUMS.rsplit(".", n)[0] for n in range(4)]
     modules = {name: ModuleType(name) for name in names}
-    modules[ENUMS].AttnBackend = AttnBackend  # pyright: ignore[reportAttributeAccessIssue]
+    modules[ENUMS].AttnBackend = AttnBackend
     with mock.patch.dict(sys.modules, modules):
         dcp.save(whole, storage_writer=dcp.FileSystemWriter(folder))
 

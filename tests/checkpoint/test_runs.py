@@ -239,7 +239,6 @@ def kill_again_and_again(local: LocalCluster, reference: Job, job: Job, num_kill
         cold = {step for step in cold if step < start} | {start}
     assert {r.step for r in read_records(job.folder) if r.warmup} == cold - {num_steps - 1}
     summary = read_summary(job.folder)
-    assert summary is not None
     assert summary.num_steps == num_steps - summary.num_warmup_steps
     assert summary.num_warmup_steps == len(cold - {num_steps - 1}) > 1
 

@@ -46,7 +46,6 @@ def test_a_sweep_over_world_sizes(cluster: Minicluster, tmp_path: Path) -> None:
     assert sorted(found) == [1, 2, 4]
     for world_size, job in found.items():
         submitted = read_json(job.folder / "slurm.json")
-        assert submitted is not None
         assert (submitted["nodes"], submitted["ranks_per_node"]) == (world_size, 1)
         assert submitted["node_list"].startswith("node")
         assert len(list((job.folder / "logs").glob("rank*.log"))) == world_size

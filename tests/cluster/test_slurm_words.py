@@ -307,7 +307,6 @@ def test_a_rank_that_can_not_start_leaves_its_traceback(tmp_path: Path) -> None:
     done = subprocess.run(task(tmp_path, "no_such_function"), env=slurm_task(1), timeout=600)
     assert done.returncode == 1
     found = Job(tmp_path).failure
-    assert found is not None
     assert "no_such_function" in Path(found["log"]).read_text(encoding="utf-8")
     assert "exit code 1; its log ends with: AttributeError: " in found["message"]
 

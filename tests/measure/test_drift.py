@@ -186,5 +186,4 @@ def drift_of_real_run(local: Any, folder: Path, stage: str, main: str) -> dict[s
     rank_code.choose(job.folder, main)
     assert local.run(job).status == "done", log_of(job, 0)
     summary = read_summary(job.folder)
-    assert summary is not None
     return summary.drift

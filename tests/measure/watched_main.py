@@ -25,7 +25,7 @@ def keeper(folder: Path, *, device: str) -> None:
         kept.extend(object() for _ in range(10 * self.world.rank))
         return slows(self, step)
 
-    Instruments.slows = keeping  # pyright: ignore
+    Instruments.slows = keeping
     rank.main(folder, device=device)
 
 
@@ -50,5 +50,5 @@ def slow_writer(folder: Path, *, device: str) -> None:
         with watching(self, step, *rest, **more) as trace:
             yield trace
 
-    Instruments.write_timeline, Instruments.watching = slowly, noted  # pyright: ignore
+    Instruments.write_timeline, Instruments.watching = slowly, noted
     rank.main(folder, device=device)

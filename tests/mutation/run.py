@@ -296,7 +296,7 @@ def _be_pytest(tree: Path, tests: list[str]) -> int:
     """In the child: 0 where all tests pass. Nothing of our own tree may be imported from here on."""
     os.setpgid(0, 0)
     # This is a fork of one of the pool's threads, for which forks of it would wait as they end.
-    futures_thread._threads_queues.clear()  # pyright: ignore[reportAttributeAccessIssue]
+    futures_thread._threads_queues.clear()
     nothing = os.open(os.devnull, os.O_RDWR)
     for descriptor in (0, 1):
         os.dup2(nothing, descriptor)
@@ -328,9 +328,9 @@ def _be_pytest(tree: Path, tests: list[str]) -> int:
 
 def _serve_forks() -> None:
     """The server of multiprocessing that forks ranks, itself forked: it need not load torch again."""
-    server: Any = forkserver._forkserver  # pyright: ignore[reportAttributeAccessIssue]
+    server: Any = forkserver._forkserver
     with socket.socket(socket.AF_UNIX) as listener:
-        address = connection.arbitrary_address("AF_UNIX")  # pyright: ignore[reportAttributeAccessIssue]
+        address = connection.arbitrary_address("AF_UNIX")
         listener.bind(address)
         listener.listen()
         last_user, users = os.pipe()

@@ -100,13 +100,13 @@ def one_parameter_twice_in_a_group(lab: Lab) -> None:
 def groups_that_are_plain_parameters(lab: Lab) -> None:
     """`param_groups=model.parameters()`, as torch.optim takes them."""
     model = Net()
-    lab.train(lab.wrap(model, groups=list(model.parameters())))  # pyright: ignore[reportArgumentType]
+    lab.train(lab.wrap(model, groups=list(model.parameters())))
 
 
 @built(refused=r"optimizer")
 def an_optimizer_where_a_factory_is_meant(lab: Lab) -> None:
     model = Net()
-    lab.wrap(model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1))  # pyright: ignore[reportArgumentType]
+    lab.wrap(model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1))
 
 
 OTHER_GROUPS: dict[str, Callable[[Any], Any]] = {
@@ -140,7 +140,7 @@ class Counting(torch.optim.SGD):
         for group in self.param_groups:
             group["steps"] = 0
 
-    def step(self, closure: None = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def step(self, closure: None = None) -> None:
         super().step()
         for group in self.param_groups:
             group["steps"] += 1

@@ -28,11 +28,11 @@ class Oops(Exception):
 
 class Raise(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def forward(ctx: Any, x: Tensor) -> Tensor:
         return x.clone()
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
         raise Oops("in backward")
 
 
@@ -151,7 +151,7 @@ def control_flow_by_exceptions(lab: Lab) -> None:
             x = super().forward(x)
             if getattr(self, "leaves", False):
                 error = Exit()
-                error.value = x  # pyright: ignore[reportAttributeAccessIssue]
+                error.value = x
                 raise error
             return x
 
@@ -160,7 +160,7 @@ def control_flow_by_exceptions(lab: Lab) -> None:
             try:
                 return super().body(x)
             except Exit as error:
-                return error.value  # pyright: ignore[reportAttributeAccessIssue]
+                return error.value
 
     model = Early(Leaving)
     model.layers[1].leaves = True

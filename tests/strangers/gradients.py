@@ -414,7 +414,7 @@ def two_forwards_then_two_backwards(lab: Lab) -> None:
 class Probed(Net):
     """Its head is a probe of detached features too."""
 
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         features = self.body(x)
         return self.head(features.detach()), self.head(features)
 
@@ -618,13 +618,13 @@ class MyLinear(torch.autograd.Function):
     """Keeps the weight for backward, as a hand-written kernel does."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
         ctx.save_for_backward(x, weight)
         return x @ weight.t()
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
         x, weight = ctx.saved_tensors
         return grad @ weight, grad.t() @ x
 
@@ -644,7 +644,7 @@ class Careless(MyLinear):
 
 class NoWeightGradient(MyLinear):
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         _, weight = ctx.saved_tensors
         return grad @ weight, None
 
@@ -715,7 +715,7 @@ class Affine(torch.autograd.Function):
         return x @ weight.t() + bias
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def backward(ctx: Any, gradient: Tensor) -> Any:
         x, weight = ctx.saved_tensors
         return gradient @ weight, gradient.t() @ x, gradient.sum(0)
 
@@ -745,7 +745,7 @@ class Adjoint(torch.autograd.Function):
             return module(x)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def backward(ctx: Any, gradient: Tensor) -> Any:
         (x,) = ctx.saved_tensors
         with torch.enable_grad():
             x = x.detach().requires_grad_()
@@ -761,7 +761,7 @@ def a_function_of_ones_own_is_given_freed_weights(lab: Lab) -> None:
         def body(self, x: Tensor) -> Tensor:
             x = self.inp(x)
             for layer in self.layers:
-                x = Adjoint.apply(layer, x, *layer.parameters())  # pyright: ignore[reportAssignmentType]
+                x = Adjoint.apply(layer, x, *layer.parameters())
             return x
 
     lab.train(lab.wrap(ByAdjoint()), num_microbatches=2)

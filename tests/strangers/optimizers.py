@@ -75,7 +75,7 @@ class CountingInTraining(CountingAverage):
     def train(self) -> None:
         self.training = True
 
-    def step(self, closure: Any = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def step(self, closure: Any = None) -> None:
         if not self.training:
             raise Exception("Optimizer was not in train mode")
         super().step(closure)
@@ -89,7 +89,7 @@ class CountingInAttribute(Optimizer):
         self.count = 0
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def step(self, closure: Any = None) -> None:
         self.count += 1
         for group in self.param_groups:
             for p in group["params"]:
@@ -104,7 +104,7 @@ class Centred(Optimizer):
         super().__init__(params, {"lr": 0.1})
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def step(self, closure: Any = None) -> None:
         for group in self.param_groups:
             for p in group["params"]:
                 if p.grad is None:

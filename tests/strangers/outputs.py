@@ -65,7 +65,7 @@ PACK: dict[str, tuple[Callable[[Tensor, Tensor], Any], Callable[[Any], tuple[Ten
 class Packing(Block):
     kind = "tuple"
 
-    def forward(self, x: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def forward(self, x: Tensor) -> Any:
         state = super().forward(x)
         aux = self.down(torch.sigmoid(self.up(x))).square().mean()
         return PACK[self.kind][0](state, aux)
@@ -81,7 +81,7 @@ class PackingNet(Net):
         for layer, name in zip(self.layers, cycle(kinds), strict=False):
             layer.kind = name
 
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         x, total = self.inp(x), torch.zeros(())
         for layer in self.layers:
             x, aux = PACK[layer.kind][1](layer(x))
@@ -168,7 +168,7 @@ class AppendingNet(Net):
         super().__init__(Appending)
         self.shelf = shelf
 
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         x, found = self.inp(x), list[Tensor]()
         SHELF.clear()
         for layer in self.layers:
@@ -288,7 +288,7 @@ def a_weight_as_an_output(lab: Lab) -> None:
     """A block hands out its own weight, and the caller multiplies with it after the block is done."""
 
     class Lending(Block):
-        def forward(self, x: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        def forward(self, x: Tensor) -> Any:
             return super().forward(x), self.up.weight
 
     class Borrower(Net):

@@ -293,7 +293,7 @@ WAYS += ["default", "keyword", "bound", "slot", "module"]
 )
 def a_view_that_the_constructor_keeps(lab: Lab, how: str) -> None:
     """Forward would compute with the first values for ever."""
-    lab.train(lab.wrap(Net(lambda: KeepingAView(how))))  # pyright: ignore[reportArgumentType]
+    lab.train(lab.wrap(Net(lambda: KeepingAView(how))))
 
 
 @scenario()

@@ -97,7 +97,7 @@ def penalty_inside_a_block(lab: Lab) -> None:
 
 
 class OrthogonalNet(Net):
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         weights = [layer.up.weight for layer in self.layers]
         apart = [(w @ w.T - torch.eye(len(w))).square().sum() for w in weights]
         return super().forward(x), torch.stack(apart).mean()

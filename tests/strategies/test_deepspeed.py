@@ -188,8 +188,8 @@ def through_its_own_checkpoint(world: World, recipe: Recipe, make: Make, folder:
     """The state behind a step, that of an engine which has read DeepSpeed's checkpoint of it, and a step of both."""
     first, second = (build_on_rank(world, recipe, make) for _ in range(2))
     run_steps(first, world, recipe, range(1))
-    first.model.save_checkpoint(folder)  # pyright: ignore[reportCallIssue]: of DeepSpeedEngine
-    second.model.load_checkpoint(folder)  # pyright: ignore[reportCallIssue]
+    first.model.save_checkpoint(folder)
+    second.model.load_checkpoint(folder)
     states = [pieces_of(strategy) for strategy in (first, second)]
     return *states, [run_steps(each, world, recipe, range(1, 2)) for each in (first, second)]
 

@@ -64,7 +64,7 @@ def loss_of(model: nn.Module, step: int, rank: int) -> Tensor:
 
 
 def make_optimizer(groups: object) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(groups, lr=0.01, foreach=True)  # pyright: ignore[reportArgumentType]
+    return torch.optim.AdamW(groups, lr=0.01, foreach=True)
 
 
 def test_the_scale_is_that_of_torch() -> None:

@@ -171,7 +171,7 @@ def test_what_modules_share_is_looked_at_once():
 
 def test_numbers_in_an_attribute_take_no_memory_of_their_own():
     module = nn.Linear(1, 1)
-    module.tokens = list(range(1_000_000))  # pyright: ignore
+    module.tokens = list(range(1_000_000))
     tracemalloc.start()
     try:
         assert len([*_attributes(module)]) == 2  # its weight and bias
@@ -211,7 +211,7 @@ def test_a_fused_kernel_that_trains_nothing_is_refused_by_torchs_engines(ranks, 
 class KeepsNorm(torch.optim.SGD):
     """A number for each parameter, which is a sum over ranks under FSDP2."""
 
-    def step(self, closure: Any = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def step(self, closure: Any = None) -> None:
         for parameter in (p for group in self.param_groups for p in group["params"]):
             self.state[parameter]["norm"] = parameter.grad.norm()
         super().step()
@@ -220,7 +220,7 @@ class KeepsNorm(torch.optim.SGD):
 class KeepsRows(torch.optim.SGD):
     """Numbers for each row, which FSDP2 cuts: on one rank alone it may keep them."""
 
-    def step(self, closure: Any = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def step(self, closure: Any = None) -> None:
         for parameter in (p for group in self.param_groups for p in group["params"]):
             if parameter.ndim == 2:
                 squares = parameter.grad.square().mean(1)

@@ -42,7 +42,7 @@ def claims(
         each.grad = torch.zeros_like(each)
     places.gradients(tensors)
     return [
-        {name: (where.tolist(), at.start) for name, where, at in places._known[id(each)][1]}  # pyright: ignore[reportPrivateUsage]
+        {name: (where.tolist(), at.start) for name, where, at in places._known[id(each)][1]}
         for each in tensors
     ]
 

@@ -97,7 +97,7 @@ def train_and_write(world: World, stage: str, writes: bool, options: dict[str, A
         if writes:
             with strategy.gathered(write=True), torch.no_grad():
                 if number == 2:
-                    strategy.model[2].bias.fill_(0.5)  # pyright: ignore
+                    strategy.model[2].bias.fill_(0.5)
     return weights_of(strategy)
 
 
@@ -241,10 +241,10 @@ def go_on_after_a_step_that_raised(world: World, stage: str, transport: str) -> 
     strategy = sharded(world, stage, make_optimizer=refusing, transport=transport)
     step(strategy, world, 0)
     before = weights_of(strategy)
-    strategy.optimizer.raises = True  # pyright: ignore[reportAttributeAccessIssue]
+    strategy.optimizer.raises = True
     with pytest.raises(ArithmeticError, match="no step"):
         step(strategy, world, 1)
-    strategy.optimizer.raises = False  # pyright: ignore[reportAttributeAccessIssue]
+    strategy.optimizer.raises = False
     strategy.zero_grad()
     now = weights_of(strategy)
     assert all(torch.equal(now[key], before[key]) for key in before)
@@ -304,7 +304,7 @@ def test_defaults_of_torch_change_nothing(ranks, stage, dtype, device):
 
 def test_another_tensor_becomes_of_the_dtype_and_device_of_a_freed_parameter():
     with fake_world(0, 2) as world:
-        freed = sharded(world, "zero3").model[1].weight  # pyright: ignore
+        freed = sharded(world, "zero3").model[1].weight
         wide = torch.ones(2, dtype=torch.float64)
         assert wide.to(freed).dtype is wide.type_as(freed).dtype is torch.float32
         with pytest.raises(RuntimeError, match=r"parameter 1\.weight is freed"):
@@ -371,7 +371,7 @@ def test_ranks_that_start_apart_take_buffers_of_any_dtype_from_rank_0(ranks):
         assert answer["short"] == 0 and torch.equal(answer["expanded"], torch.ones(4))
     assert torch.equal(
         torch.cat([each["0.weight"] for each in ranks(start_apart)]).view(-1)[:1],
-        make_model(0)[0].weight.detach().view(-1)[:1],  # pyright: ignore
+        make_model(0)[0].weight.detach().view(-1)[:1],
     )
 
 

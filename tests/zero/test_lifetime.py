@@ -68,7 +68,7 @@ def test_a_graph_without_backward_ends_with_its_last_reference(stage):
 
 
 class Passes(nn.Linear):
-    def forward(self, input: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:  # pyright: ignore
+    def forward(self, input: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
         return super().forward(input[0]), input[1]
 
 
@@ -79,7 +79,7 @@ def test_a_leaf_that_a_block_returns_as_it_came_is_not_its_output():
         leaf = torch.zeros(4, requires_grad=True)
         for _ in range(2):
             with strategy.microbatch(last=True):
-                strategy.backward(sum(map(torch.sum, strategy.model((torch.ones(2, 4), leaf)))))  # pyright: ignore
+                strategy.backward(sum(map(torch.sum, strategy.model((torch.ones(2, 4), leaf)))))
             strategy.step()
             strategy.zero_grad()
         assert not leaf._backward_hooks

@@ -46,10 +46,10 @@ def clear_behind_a_backward_that_failed(strategy: Sharded) -> None:
         raise ArithmeticError
 
     with strategy.microbatch(last=True):
-        hidden = strategy.model[0](inputs_of(0, 0))  # pyright: ignore[reportIndexIssue]
+        hidden = strategy.model[0](inputs_of(0, 0))
         hidden.register_hook(fail)
         with pytest.raises(ArithmeticError):
-            strategy.backward(strategy.model[1:](hidden).square().sum())  # pyright: ignore
+            strategy.backward(strategy.model[1:](hidden).square().sum())
         strategy.zero_grad()
 
 
@@ -92,17 +92,17 @@ def backward_outside_of_the_microbatch(strategy: Sharded) -> None:
 
 
 def add_a_module(strategy: Sharded) -> None:
-    strategy.model.append(nn.Linear(WIDTH, WIDTH))  # pyright: ignore[reportCallIssue]
+    strategy.model.append(nn.Linear(WIDTH, WIDTH))
     take_step(strategy, 0)
 
 
 def return_a_view_of_parameters(strategy: Sharded) -> None:
-    strategy.model[2].forward = lambda _: strategy.model[2].weight.view(-1)  # pyright: ignore
+    strategy.model[2].forward = lambda _: strategy.model[2].weight.view(-1)
     take_step(strategy, 0)
 
 
 def gradient_without_a_module(strategy: Sharded) -> None:
-    strategy.model[1].weight.square().sum().backward()  # pyright: ignore
+    strategy.model[1].weight.square().sum().backward()
 
 
 # By stage; the others refuse the same.

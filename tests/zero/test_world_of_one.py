@@ -36,7 +36,7 @@ def make_model(num_layers: int = 4) -> nn.Sequential:
 
 
 def make_optimizer(parameters: object) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(parameters, lr=0.1, foreach=True)  # pyright: ignore[reportArgumentType]
+    return torch.optim.AdamW(parameters, lr=0.1, foreach=True)
 
 
 def engine(
@@ -60,7 +60,7 @@ def engine(
         world=world,
         dtypes=dtypes,
         max_grad_norm=clip,
-        options=Options(layout=layout, transport="native", **options),  # pyright: ignore[reportArgumentType]
+        options=Options(layout=layout, transport="native", **options),
     )
 
 
