@@ -202,7 +202,6 @@ BLOCKS = (ast.If, ast.For, ast.While, ast.With, ast.Try)
 SCOPES = (ast.FunctionDef, ast.ClassDef, ast.Lambda)
 
 
-# Functions that nest deeper than three blocks, each with its reason.
 def depth_of(node: ast.AST) -> int:
     inner = (each for each in ast.iter_child_nodes(node) if not isinstance(each, SCOPES))
     return max((depth_of(each) + isinstance(each, BLOCKS) for each in inner), default=0)

@@ -181,9 +181,6 @@ def test_what_runs_on_request_is_in_no_comparison_of_all_engines():
     assert asked["zero3_buffer_keep_all"] == {"small_1gbit", "small_200mbit"}
 
 
-# -- where time goes, and how it begins ---------------------------------------------------------------
-
-
 # -- checkpoints ------------------------------------------------------------------------------------
 
 

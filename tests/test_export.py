@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import json
 import random
-import resource
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,6 +15,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 from tests.composing import composed
 from tests.model_folders import assert_same
+from tests.small_disks import files_of_at_most
 from zeroexp import export
 from zeroexp.checkpoint.manifest import MANIFEST, read_manifest
 from zeroexp.checkpoint.save import Saver
@@ -238,12 +238,8 @@ def test_damage_leaves_nothing_behind(ranks, tmp_path, capsys, monkeypatch):
 
 
 def test_a_full_disk_leaves_nothing_behind(run, tmp_path, capsys, monkeypatch):
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, hard))
-    try:
+    with files_of_at_most(100_000):
         line = refused(capsys, monkeypatch, run, "--to", tmp_path / "to")
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert "File too large" in line and "make room there" in line
     assert list(tmp_path.iterdir()) == []
 

@@ -7,7 +7,6 @@ of two does not depend on an order.
 from __future__ import annotations
 
 import re
-import resource
 import shutil
 import warnings
 from argparse import Namespace
@@ -42,6 +41,7 @@ from tests.composing import compose_once, composed
 from tests.engines import DEEPSPEED, EVERY_ENGINE, FLOAT32_ROUNDING, NEEDS_DEEPSPEED
 from tests.models_for_tests import _llama
 from tests.oracle import Make, Recipe, assembled, build_on_rank, pieces_of, run_steps
+from tests.small_disks import files_of_at_most
 from zeroexp import export
 from zeroexp.checkpoint.manifest import read_manifest
 from zeroexp.checkpoint.resume import resolve_resume
@@ -561,14 +561,12 @@ def test_what_lacks_elements_or_was_written_by_an_older_version_is_refused(first
 def test_a_full_disk_leaves_nothing_behind(alone, first, tmp_path):
     writes = [lambda: brought_in(alone / "whole", tmp_path / "again", config_of())]
     writes += [partial(export.export_whole, first, tmp_path / form, form) for form in WRITERS]
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, hard))
-    try:
-        for write in writes:
-            with pytest.raises(ConfigError, match="File too large; make room there"):
-                write()
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    for write in writes:
+        with (
+            files_of_at_most(1000),
+            pytest.raises(ConfigError, match="File too large; make room there"),
+        ):
+            write()
     assert not any(tmp_path.iterdir())
 
 

@@ -9,17 +9,16 @@ import random
 import re
 import shutil
 import signal
-import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.composing import compose_once
+from tests.small_disks import mounted
 from tests.test_rank import log_of, make_job
 from zeroexp import __main__ as zeroexp
 from zeroexp.checkpoint import folders
@@ -260,29 +259,13 @@ def test_killed_ten_times(local, tmp_path):
 # -- disks ------------------------------------------------------------------------------------------
 
 
-@contextlib.contextmanager
-def mounted(folder: Path, options: str) -> Iterator[None]:
-    """A small file system of its own at <folder>/checkpoint."""
-    if os.geteuid() != 0 or not shutil.which("mount"):
-        pytest.skip("mounting a small file system needs root")
-    target = folder / "checkpoint"
-    target.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", options, "zeroexp-test", str(target)]
-    if subprocess.run(mount, capture_output=True).returncode:
-        pytest.skip("this system does not let root mount a tmpfs")
-    try:
-        yield
-    finally:
-        subprocess.run(["umount", "--lazy", str(target)], check=True)
-
-
 @pytest.mark.slow
 def test_a_full_disk_costs_no_training_and_no_older_checkpoint(local, undisturbed, tmp_path):
     """Room for one checkpoint and a half: every save but the first fails, and training goes on."""
     job = job_at(tmp_path / "run", 4)
     newest = folders.complete_checkpoints(undisturbed.folder)[-1]
     size = sum(read_manifest(newest).file_bytes().values()) * 3 // 2
-    with mounted(job.folder, f"size={size}"):
+    with mounted(job.folder / "checkpoint", f"size={size}"):
         outcome = local.run(job)
         assert outcome.status == "failed" and outcome.cause is not None
         line = outcome.cause["message"]
@@ -296,7 +279,7 @@ def test_a_full_disk_costs_no_training_and_no_older_checkpoint(local, undisturbe
 
 def test_a_folder_that_can_not_be_written_is_told_before_the_first_step(local, tmp_path):
     job = job_at(tmp_path / "run", 4)
-    with mounted(job.folder, "size=1m,ro"):
+    with mounted(job.folder / "checkpoint", "size=1m,ro"):
         outcome = local.run(job)
     assert outcome.status == "failed" and outcome.cause is not None
     assert outcome.cause["exception"] == "CheckpointError"

@@ -8,7 +8,6 @@ import resource
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -17,6 +16,7 @@ from tests.cluster.test_sweep import LIGHT as SHORT
 from tests.cluster.test_sweep import ONE, statuses
 from tests.cluster.test_sweep import zeroexp as zeroexp_in
 from tests.composing import compose_once
+from tests.small_disks import files_of_at_most, mounted
 from tests.warm import Warm
 from zeroexp import __main__ as zeroexp
 from zeroexp.cluster.job import Job
@@ -44,22 +44,8 @@ def test_a_folder_that_has_been_removed(monkeypatch, capsys, tmp_path):
     assert line == "zeroexp: the folder that you are in has been removed; change to one that exists"
 
 
-@contextmanager
-def mounted(folder: Path, size: str) -> Iterator[Path]:
-    """A disk of this size."""
-    folder.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(folder)]
-    done = subprocess.run(mount, capture_output=True, text=True)
-    if done.returncode:
-        pytest.skip(f"no disk can be mounted here: {done.stderr.strip()}")
-    try:
-        yield folder
-    finally:
-        subprocess.run(["umount", "--lazy", folder], check=True)
-
-
 def test_a_disk_of_64_kib(monkeypatch, capsys, tmp_path):
-    with mounted(tmp_path / "disk", "64k") as disk:
+    with mounted(tmp_path / "disk", "size=64k") as disk:
         code, line = told_by(monkeypatch, capsys, f"outputs={disk}", "data=synthetic")
     assert code == zeroexp.FAILED
     assert "No space left on device; make room, or choose another folder" in line
@@ -67,7 +53,7 @@ def test_a_disk_of_64_kib(monkeypatch, capsys, tmp_path):
 
 @pytest.fixture
 def disk(tmp_path: Path) -> Iterator[Path]:
-    with mounted(tmp_path / "disk", "1m") as folder:
+    with mounted(tmp_path / "disk", "size=1m") as folder:
         yield folder
 
 
@@ -130,17 +116,9 @@ def test_a_sweep_and_its_report_end_for_no_output(tmp_path):
     assert (first.returncode, first.stdout, first.stderr) == (0, f"{sweep}\n", "")
 
 
-@pytest.fixture
-def small_files() -> Iterator[None]:
-    """No file may become larger than 4 KiB."""
-    usual = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, usual[1]))
-    yield
-    resource.setrlimit(resource.RLIMIT_FSIZE, usual)
-
-
-def test_a_limit_of_the_size_of_files(monkeypatch, capsys, tmp_path, small_files):
-    code, line = told_by(monkeypatch, capsys, f"outputs={tmp_path}", "data=synthetic")
+def test_a_limit_of_the_size_of_files(monkeypatch, capsys, tmp_path):
+    with files_of_at_most(4096):
+        code, line = told_by(monkeypatch, capsys, f"outputs={tmp_path}", "data=synthetic")
     assert code in (zeroexp.FAILED, zeroexp.REFUSED)
     assert "File too large" in line and "choose" in line
 

@@ -18,7 +18,6 @@ from zeroexp.process.watchdog.differs import ComparingThread, Moves, describe_di
 from zeroexp.process.world import World, join_process_group
 
 LOOKS = 0.05  # seconds of a look and of patience here
-SHOWN_AND_READ_SECONDS = 8 * LOOKS  # both ranks have looked by then
 
 
 def test_the_first_number_with_different_words_is_told() -> None:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import resource
-import signal
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import asdict, replace
@@ -19,6 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.composing import composed
 from tests.plan.real_steps import NUM_RANKS, config_of
+from tests.small_disks import files_of_at_most
 from zeroexp.comm.base import Pending
 from zeroexp.config.gpus import GPUS as CATALOGUE
 from zeroexp.config.gpus import LINK_SHARE, NETWORKS
@@ -294,15 +293,8 @@ def test_a_calibration_is_kept_and_one_of_another_machine_is_refused_in_one_line
 def test_a_disk_that_fills_leaves_the_calibration_of_before(tmp_path):
     path = calibration_path(tmp_path)
     save(GPUS, path)
-    limit = resource.getrlimit(resource.RLIMIT_FSIZE)
-    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (10, limit[1]))
-    try:
-        with pytest.raises(OSError, match="too large"):
-            save(GPUS, path)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limit)
-        signal.signal(signal.SIGXFSZ, handler)
+    with files_of_at_most(10), pytest.raises(OSError, match="too large"):
+        save(GPUS, path)
     assert load(path) == GPUS and [*path.parent.iterdir()] == [path]
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import csv
 import io
 import json
-import resource
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -16,6 +15,7 @@ import pytest
 from tests.composing import composed
 from tests.report.made import change, edit, points, repeats, spread
 from tests.run_folders import PARAMETER_BYTES, write_run
+from tests.small_disks import files_of_at_most
 from zeroexp.config.keys import Config, ConfigError, save
 from zeroexp.measure.record import STEP_SECONDS
 from zeroexp.report import exports
@@ -414,11 +414,6 @@ def test_the_rest_of_a_page_stays_as_it_is_to_the_byte(tmp_path: Path) -> None:
     whole = f"caf\xe9\r\n{BEGIN}\r\none\r\ntwo\r\n{END}\r\n".encode("latin-1")
     assert (page.read_bytes(), page.stat().st_mode & 0o777) == (whole, 0o640)
     assert link.is_symlink()
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, hard))
-    try:
-        with pytest.raises(ConfigError, match=r"--write .*: File too large; "):
-            replace_in(page, "x" * 2000)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    with files_of_at_most(1000), pytest.raises(ConfigError, match=r"--write .*: File too large; "):
+        replace_in(page, "x" * 2000)
     assert page.read_bytes() == whole and {*tmp_path.iterdir()} == {page, link}

@@ -5,7 +5,6 @@ from __future__ import annotations
 import fcntl
 import multiprocessing
 import os
-import resource
 import shutil
 import signal
 import sqlite3
@@ -20,6 +19,7 @@ import pytest
 from tests.cluster.test_dead_owner import FOR_EVER, wait_for_steps
 from tests.cluster.test_sweep import LIGHT, jobs, start, statuses
 from tests.run_folders import write_run
+from tests.small_disks import files_of_at_most
 from tests.somebody_else import not_root, open_to_all, read_only
 from zeroexp.config.keys import ConfigError, TrackingConfig
 from zeroexp.tracking import mlflow_store
@@ -163,13 +163,8 @@ def test_a_store_that_another_program_has_locked_is_told_as_such(outputs, monkey
 
 def test_a_store_without_room_is_no_matter_of_permission_and_leaves_nothing(tmp_path: Path) -> None:
     tracker = MlflowTracker(None, "x", tmp_path)
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, hard))
-    try:
-        with pytest.raises(ConfigError) as caught:
-            tracker.write_views("x")
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    with files_of_at_most(100_000), pytest.raises(ConfigError) as caught:
+        tracker.write_views("x")
     assert "may not write" not in str(caught.value)
     assert [path.name for path in tmp_path.glob("*mlflow.db*")] == ["mlflow.db.lock"]
 
