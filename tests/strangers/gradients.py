@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -493,37 +494,19 @@ def a_loss_of_several_microbatches(lab: Lab) -> None:
             losses[batch.rank].clear()
 
 
-@scenario(may_refuse=r"microbatch")
-def everything_outside_of_a_microbatch(lab: Lab) -> None:
-    """Somebody forgot the context, or does not know of it."""
+OUTSIDE = ("everything", "forward", "backward")
+
+
+@variants(OUTSIDE, USUAL, quick=OUTSIDE, first=True, may_refuse=r"microbatch")
+def outside_of_the_microbatch(lab: Lab, what: str) -> None:
+    """Somebody forgot the context, or does not know of it, or of what belongs into it."""
     t = lab.wrap(Net())
     for step in range(2):
         for batch in lab.batches(step):
-            plain_loss(t.model, batch).backward()
-        lab.note(t.step())
-        t.zero_grad()
-
-
-@scenario(may_refuse=r"microbatch")
-def backward_outside_of_the_microbatch(lab: Lab) -> None:
-    t = lab.wrap(Net())
-    for step in range(2):
-        for batch in lab.batches(step):
-            with t.microbatch(last=True):
+            with t.microbatch(last=True) if what == "backward" else nullcontext():
                 loss = plain_loss(t.model, batch)
-            t.backward(loss)
-        lab.note(t.step())
-        t.zero_grad()
-
-
-@scenario(may_refuse=r"microbatch")
-def forward_outside_of_the_microbatch(lab: Lab) -> None:
-    t = lab.wrap(Net())
-    for step in range(2):
-        for batch in lab.batches(step):
-            loss = plain_loss(t.model, batch)
-            with t.microbatch(last=True):
-                t.backward(loss)
+            with t.microbatch(last=True) if what == "forward" else nullcontext():
+                loss.backward() if what == "everything" else t.backward(loss)
         lab.note(t.step())
         t.zero_grad()
 

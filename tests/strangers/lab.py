@@ -28,7 +28,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.distributed_c10d import _get_default_store
 
-from tests.oracle import assembled
+from tests.oracle import assembled, pieces_of
 from zeroexp.cut.stage import STAGES
 from zeroexp.engines.sharded import Sharded
 from zeroexp.interface.strategy import CanonicalState, CanonicalTensor, Piece
@@ -303,8 +303,12 @@ class Lab:
             raise AssertionError(f"nothing was raised where {pattern!r} was expected")
 
     def results(self) -> Results:
-        states = [_detached(t.state_dict()) for t in self._wrapped]
+        states = [_weights(pieces_of(t)) for t in self._wrapped]
         return Results(states, self.notes)
+
+
+def _weights(state: CanonicalState) -> CanonicalState:
+    return {n: {k: t for k, t in e.items() if k == "weight"} for n, e in state.items()}
 
 
 def plain_loss(model: nn.Module, batch: Batch) -> Tensor:
@@ -319,19 +323,6 @@ def next_word_loss(model: nn.Module, batch: Batch) -> Tensor:
 
 def _kept(value: Any) -> Any:
     return value.detach().clone() if isinstance(value, Tensor) else value
-
-
-def _detached(state: CanonicalState) -> CanonicalState:
-    return {
-        name: {
-            key: CanonicalTensor(
-                t.shape, t.dtype, [Piece(p.start, p.tensor.clone()) for p in t.pieces]
-            )
-            for key, t in tensors.items()
-            if key == "weight"
-        }
-        for name, tensors in state.items()
-    }
 
 
 # -- the list of scenarios --------------------------------------------------------------------------

@@ -176,26 +176,21 @@ def tied(lab: Lab, how: str) -> None:
     lab.train(t, num_microbatches=2)
 
 
-@scenario(EVERY_WAY)
-def one_block_in_two_places(lab: Lab) -> None:
+class Shared(Net):
     """ALBERT: the same module stands twice in the list."""
 
-    class Shared(Net):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layers[2] = self.layers[0]
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers[2] = self.layers[0]
 
-    blocks = ["layers.0", "layers.1"]
-    lab.train(lab.wrap(Shared(), blocks), num_microbatches=2)
+
+@scenario(EVERY_WAY)
+def one_block_in_two_places(lab: Lab) -> None:
+    lab.train(lab.wrap(Shared(), ["layers.0", "layers.1"]), num_microbatches=2)
 
 
 @scenario(may_refuse=r"layers\.2|same|twice|blocks")
 def one_block_named_twice(lab: Lab) -> None:
-    class Shared(Net):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layers[2] = self.layers[0]
-
     lab.train(lab.wrap(Shared()))
 
 

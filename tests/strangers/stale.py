@@ -158,26 +158,20 @@ class Chooser(nn.Module):
         return x + self.up(x) + self.owner[0].inner(x)
 
 
-@scenario(EVERY_WAY, may_refuse=BY_HAND)
-def a_block_that_borrows_from_another(lab: Lab) -> None:
-    """Reading a block's weights from inside another one: they may be freed by then."""
+OF_WHOM = ("another", "a_later_one")
+
+
+@variants(OF_WHOM, EVERY_WAY, quick=OF_WHOM, first=True, may_refuse=BY_HAND)
+def a_block_that_borrows_from(lab: Lab, whom: str) -> None:
+    """Weights read from inside another block may be freed by then; a later one is long done when its gradient comes."""
 
     class Borrowing(Net):
         def __init__(self) -> None:
-            super().__init__(depth=2)
-            self.layers.append(Chooser(self.layers[0]))
-
-    lab.train(lab.wrap(Borrowing()))
-
-
-@scenario(EVERY_WAY, may_refuse=BY_HAND)
-def a_block_that_borrows_from_a_later_one(lab: Lab) -> None:
-    """The later block is long done in backward when its weight gets the whole gradient."""
-
-    class Borrowing(Net):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layers[0] = Chooser(self.layers[2])
+            super().__init__(depth=2 if whom == "another" else 3)
+            if whom == "another":
+                self.layers.append(Chooser(self.layers[0]))
+            else:
+                self.layers[0] = Chooser(self.layers[2])
 
     lab.train(lab.wrap(Borrowing()))
 
