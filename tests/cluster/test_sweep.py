@@ -15,6 +15,7 @@ from dataclasses import asdict, replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import yaml
@@ -24,13 +25,19 @@ from tests.run_folders import write_run
 from tests.warm import Warm
 from zeroexp.check.sweep_points import point_of, require_points
 from zeroexp.cluster.job import Job
-from zeroexp.cluster.make_runs import MAKING
 from zeroexp.cluster.sweep import Sweep
 from zeroexp.config.keys import Config, ConfigError, StudyConfig
 from zeroexp.report import reading
 from zeroexp.report.measured_points import points_of
 from zeroexp.sync import jobs_of
-from zeroexp.tracking.files import read_records, read_summary, read_timed_records, write_json
+from zeroexp.tracking import sweep_owner
+from zeroexp.tracking.files import (
+    MAKING,
+    read_records,
+    read_summary,
+    read_timed_records,
+    write_json,
+)
 from zeroexp.tracking.run import read_run
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -409,6 +416,12 @@ def test_the_folder_of_a_run_is_no_sweep_whose_run_is_hydras_own_folder(tmp_path
 def test_a_rerun_says_that_a_kill_left_points_without_a_folder(tmp_path, monkeypatch, capsys):
     write_run(tmp_path / "here", status="failed")
     (tmp_path / MAKING).touch()
+    assert reading.read_runs(tmp_path)[1][0].endswith("some may be missing")
+    with monkeypatch.context() as beside_its_owner, pytest.raises(ConfigError, match="lives"):
+        refusal = ConfigError("its owner lives")
+        beside_its_owner.setattr(sweep_owner, "take_ownership", Mock(side_effect=refusal))
+        rerun(tmp_path)
+    assert "never ran" not in capsys.readouterr().err
     monkeypatch.setattr(Sweep, "_execute", lambda *_: None)
     with Sweep([]) as sweep:
         sweep.rerun_unfinished(tmp_path)

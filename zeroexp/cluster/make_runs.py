@@ -14,10 +14,10 @@ from zeroexp.cluster.job import Job
 from zeroexp.config.keys import Config, save
 from zeroexp.tracking import sweep_owner
 from zeroexp.tracking.disk_full import reserve
-from zeroexp.tracking.files import write_json
+from zeroexp.tracking.files import MAKING
+from zeroexp.tracking.json_files import write_json
 from zeroexp.tracking.mlflow_store import with_store
 
-MAKING = ".making"  # in a sweep's folder while those of its points are made
 HYDRA = ".hydra"  # its folder in every run, as its users expect
 
 

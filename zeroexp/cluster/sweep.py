@@ -27,7 +27,7 @@ from zeroexp.cluster.fits_memory import plan_slurm_points, refuse_full_disks
 from zeroexp.cluster.follow import cancel_unfinished, follow_waited, refresh, unfinished
 from zeroexp.cluster.job import Job
 from zeroexp.cluster.local_points import LocalPoints
-from zeroexp.cluster.make_runs import MAKING, make_runs, new_sweep
+from zeroexp.cluster.make_runs import make_runs, new_sweep
 from zeroexp.cluster.slurm_state import require_slurm
 from zeroexp.cluster.submit import is_held_back, slurm_id, submit_all
 from zeroexp.config import plugins
@@ -39,7 +39,7 @@ from zeroexp.report.reading import readable_runs
 from zeroexp.report.results_table import print_lines, print_table
 from zeroexp.report.sweep_progress import SweepProgress
 from zeroexp.tracking import sweep_owner
-from zeroexp.tracking.files import read_summary, working_folder_of
+from zeroexp.tracking.files import MAKING, read_summary, working_folder_of
 from zeroexp.tracking.mlflow_labels import LINK
 from zeroexp.tracking.mlflow_store import with_store
 from zeroexp.tracking.mlflow_upload_thread import UploadsOfSweep
@@ -118,13 +118,13 @@ class Sweep:
             raise ConfigError(f"--rerun {folder}: no run in there; {remedy}")
         jobs = [job for job in every if self._can_be_read(job)]
         jobs.sort(key=lambda job: job.state.get("pending_at", 0.0))
+        refresh(jobs)  # while it is known that their owner has died
+        sweep_owner.take_ownership(folder)
         if (folder / MAKING).exists():
             self._num_damaged += 1
             ended = "ended while its points were made, and those that are not here never ran"
             remedy = "start the sweep again for them"
             print(f"zeroexp: {folder}: it was {ended}; {remedy}", file=sys.stderr)
-        refresh(jobs)  # while it is known that their owner has died
-        sweep_owner.take_ownership(folder)
         self._folder = folder
         going_on = unfinished(jobs).values()  # jobs that go on in Slurm
         again = [job for job in jobs if job.status not in FINE and job not in going_on]

@@ -14,7 +14,7 @@ from yaml import YAMLError
 from zeroexp.config.keys import ConfigError
 from zeroexp.measure.formats import NewerFormat, from_json
 from zeroexp.measure.record import RunSummary, StepRecord
-from zeroexp.tracking.files import RECORDS, SUMMARY, read_records
+from zeroexp.tracking.files import MAKING, RECORDS, SUMMARY, read_records
 from zeroexp.tracking.run import Run, order_of, read_run, run_folders
 
 MUST_EQUAL = "study.must_equal"
@@ -32,6 +32,9 @@ def read_runs(folder: Path) -> tuple[list[Run], list[str]]:
     runs, problems = _read(own or sorted(run_folders(folder)))
     if not runs:
         raise ConfigError([*problems, f"{folder}: no run in there; give outputs/<sweep>"][0])
+    if (folder / MAKING).exists():
+        problem = "its points are made just now, or it was ended while they were"
+        problems.append(f"{folder}: {problem}: some may be missing")
     return runs, problems
 
 

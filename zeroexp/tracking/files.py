@@ -29,6 +29,7 @@ from zeroexp.tracking.json_files import dumps, loads, read_json, write_json
 RECORDS = "records.jsonl"
 SUMMARY = "summary.json"
 ENGINE = "engine.json"
+MAKING = ".making"  # in a sweep's folder while those of its points are made
 MARK_BYTES = 256  # bytes before the position, kept to recognize a replaced file
 
 
