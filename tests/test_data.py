@@ -1197,19 +1197,6 @@ def test_the_shipped_text_is_packed_once_for_all_copies_of_the_code(cache, tmp_p
     assert {path.name for path in cache.iterdir()} == before
 
 
-def test_a_vocabulary_of_more_words_than_16_bits_count(tmp_path):
-    words = {f"w{number}": number for number in range(70_000)}
-    tokenizer = Tokenizer(WordLevel(words, unk_token="w0"))
-    tokenizer.pre_tokenizer = WhitespaceSplit()
-    tokenizer.save(str(tmp_path / "tokenizer.json"))
-    (tmp_path / "config.json").write_text(json.dumps({"eos_token_id": 1}))
-    (tmp_path / "a.txt").write_text("w69999 w65536 w3\n" * 99)
-    data, model = configs("yelp_causal", path=str(tmp_path / "a.txt"), seq_len=8)
-    read = build_data(data, replace(model, weights=str(tmp_path)), 0)
-    found = {int(i) for row in in_stored_order(read).microbatches for i in row.labels[0]}
-    assert found <= {69_999, 65_536, 3, 1} and {69_999, 65_536, 3} <= found
-
-
 @pytest.mark.parametrize("used", [False, True])
 def test_a_tokenizer_may_have_words_without_a_row_in_the_embedding(tmp_path, used):
     """As Gemma 3's has one for images; what must fit is the largest token of the data, the validation's too."""
@@ -1235,6 +1222,7 @@ TINY_GEMMA = [
 
 
 def test_ids_with_holes_are_counted_by_the_largest(tmp_path):
+    """And are packed in more than 16 bits where the largest one needs them."""
     tokenizer = Tokenizer(WordLevel({"a": 0, "b": 70_000}, unk_token="a"))
     tokenizer.pre_tokenizer = WhitespaceSplit()
     tokenizer.save(str(tmp_path / "tokenizer.json"))

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -138,12 +139,16 @@ def test_a_batch_file_heeds_neither_the_users_options_nor_what_a_killed_attempt_
     (job.folder / "slurm").mkdir()
     (job.folder / "slurm" / WANTS_ANOTHER).touch()
     monkeypatch.setenv("SQUEUE_PARTITION", "other")
-    monkeypatch.setenv("SLURM_JOB_ID", "7")
-    batch = tmp_path / "batch.sh"
-    batch.write_text(batch_file(job).text())
-    subprocess.run(["bash", batch], check=True, timeout=60)
+    assert run_batch_file(job, monkeypatch).returncode == 0
     assert "SQUEUE" not in (tmp_path / "seen").read_text()
     assert "requeue" not in (tmp_path / "asked").read_text()
+
+
+def run_batch_file(job, monkeypatch) -> subprocess.CompletedProcess[str]:
+    """As job 7 of Slurm."""
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    (batch := job.folder.parent / "batch.sh").write_text(batch_file(job).text())
+    return subprocess.run(["bash", batch], capture_output=True, text=True, timeout=60)
 
 
 @pytest.mark.parametrize(
@@ -169,10 +174,7 @@ def test_a_controller_that_is_away_is_asked_again_for_another_start(
         sleep="[ $1 != 60 ] || kill $PPID",
         scontrol=f"case $1 in requeue) {requeue};; esac",
     )
-    monkeypatch.setenv("SLURM_JOB_ID", "7")
-    batch = tmp_path / "batch.sh"
-    batch.write_text(batch_file(job).text())
-    subprocess.run(["bash", batch], timeout=60)
+    run_batch_file(job, monkeypatch)
     assert len(asked.read_text()) == num_asked
     (ended,) = [*(job.folder / "slurm").glob("ended*")] or [None]
     assert (ended is None) == waits
@@ -189,12 +191,8 @@ def test_the_failure_of_an_attempt_is_not_that_of_the_next_which_fails_before_it
     (job.folder / "slurm").mkdir()
     write_json(job.folder / "slurm.json", {"job_id": "7"})
     failure.write(job.folder, "TaskLost", "rank 3 on node17 is gone")
-    monkeypatch.setenv("SLURM_JOB_ID", "7")
-    batch = tmp_path / "batch.sh"
-    batch.write_text(batch_file(job).text())
     errors = job.folder / "slurm" / "7_batch.err"
-    with errors.open("w") as file:
-        subprocess.run(["bash", batch], stderr=file, timeout=60)
+    errors.write_text(run_batch_file(job, monkeypatch).stderr)
     seen = Sighting("FAILED", "NonZeroExitCode", "node3", preempted=False, restarts=1)
     words = "cluster.slurm.setup: exit code 1 of: false"
     assert conclude_state(job, seen) == ("failed", f"{words} ({errors})")
@@ -386,6 +384,13 @@ def make_job(folder: Path, cluster: ClusterConfig | None = None, world_size: int
     return Job(folder)
 
 
+FILES_ALONE = TrackingConfig(mlflow=False)
+
+
+def keep(job: Job, **sections: Any) -> None:
+    save(replace(job.config, **sections), job.folder / "config.yaml")
+
+
 @pytest.fixture
 def slurm(monkeypatch, tmp_path) -> Callable[..., None]:
     """A Slurm of shell scripts: each word is a command and its value what it runs."""
@@ -425,8 +430,7 @@ def test_no_option_of_the_environment_hides_jobs(monkeypatch):
 def test_of_a_job_that_outlives_its_sweep_whoever_sees_its_end_tells_once(slurm, tmp_path):
     slurm(squeue="echo '17|FAILED|None|n1|N/A|0|'")
     job = make_job(tmp_path / "run")
-    events = EventsConfig(tell=f"cat >> {tmp_path}/told")
-    save(replace(job.config, events=events), job.folder / "config.yaml")
+    keep(job, events=EventsConfig(tell=f"cat >> {tmp_path}/told"))
     job.enter("running")
     write_json(job.folder / "slurm.json", {"job_id": "17"})
     refresh([job])
@@ -438,9 +442,8 @@ def test_a_job_that_slurm_cancels_by_itself_is_told_and_says_on_which_node(slurm
     """As where a node's Prolog fails. What somebody cancels by a command of ours is not told."""
     slurm(squeue="echo '17|CANCELLED|None|n1|N/A|0|'", scancel="true")
     slurms, ours = make_job(tmp_path / "run1"), make_job(tmp_path / "run2")
-    events = EventsConfig(tell=f"cat >> {tmp_path}/told")
     for job in (slurms, ours):
-        save(replace(job.config, events=events), job.folder / "config.yaml")
+        keep(job, events=EventsConfig(tell=f"cat >> {tmp_path}/told"))
         job.enter("running")
     write_json(slurms.folder / "slurm.json", {"job_id": "17"})
     refresh([slurms])
@@ -503,7 +506,7 @@ def test_a_sweep_leaves_alone_what_another_command_has_submitted_again(
     )
     jobs = [make_job(tmp_path / f"run{number}", ClusterConfig(kind="slurm")) for number in (1, 2)]
     for job in jobs:
-        save(replace(job.config, tracking=TrackingConfig(mlflow=False)), job.folder / "config.yaml")
+        keep(job, tracking=FILES_ALONE)
         job.enter("pending")
     write_json(jobs[1].folder / "summary.json", {"num_steps": 1})
     (tmp_path / "cancelled").touch()
@@ -535,8 +538,7 @@ def test_the_end_of_a_job_is_not_that_of_another_which_runs_its_point_again(slur
         sacct="true",
     )
     job = make_job(tmp_path / "run", ClusterConfig(kind="slurm"))
-    events, tracking = EventsConfig(tell=f"cat >> {tmp_path}/told"), TrackingConfig(mlflow=False)
-    save(replace(job.config, events=events, tracking=tracking), job.folder / "config.yaml")
+    keep(job, events=EventsConfig(tell=f"cat >> {tmp_path}/told"), tracking=FILES_ALONE)
     job.enter("pending")
     write_json(job.folder / "summary.json", {"num_steps": 1})
     with Sweep([]) as sweep:
@@ -586,7 +588,7 @@ def test_what_watch_cancels_is_not_submitted_afterwards(slurm, tmp_path):
     first, second = jobs = slurm_jobs(tmp_path)
     write_json(first.folder / "slurm.json", {"job_id": "7"})
     hold(second, "MaxSubmitJobs")
-    told = cancelled_by_watch(tmp_path)
+    told = _run("zeroexp.watch", str(tmp_path), "--cancel").stdout
     assert told.startswith(f"cancelled {first.name} (Slurm job 7)\n")
     assert f"cancelled {second.name} (not submitted)\n" in told
     assert (tmp_path / "cancelled").read_text() == "7\n"
@@ -660,11 +662,9 @@ def test_a_held_point_that_slurm_refuses_later_is_told(slurm, tmp_path):
     """By the watch that submits it, as nobody follows it otherwise."""
     slurm(sbatch=SAYS.format("Invalid account"), squeue="true")
     (job, _), told = slurm_jobs(tmp_path), tmp_path / "told"
-    save(
-        replace(job.config, events=EventsConfig(tell=f"cat >> {told}")), job.folder / "config.yaml"
-    )
+    keep(job, events=EventsConfig(tell=f"cat >> {told}"))
     hold(job, "MaxSubmitJobs")
-    _watch(tmp_path)
+    _run("zeroexp.watch", str(tmp_path))
     assert told.read_text() == f"{job.folder}: failed: {job.state['reason']}\n"
     assert "Invalid account" in told.read_text()
 
@@ -676,9 +676,7 @@ def test_a_watch_tells_of_points_that_a_lost_machine_was_to_submit(slurm, tmp_pa
     first.enter("done")
     hold(second, "MaxSubmitJobs")
     write_json(tmp_path / "owner.json", {"host": "login1", "pid": 77, "locked": True})
-    command = [sys.executable, "-m", "zeroexp.watch", str(tmp_path)]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    done = _run("zeroexp.watch", str(tmp_path))
     assert f"another process is to submit {second.name}: " in done.stderr
     assert "77 on login1" in done.stderr
     assert done.returncode == 1 and not (tmp_path / "submitted").exists()
@@ -694,7 +692,7 @@ def test_a_watch_follows_what_a_living_sweep_submits_meanwhile(slurm, tmp_path):
     slurm(squeue=f"case $* in *Comment*) ;; *) {runs} ;; esac")
     for job in (first, second):
         write_json(job.folder / "summary.json", {"num_steps": 1})
-    _watch(tmp_path)
+    _run("zeroexp.watch", str(tmp_path))
     assert [job.status for job in (first, second)] == ["done", "done"]
 
 
@@ -727,10 +725,9 @@ def test_what_watch_cancels_is_not_told_by_who_sees_it_first(slurm, tmp_path):
     )
     job, other = slurm_jobs(tmp_path)
     other.enter("done")
-    tells = EventsConfig(tell=f"cat >> {tmp_path}/told")
-    save(replace(job.config, events=tells), job.folder / "config.yaml")
+    keep(job, events=EventsConfig(tell=f"cat >> {tmp_path}/told"))
     write_json(job.folder / "slurm.json", {"job_id": "7"})
-    cancelled_by_watch(tmp_path)
+    _run("zeroexp.watch", str(tmp_path), "--cancel")
     assert '"cancelled by watch --cancel"' in (tmp_path / "seen").read_text()
     assert job.state["reason"] == "cancelled by watch --cancel"
     assert not (tmp_path / "told").exists()
@@ -765,14 +762,9 @@ def test_points_that_nobody_waits_for_are_slurms_or_wait_for_watch(slurm, tmp_pa
     assert told in done.stdout
 
 
-def cancelled_by_watch(sweep: Path) -> str:
-    return _watch(sweep, "--cancel")
-
-
-def _watch(sweep: Path, *words: str) -> str:
-    command = [sys.executable, "-m", "zeroexp.watch", str(sweep), *words]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    return subprocess.run(command, env=environment, capture_output=True, text=True).stdout
+def _run(*words: str, **how: Any) -> subprocess.CompletedProcess[str]:
+    command, environment = [sys.executable, "-m", *words], {**os.environ, "PYTHONPATH": str(ROOT)}
+    return subprocess.run(command, env=environment, capture_output=True, text=True, **how)
 
 
 def slurm_jobs(sweep: Path, *, array: bool = False) -> list[Job]:
@@ -780,7 +772,7 @@ def slurm_jobs(sweep: Path, *, array: bool = False) -> list[Job]:
     cluster = ClusterConfig(kind="slurm", device="cpu", slurm=SlurmConfig(array=array))
     jobs = [make_job(sweep / f"run{number}", cluster) for number in (0, 1)]
     for job in jobs:
-        save(replace(job.config, tracking=TrackingConfig(mlflow=False)), job.folder / "config.yaml")
+        keep(job, tracking=FILES_ALONE)
         write_json(job.folder / "environment.json", {"folder": str(sweep)})
         job.enter("pending")
     return jobs
@@ -803,17 +795,13 @@ def test_two_that_run_a_sweep_again_at_once_submit_each_point_once(slurm, tmp_pa
     (tmp_path / "meets.py").write_text(MEETS)
     sweep = tmp_path / "sweep"
     sweep.mkdir()
-    cluster, tracking = ClusterConfig(kind="slurm", wait=False), TrackingConfig(mlflow=False)
-    job = make_job(sweep / "run", cluster)
-    config = replace(job.config, tracking=tracking, plugins=["meets"])
-    save(config, job.folder / "config.yaml")
+    job = make_job(sweep / "run", ClusterConfig(kind="slurm", wait=False))
+    keep(job, tracking=FILES_ALONE, plugins=["meets"])
     job.enter("failed", "rank 0: no")
     write_json(job.folder / "slurm.json", {"job_id": "1"})
     write_json(job.folder / "environment.json", {"folder": str(tmp_path)})
     owned_by_a_dead_process(sweep)
-    command = [sys.executable, "-m", "zeroexp", "--rerun", "sweep"]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    done = _run("zeroexp", "--rerun", "sweep", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "ids").read_text() == "\n", "one sbatch"
     assert "runs its points; wait for it or end it" in (tmp_path / "second").read_text()
@@ -926,9 +914,7 @@ def test_a_job_that_squeue_has_forgotten_is_found_by_the_id_that_it_wrote(
     submit_all(jobs)
     assert [job.status for job in jobs] == ["failed", "failed"]
     (tmp_path / "later").touch()
-    command = [sys.executable, "-m", "zeroexp", "--rerun", str(tmp_path)]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    done = _run("zeroexp", "--rerun", str(tmp_path))
     assert "nothing there has failed" in done.stderr
     assert [job.status for job in jobs] == ["done", "done"]
     assert [slurm_id(job) for job in jobs] == (["7_0", "7_1"] if array else ["1", "2"])

@@ -66,28 +66,26 @@ def test_a_pipe_gets_one_plain_line_per_event() -> None:
     assert "\x1b" not in pipe.getvalue()
 
 
-def test_a_long_run_in_a_pipe_shows_a_step_every_few_seconds_with_time_left() -> None:
+def shown_of(steps: range) -> list[str]:
+    """Lines of steps of a hundred, each of which takes a second."""
     pipe, clock = io.StringIO(), Clock()
     progress = SweepProgress(1, pipe, clock)
     progress.start(1, "run", num_steps=100)
-    for step in range(50):
+    for step in steps:
         clock.now += 1.0
         progress.step(1, record(step))
-    shown = [line for line in pipe.getvalue().splitlines() if "step" in line]
-    assert [re.search(r"step (\d+)/", line)[1] for line in shown] == [
-        str(n) for n in range(1, 51, 5)
-    ]
+    return [line for line in pipe.getvalue().splitlines() if "step" in line]
+
+
+def test_a_long_run_in_a_pipe_shows_a_step_every_few_seconds_with_time_left() -> None:
+    shown = shown_of(range(50))
+    steps = [int(re.search(r"step (\d+)/", line)[1]) for line in shown]
+    assert steps == [*range(1, 51, 5)]
     assert shown[-1].endswith("54 s left")  # step 46 of 100, a second each
 
 
 def test_a_run_that_goes_on_counts_the_steps_that_it_has_seen() -> None:
-    pipe, clock = io.StringIO(), Clock()
-    progress = SweepProgress(1, pipe, clock)
-    progress.start(1, "run", num_steps=100)
-    for step in range(50, 56):
-        clock.now += 1.0
-        progress.step(1, record(step))
-    first, last = [line for line in pipe.getvalue().splitlines() if "step" in line]
+    first, last = shown_of(range(50, 56))
     assert "step 51/100" in first and "left" not in first
     assert "step 56/100" in last and last.endswith("44 s left")
 
