@@ -18,7 +18,7 @@ MANIFEST = "manifest.json"
 DTYPES_BY_BYTES = {
     16: ("complex128",),
     8: ("float64", "int64", "uint64", "complex64"),
-    4: ("float32", "int32", "uint32", "complex32"),
+    4: ("float32", "int32", "uint32", "complex32", "bcomplex32"),
     2: ("bfloat16", "float16", "int16", "uint16"),
     1: (
         *("float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz", "float8_e8m0fnu"),

@@ -104,7 +104,8 @@ def profiling(folder: Path, world: World, step: int) -> Generator[None]:
     activities = [ProfilerActivity.CPU]
     if world.device.type == "cuda":
         activities.append(ProfilerActivity.CUDA)
-    with profile(activities=activities) as seen:
+    # There is one cycle; torch 2.11 warns of more unless they accumulate.
+    with profile(activities=activities, acc_events=True) as seen:
         meter.annotate = lambda name: record_function(PREFIX + name)
         try:
             yield
