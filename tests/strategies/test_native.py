@@ -60,6 +60,15 @@ def test_models_of_transformers(ranks, engine, model):
     check(ranks, NATIVE[engine], Recipe(model=model))
 
 
+def fsdp2(
+    module: nn.Module, world: World, factory: Any = torch.optim.SGD, lr: float = 0.1, **shape: Any
+) -> TorchFSDP2:
+    """Of all parameters in one group."""
+    words: Any = {"blocks": [], "reshard_after_forward": True, **shape}
+    groups, make = [{"params": [*module.parameters()]}], partial(factory, lr=lr)
+    return TorchFSDP2(module, param_groups=groups, optimizer_factory=make, world=world, **words)
+
+
 class TiedWithABias(nn.Module):
     """A head that shares its weight with the embedding, and has a bias of its own, as in BERT."""
 
@@ -76,15 +85,8 @@ class TiedWithABias(nn.Module):
 
 def train_tied(world: World, stage: str) -> dict[str, dict[str, Tensor]]:
     model = TiedWithABias()
-    strategy = TorchFSDP2(
-        model,
-        blocks=["block"],
-        param_groups=[{"params": [*model.parameters()]}],
-        optimizer_factory=partial(torch.optim.SGD, lr=0.01),
-        world=world,
-        reshard_after_forward=stage == "zero3",
-        unit="layer",
-    )
+    shape = {"blocks": ["block"], "unit": "layer", "reshard_after_forward": stage == "zero3"}
+    strategy = fsdp2(model, world, lr=0.01, **shape)
     for _ in range(3):
         with strategy.microbatch(last=True):
             strategy.backward(model(torch.arange(8)[world.rank :: world.size]).square().sum())
@@ -112,14 +114,7 @@ def start_of_other_weights(world: World) -> tuple[CanonicalState, Tensor]:
     module[1].running_mean = torch.full((4,), float(world.rank))
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "ranks start from different weights")
-        strategy = TorchFSDP2(
-            module,
-            blocks=[],
-            param_groups=[{"params": [*module.parameters()]}],
-            optimizer_factory=partial(torch.optim.SGD, lr=0.1),
-            world=world,
-            reshard_after_forward=True,
-        )
+        strategy = fsdp2(module, world)
     return pieces_of(strategy), module[1].running_mean
 
 
@@ -231,14 +226,7 @@ class KeepsRows(torch.optim.SGD):
 def state_of_parts(world: World, factory: Any) -> CanonicalState:
     torch.manual_seed(0)
     module = nn.Sequential(nn.Linear(4, 4))
-    strategy = TorchFSDP2(
-        module,
-        blocks=[],
-        param_groups=[{"params": [*module.parameters()]}],
-        optimizer_factory=partial(factory, lr=0.1),
-        world=world,
-        reshard_after_forward=True,
-    )
+    strategy = fsdp2(module, world, factory)
     for _ in range(2):
         strategy.zero_grad()
         with strategy.microbatch(last=True):
@@ -301,15 +289,7 @@ class Scaled(nn.LayerNorm):
 
 def step_of_nested_layers(world: World, unit: str) -> CanonicalState:
     module = nn.Sequential(Scaled(), nn.Linear(4, 1))
-    strategy = TorchFSDP2(
-        module,
-        blocks=[],
-        param_groups=[{"params": list(module.parameters())}],
-        optimizer_factory=partial(torch.optim.SGD, lr=0.1),
-        world=world,
-        reshard_after_forward=True,
-        unit=unit,
-    )
+    strategy = fsdp2(module, world, unit=unit)
     with strategy.microbatch(last=True):
         strategy.backward(strategy.model(torch.eye(4)[world.rank :]).square().sum())
     strategy.step()
