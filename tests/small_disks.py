@@ -6,6 +6,7 @@ import resource
 import shutil
 import signal
 import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -28,7 +29,8 @@ def mounted(folder: Path, options: str) -> Iterator[Path]:
 
 @contextmanager
 def files_of_at_most(num_bytes: int) -> Iterator[None]:
-    """Who writes further is told "File too large"."""
+    """Who writes further is told "File too large", but for Python: it would keep the beginnings of what it compiles."""
+    compiles, sys.dont_write_bytecode = sys.dont_write_bytecode, True
     limit = resource.getrlimit(resource.RLIMIT_FSIZE)
     handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, limit[1]))
@@ -37,3 +39,4 @@ def files_of_at_most(num_bytes: int) -> Iterator[None]:
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limit)
         signal.signal(signal.SIGXFSZ, handler)
+        sys.dont_write_bytecode = compiles
