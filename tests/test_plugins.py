@@ -185,6 +185,20 @@ def test_words_of_a_plugin_are_options_and_have_settings(tmp_path, monkeypatch, 
     ]
 
 
+def test_a_word_of_ours_is_an_option_without_a_yaml(tmp_path, monkeypatch, capsys):
+    (tmp_path / "plugin_of_test.py").write_text(PLUGIN)
+    plugins.load(["plugin_of_test"], tmp_path)
+    words = ["strategy=late_of_test", "optimizer=optimizer_of_test", "world_size=1"]
+    with monkeypatch.context() as as_ours:
+        as_ours.setattr(STAGES, "own", tuple(STAGES))
+        as_ours.setattr(OPTIMIZERS, "own", tuple(OPTIMIZERS))
+        (point,) = points(as_ours, *words)
+        assert point.strategy.gradients.placement == "partial"
+        assert point.optimizer.name == "optimizer_of_test" and point.optimizer.lr == 1e-3
+        assert say(as_ours, "--help", "optimizer") == 0
+    assert "optimizer_of_test    its own defaults" in capsys.readouterr().out
+
+
 def test_a_yaml_file_of_ones_own_changes_settings_without_a_warning(tmp_path, monkeypatch):
     """Here a warning would be an error."""
     (tmp_path / "plugin_of_test.py").write_text(PLUGIN)

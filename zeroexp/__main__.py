@@ -220,9 +220,7 @@ def _know_plugins(arguments: Sequence[str], completed: Sequence[str]) -> None:
     if completed:
         with contextlib.suppress(ConfigError):
             plugins.load(plugins.modules_named_in(completed))
-        arguments = [
-            f"{group}={','.join(plugins.names_added_to(group))}" for group in plugins.AS_OPTION
-        ]
+        arguments = [f"{g}={','.join(plugins.names_as_options(g))}" for g in plugins.AS_OPTION]
     else:
         plugins.load(plugins.modules_named_in(arguments))
     # Hydra merges a YAML file of the same name over what is stored (docs/extending.md), and warns that this ends.
@@ -230,7 +228,8 @@ def _know_plugins(arguments: Sequence[str], completed: Sequence[str]) -> None:
         "ignore", r"\s*'.*' is validated against ConfigStore schema", UserWarning
     )
     for group, name, values in plugins.options_named_in(arguments):
-        ConfigStore.instance().store(group=group, name=name, node=values, **REPLACES)
+        if not (_conf() / group / f"{name}.yaml").exists():
+            ConfigStore.instance().store(group=group, name=name, node=values, **REPLACES)
 
 
 @contextlib.contextmanager

@@ -95,14 +95,15 @@ def _groups(conf: Path) -> list[str]:
 
 def _options(conf: Path, group: str) -> list[str]:
     files = sorted(path.stem for path in (conf / group).glob("*.yaml"))
-    return [*files, *(name for name in plugins.names_added_to(group) if name not in files)]
+    return [*files, *(name for name in plugins.names_as_options(group) if name not in files)]
 
 
 def _about_options(conf: Path, group: str) -> Iterator[str]:
     """The first comment of every option's file."""
+    ours = [name for own in plugins.REGISTRIES.get(f"{group}.name", ()) for name in own.own]
     for name in _options(conf, group):
         if not (conf / group / f"{name}.yaml").exists():
-            yield f"  {name:20} added by a plugin"
+            yield f"  {name:20} {'its own defaults' if name in ours else 'added by a plugin'}"
             continue
         lines = (conf / group / f"{name}.yaml").read_text(encoding="utf-8").splitlines()
         comment = next(

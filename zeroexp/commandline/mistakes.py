@@ -9,7 +9,7 @@ from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
 from zeroexp.config.keys import Config, ConfigError, fields_of
-from zeroexp.config.plugins import WITH_SETTINGS, names_added_to, settings_of_group
+from zeroexp.config.plugins import WITH_SETTINGS, names_as_options, settings_of_group
 from zeroexp.process.server_address import without_password
 from zeroexp.registry.did_you_mean import suggest_key, suggest_nearest, suggest_word
 
@@ -100,7 +100,7 @@ def _unknown_option(error: MissingConfigException) -> str:
         group, name = f"{group}/{option}".split("/", 1)
         return f"{group}={name}: unknown option; use {group}=hf {group}.path={name}"
     options = [name for name in error.options or () if not name.startswith("_")]
-    options += [name for name in names_added_to(group) if name not in options]
+    options += [name for name in names_as_options(group) if name not in options]
     return f"{group}={option}: unknown option; {suggest_word(group, option, options)}"
 
 

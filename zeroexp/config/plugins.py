@@ -151,19 +151,19 @@ def settings_of_plugins() -> Iterator[tuple[str, str, Any]]:
                 yield f"{group}.settings.{name}", f"{group}.{key}={word}", default
 
 
-def names_added_to(group: str) -> list[str]:
-    """Return the words that others have registered as options of a group of the config."""
+def names_as_options(group: str) -> list[str]:
+    """Return the words that are options of a group of the config without a YAML: those of others, and our names."""
     if group not in AS_OPTION:
         return []
     (registry,) = REGISTRIES[f"{group}.{AS_OPTION[group]}"]
-    return [name for name in registry if name not in registry.own]
+    return [name for name in registry if AS_OPTION[group] == "name" or name not in registry.own]
 
 
 def options_named_in(arguments: Sequence[str]) -> Iterator[tuple[str, str, dict[str, Any]]]:
-    """Yield (group, name, values) of every option on the command line that is a word of others."""
+    """Yield (group, name, values) of every option on the command line that a registered word is by itself."""
     for argument in arguments:
         group, _, value = argument.lstrip("+").partition("=")
-        for name in set(re.findall(r"\w+", value)) & set(names_added_to(group)):
+        for name in set(re.findall(r"\w+", value)) & set(names_as_options(group)):
             yield group, name, _option(group, name)
 
 
