@@ -75,6 +75,10 @@ def _is_review(row: list[str]) -> bool:
     return len(row) == 2 and row[0].isdigit()
 
 
+def _is_blank(row: list[str]) -> bool:
+    return not row or (len(row) == 1 and row[0].isspace())
+
+
 def _rows(file: Path, dialect: dict[str, Any]) -> Iterator[list[str]]:
     """Yield the rows of fields, without blank lines. Raises ConfigError for a quote that nothing closes.
 
@@ -83,9 +87,7 @@ def _rows(file: Path, dialect: dict[str, Any]) -> Iterator[list[str]]:
     with file.open(encoding=UTF8, newline="") as opened:
         lines = chain(opened, [""])  # the last line is read with others only where a quote is open
         try:
-            for row in csv.reader(lines, **dialect):
-                if row and not (len(row) == 1 and row[0].isspace()):
-                    yield row
+            yield from (row for row in csv.reader(lines, **dialect) if not _is_blank(row))
         except csv.Error as error:
             if next(lines, None) is None:
                 problem = "a quote that opens a field is not closed; close it, or write it twice"
