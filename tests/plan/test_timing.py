@@ -254,6 +254,15 @@ def test_the_prior_of_a_gpu_is_its_data_sheet_and_the_network_between_nodes(name
         assert between.latency_seconds > inside.latency_seconds
 
 
+def test_gpus_of_a_node_share_its_network_for_what_crosses_it():
+    """Of a ring one of eight ranks sends out of its node; of what goes to each rank 8 of 15 parts leave it."""
+    words = "cluster.gpu=H100", "cluster.network=nvlink-ethernet", "world_size=16"
+    speed = speed_of(composed("model=tiny", "cluster=slurm", *words), TWO_NODES, "native")
+    node = NETWORKS["nvlink-ethernet"].node_bytes_per_second
+    assert speed.link_rate("gather") == pytest.approx(node)
+    assert speed.link_rate("matrices") == pytest.approx(node / 8 * 15 / 8)
+
+
 def test_the_prior_of_a_cpu_is_that_of_one_core():
     speed = prior_speed(ONE_HOST, "direct")
     assert speed.label.endswith("not calibrated: run zeroexp calibrate")
