@@ -265,6 +265,16 @@ def test_what_does_not_fit_is_named(tmp_path, word, difference):
     assert f": {difference}; " in line
 
 
+def test_a_momentum_that_is_left_out_is_refused_and_one_that_is_new_begins(tmp_path):
+    """Else each rank refuses moments that its optimizer does not keep."""
+    with_momentum, without = ["optimizer=sgd"], ["optimizer=sgd", "optimizer.momentum=0"]
+    path = write(tmp_path / "with" / "run", 20, config_for(tmp_path, *with_momentum))
+    line = refused(config_for(tmp_path, *without, f"resume={path}"), UndefinedCombination)
+    assert "optimizer.momentum is 0.9 in it, and here nothing would be kept; use one" in line
+    path = write(tmp_path / "without" / "run", 20, config_for(tmp_path, *without))
+    assert resolve_resume(config_for(tmp_path, *with_momentum, f"resume={path}")) == str(path)
+
+
 def test_what_a_new_run_may_choose(tmp_path):
     words = ["strategy=ddp", "strategy.implementation=torch", "world_size=3", "precision=bf16"]
     words += ["optimizer.lr=1", "optimizer.schedule=cosine", "data.micro_batch_size=2"]

@@ -212,6 +212,10 @@ def _require_fit(config: Config, manifest: Manifest) -> None:
         if ours.get(key) != theirs.get(key):
             difference = f"{key} is {theirs.get(key)} in it, {ours.get(key)} here"
             raise UndefinedCombination(f"{difference}; use the same, or another checkpoint")
+    had_momentum = manifest.config.get("optimizer", {}).get("momentum")
+    if config.optimizer.name == "sgd" and had_momentum and not config.optimizer.momentum:
+        problem = f"optimizer.momentum is {had_momentum} in it, and here nothing would be kept"
+        raise UndefinedCombination(f"{problem}; use one above 0, or another checkpoint")
     num_steps = config.train.warmup_steps + config.train.steps
     if manifest.step >= num_steps:
         done = f"{manifest.step} steps are done, of {num_steps} here"
