@@ -214,6 +214,9 @@ WRONG = {
     ),
     "model=gpt2_tiny model.lora.r=3 model.lora.quantize=int8": "lie around no linear layer here",
     "model.lora.r=3 model.lora.layers_to_transform=[7]": "You specified 'layers_to_transform': [7]",
+    "model.lora.r=3 model.lora.target_modules=[all-linear] model.lora.layers_to_transform=[0]": (
+        "model.lora.r=3: `layers_to_transform` cannot be used when `target_modules` is a str; leave one of the keys out"
+    ),
     "model.lora.r=3 model.lora.modules_to_save=[q]": "modules_to_save=q: no such module; name modules",
     "model.lora.r=3 model.lora.modules_to_save=[lm_head]": "=lm_head: it has no weight of its own; name the module",
     **dict.fromkeys(

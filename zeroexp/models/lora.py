@@ -157,7 +157,12 @@ def _settings_of(config: ModelConfig) -> Any:
     given.pop("quantize", None)
     if given.get("target_modules") == [ALL_LINEAR]:
         given["target_modules"] = ALL_LINEAR
-    return LoraConfig(task_type=task, **given)
+    try:
+        return LoraConfig(task_type=task, **given)
+    except REFUSED_BY_PEFT as error:
+        reason = " ".join(str(error).split())[:200].rstrip(".")
+        remedy = "leave one of the keys out"
+        raise ConfigError(f"model.lora.r={config.lora.r}: {reason}; {remedy}") from error
 
 
 def _heads_of(module: nn.Module, config: ModelConfig) -> list[str]:

@@ -216,8 +216,8 @@ def _needs_of_values_told(family: str) -> Generator[None]:
             if not isinstance(error, ASKS_FOR_VALUES):
                 raise
             raise UndefinedCombination(
-                f"model.family={family}: its forward decides by values, as by which experts tokens chose, "
-                "so that it can not be rehearsed; the closed forms plan it"
+                f"model.family={family}: its forward decides by values, as by which experts tokens chose, or the "
+                "optimizer's step does, so that it can not be rehearsed; the closed forms plan it"
             ) from error
         message = " ".join(f"{type(error).__name__}: {error}".split())[:200]
         raise ConfigError(
