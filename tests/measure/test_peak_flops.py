@@ -52,7 +52,9 @@ def test_a_peak_is_named_or_measured_and_never_without_a_name():
     with worlds.joined_process_group(device="cpu") as world:
         named = peak_flops(world, torch.float32, 400.0)
         assert [*named.values()] == [400e12, "named", "cluster.peak_tflops=400"]
+        before = torch.get_rng_state()
         measured = peak_flops(world, torch.float32)
+    assert torch.equal(torch.get_rng_state(), before), "the last checkpoint holds the run's own"
     rate, source, name = measured.values()
     assert source == "calibrated" and rate > 1e8
     assert name.startswith("fastest product of matrices in float32, 1 rank, CPU, ")

@@ -81,8 +81,12 @@ def _word(dtype: torch.dtype) -> str:
 def measure_peak_flops(world: World, dtype: torch.dtype) -> float:
     rates: list[float] = []
     for size in SIZES.get(world.device.type, SIZES["cpu"]):
-        # Of random values, see calibrate/rates.py.
-        left, right = (torch.randn(size, size, dtype=dtype, device=world.device) for _ in range(2))
+        # Of random values, see calibrate/rates.py; the last checkpoint has the states of the run's own generators.
+        drawn = torch.Generator(world.device).manual_seed(0)
+        left, right = (
+            torch.randn(size, size, dtype=dtype, device=world.device, generator=drawn)
+            for _ in range(2)
+        )
         seconds: list[float] = []
         while len(seconds) < NUM_TRIALS and sum(seconds) < MOST_SECONDS:
             seconds.append(_seconds(left, right))
