@@ -230,6 +230,19 @@ def test_ranks_that_are_planned_as_one_are_alike(situation):
     assert [each.sent for each in planned_ranks(form)] == apart
 
 
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("stage", ["zero2", "zero3"])
+def test_what_rests_beside_padding_is_the_model(stage, layout):
+    """Five ranks of odd sizes: one model on each of them, or cut over all of them."""
+    options = Options(layout=layout, transport="native")
+    with fake_world(0, 5) as world:
+        strategy = engine(world, stage, options, PRECISIONS[0], "sgd")
+        form = form_of(strategy, stage, options, 1)
+    real = [form.held_bytes("at_rest", r)["parameters"] - form.padding_bytes(r) for r in range(5)]
+    model_bytes = sum(p.nbytes for p in Model().parameters())
+    assert sum(real) == (1 if stage == "zero3" else 5) * model_bytes
+
+
 @crossed(
     "stage, layout, transport",
     OF_ALL_RANKS,
