@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import os
 import random
 from collections.abc import Iterable, Sequence
@@ -55,11 +56,14 @@ def hidden_first(
 
 
 def masters(
-    copies_on: Sequence[int] = range(9), optimizer: Any = of_groups, overflows: bool = False
+    copies_on: Sequence[int] = range(9),
+    optimizer: Any = of_groups,
+    overflows: bool = False,
+    copied: bool = False,
 ) -> Loop:
     """A model in bf16 whose fp32 masters the optimizer alone holds, one for each weight.
 
-    overflows: under a GradScaler, which skips the first step.
+    overflows: under a GradScaler, which skips the first step. copied: blocks begin as copies of one.
     """
 
     def train(model: nn.Module) -> Any:
@@ -93,9 +97,13 @@ def masters(
         return step
 
     words: Any = {"loss": loss_of, "batch": batch_of, "dtype": torch.bfloat16}
-    return Loop(model=Model(), optimizer=optimizer, train=train, **words)
+    model = Model()
+    if copied:
+        model.blocks[1] = copy.deepcopy(model.blocks[0])
+    return Loop(model=model, optimizer=optimizer, train=train, **words)
 
 
+masters_of_copied_blocks = partial(masters, copied=True)
 masters_of_two = partial(masters, optimizer=hidden_first)
 # What its masters are has to be known from the step that is skipped.
 masters_overflow = partial(masters, overflows=True)

@@ -107,6 +107,7 @@ def test_some_right_loops_raise_no_alarm():
 # Loops as users write them (masters, freed parameters, schedules), and the kind of what is wrong with them
 BY_HAND = {
     "masters": None,
+    "masters_of_copied_blocks": None,
     "masters_of_two": None,
     "masters_stay": "stale",
     "freed": None,

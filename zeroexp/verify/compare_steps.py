@@ -130,10 +130,7 @@ class _Judge:
         for name, values in self.weights[0].items():
             if not values.isnan().any():
                 continue
-            own = self.oracle.initial[name]
             remedy = "return (model, step) from train, with the model that holds it"
-            if bool((own == own[:1]).all()):
-                remedy = "begin with other values: in a flat tensor, as FSDP1's, equal ones may be padding"
             raise NoLoop(
                 f"{name}: no rank shows it whole, in a model or in a torch optimizer; {remedy}"
             )
@@ -231,9 +228,7 @@ class _Judge:
             if changes or any(each.has_strangers for each in self.records):
                 raise NoLoop(
                     f"{name}: its gradient is in no torch optimizer that can be read, when its step begins: "
-                    "let one hold the model's weights or plain copies of them, and call backward before step(); "
-                    "zeros in a flat tensor may be padding, and gains of ones that are not in the model's order "
-                    "any of them: begin with other values"
+                    "let one hold the model's weights or plain copies of them, and call backward before step()"
                 )
             entire, shape = bool(there[name].isnan().all()), self.oracle.shapes[name]
             cause = explain_difference.of_missing(lacking, entire, shape, skipped)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from itertools import accumulate, pairwise
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -76,44 +76,11 @@ class Places:
 
     def _learn(self, tensors: list[Tensor]) -> None:
         """Find what these tensors, as of one optimizer, are, by where they lie, else by their values."""
-        # What clipping of all showed in no order, an optimizer may show in one.
-        new = [each for each in tensors if not self._known.get(id(each), (each, []))[1]]
+        new = [each for each in tensors if id(each) not in self._known]
         self._known |= {id(each): (each, self._by_memory(each)) for each in new}
         copies = [each for each in new if not self._known[id(each)][1]]
-        if not copies:
-            return
-        found = self._by_value([_flat(each).float() for each in copies], copies[0].dtype)
-        for tensor, at in zip(copies, found, strict=True):
-            self._known[id(tensor)] = tensor, self._runs(torch.tensor(at))
-        in_order = self._are_in_order(tensors)
-        self._learn_constants([each for each in copies if not self._known[id(each)][1]], in_order)
-
-    def _learn_constants(self, copies: list[Tensor], in_order: bool) -> None:
-        """Take these for the weights of equal values, as gains of ones, where all of them are here, in their order.
-
-        Several are told apart only where those that are known come in the model's order.
-        """
-        taken = {name for _, places in self._known.values() for name, _, _ in places}
-        left = {name: each.flatten() for name, each in self._initial.items() if name not in taken}
-        for tensor in copies:
-            mine = _flat(tensor)
-            names = [n for n, each in left.items() if torch.equal(each.to(mine.dtype), mine)]
-            alike = [id(each) for each in copies if torch.equal(_flat(each), mine)]
-            if len(names) == len(alike) and (len(names) == 1 or in_order):
-                name = names[alike.index(id(tensor))]
-                place = name, torch.arange(len(mine)), slice(0, len(mine))
-                self._known[id(tensor)] = tensor, [place]
-
-    def _are_in_order(self, tensors: list[Tensor]) -> bool:
-        """Tell whether tensors come in the model's order, matrices and vectors each by themselves.
-
-        Asked are those of these that are known, else all known ones: each optimizer has an order of its own.
-        """
-        number = {name: (each.ndim, i) for i, (name, each) in enumerate(self._initial.items())}
-        places = [at for each in tensors if (at := self._known[id(each)][1])]
-        places = places or [at for _, at in self._known.values() if at]
-        found = [number[at[0][0]] for at in places]
-        return sorted(found, key=lambda each: each[0]) == sorted(found)
+        for tensor, at in zip(copies, self._by_value(copies), strict=True):
+            self._known[id(tensor)] = tensor, at
 
     def _shown(self) -> Iterable[tuple[str, Tensor, Tensor]]:
         """(name, which elements, their values) of what the sharded model shows."""
@@ -160,25 +127,30 @@ class Places:
             tried = [*dict.fromkeys(map(".".join, less))]
         return name
 
-    def _by_value(self, copies: list[Tensor], dtype: torch.dtype) -> list[list[int]]:
-        """Find for each element of each copy, as built, its number among those of all weights; -1 if not known."""
-        values = [each.flatten().to(dtype).float() for each in self._initial.values()]
-        whole = torch.cat([*values, torch.tensor([torch.nan])])
-        begins = {0, *accumulate(map(len, values))}
+    def _by_value(self, copies: list[Tensor]) -> list[list[Place]]:
+        """Find what these tensors are, as built: each one weight, else elements of some."""
+        if not copies:
+            return []
+        dtype = copies[0].dtype
+        initial = {name: each.flatten().to(dtype).float() for name, each in self._initial.items()}
+        whole, begins = torch.cat([*initial.values()]), {*accumulate(map(len, initial.values()))}
         numbers, counts = whole.unique(return_counts=True)
-        order = whole[:-1].argsort()
-        found: list[list[int]] = []
-        for mine in copies:
+        order = whole.argsort()
+        found: list[list[Place]] = []
+        for mine in (_flat(each).float() for each in copies):
+            named = [name for name, values in initial.items() if torch.equal(values, mine)]
+            if len(named) == 1:
+                found.append([(named[0], torch.arange(len(mine)), slice(0, len(mine)))])
+                continue
             ranked = torch.searchsorted(whole[order], mine).clamp(max=len(order) - 1)
-            at = torch.where(torch.isin(mine, numbers[counts == 1]), order[ranked], -1).tolist()
-            # What stands more than once, as zeros and ones do, is found beside what stands once.
-            at = _filled(at, mine, whole, begins)
-            found.append(_if_certain(_filled(at, mine, whole), at, mine, begins))
+            at = torch.where(torch.isin(mine, numbers[counts == 1]), order[ranked], -1)
+            found.append(self._runs(_filled(at.tolist(), mine, whole, begins)))
         return found
 
-    def _runs(self, at: Tensor) -> list[Place]:
+    def _runs(self, numbers: list[int]) -> list[Place]:
+        """Return the weights of elements, given by their numbers among those of all weights; -1 of none."""
         found: list[Place] = []
-        begin = 0
+        at, begin = torch.tensor(numbers), 0
         for name, value in self._initial.items():
             inside = ((at >= begin) & (at < begin + value.numel())).nonzero().flatten().tolist()
             if inside and inside[-1] - inside[0] + 1 == len(inside):
@@ -219,39 +191,17 @@ def whole(pieces: Iterable[LocalElements], shapes: Mapping[str, torch.Size]) -> 
     return result
 
 
-def _filled(at: list[int], mine: Tensor, whole: Tensor, borders: Container[int] = ()) -> list[int]:
-    """Find what stands beside an element that is found, up to the borders of weights."""
+def _filled(at: list[int], mine: Tensor, whole: Tensor, begins: set[int]) -> list[int]:
+    """Find what stands more than once beside what is found; zeros behind a weight or before one may be padding."""
     at, values = at.copy(), mine.tolist()
     for indices, step in ((range(1, len(at)), 1), (range(len(at) - 2, -1, -1), -1)):
         for i in indices:
             beside = at[i - step] + step
-            is_next = at[i] < 0 <= at[i - step] and max(beside, at[i - step]) not in borders
-            if is_next and 0 <= beside < len(whole) - 1 and whole[beside] == values[i]:
+            is_next = at[i] < 0 <= at[i - step] and 0 <= beside < len(whole)
+            is_padding = values[i] == 0 and max(beside, at[i - step]) in begins
+            if is_next and whole[beside] == values[i] and not is_padding:
                 at[i] = beside
     return at
-
-
-def _if_certain(tried: list[int], at: list[int], mine: Tensor, begins: set[int]) -> list[int]:
-    """Return what was found across the borders of weights where the tensor can be nothing else, `at` elsewhere.
-
-    Zeros may be a weight, or padding. Between others they are the weight if it ends where another one begins; at an
-    end of the tensor if it is known to hold weights in the model's order, one right behind the other: it shows it, or
-    is an equal share of all weights.
-    """
-    seen = [i for i, each in enumerate(tried) if at[i] >= 0 or (each >= 0 and mine[i] != 0)]
-    if not seen or len(set(tried) - {-1}) < len(tried) - tried.count(-1):
-        return at
-    low, high = seen[0], seen[-1] + 1
-    breaks = [pair for pair in pairwise(tried[low:high]) if pair[1] != pair[0] + 1]
-    if any(min(pair) < 0 or not {pair[0] + 1, pair[1]} <= begins for pair in breaks):
-        return at
-    total, begin = max(begins), tried[low] - low
-    is_share = begin % len(at) == 0 and len(at) == -(-total // -(-total // len(at)))
-    crosses = any(tried[low] < each <= tried[high - 1] for each in begins)
-    in_order = not breaks and (crosses or is_share)
-    is_end = in_order and (tried[-1] >= 0 or max(tried) + 1 == total)
-    before = tried[:low] if in_order and tried[0] >= 0 else at[:low]
-    return [*before, *tried[low:high], *(tried[high:] if is_end else at[high:])]
 
 
 def _is_freed(tensor: Any) -> bool:

@@ -94,6 +94,7 @@ def make_loop(source: Source) -> Loop:
         kind = type(loop).__name__
         raise NoLoop(f"{source.name}: returns {kind}; return a zeroexp.verify.Loop")
     _refuse_wrong_words(loop)
+    make_weights_unlike(loop.model)
     _refuse_what_differs_by_itself(loop)
     return loop
 
@@ -124,6 +125,18 @@ def _refuse_wrong_words(loop: Loop) -> None:
         raise NoLoop(
             "Loop(model=...): an embedding's gradient is sparse; build it with sparse=False"
         )
+
+
+def make_weights_unlike(model: nn.Module) -> None:
+    """Change trained weights that begin with one value, as gains of ones, or as another, as of a copied layer.
+
+    What a loop keeps of weights beside the model, as masters or a flat tensor, is known by its values alone.
+    """
+    generator, seen = torch.Generator().manual_seed(0), set[str]()
+    for weight in (p.detach() for p in model.parameters() if p.requires_grad):
+        if len(weight.unique()) < 2 or _digest(weight) in seen:
+            weight += 0.02 * torch.randn(weight.shape, generator=generator)
+        seen.add(_digest(weight))
 
 
 def _refuse_what_differs_by_itself(loop: Loop) -> None:
