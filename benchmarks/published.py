@@ -126,8 +126,7 @@ def fullest_ratio_to_baseline(form: ClosedForm, baseline: ClosedForm) -> float:
 def one_moment(form: ClosedForm, baseline: ClosedForm) -> float:
     """Half of Adam's state, without the count of steps."""
     moments = form.optimizer.num_moments or OptimizerForm().num_moments
-    num_tensors = sum(own.num_tensors for own in form.held_elements(0).parts)
-    steps = form.optimizer.bytes_per_tensor * num_tensors
+    steps = form.optimizer.bytes_per_tensor * form.held_elements(0).spans.total()
     return (form.held_bytes("at_rest", 0)["optimizer"] - steps) / moments
 
 

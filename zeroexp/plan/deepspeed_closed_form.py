@@ -23,7 +23,7 @@ from zeroexp.measure.record import Traffic
 from zeroexp.models.checkpointing import recomputed_blocks
 from zeroexp.models.module import BuiltModel
 from zeroexp.plan.form_of_config import arguments_of_every_form
-from zeroexp.plan.form_terms import ClosedForm, HeldElements, Owned
+from zeroexp.plan.form_terms import ClosedForm, HeldElements
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ class DeepSpeedForm(ClosedForm):
         else:
             resting = sum(self._flat) + sum(self.frozen)
             padding = sum(self._flat) - self._num_trained
-        return HeldElements(resting, padding, (Owned("", self._owned, len(self.groups)),))
+        return HeldElements(resting, padding, Counter(("", numel) for numel in self._owned_groups))
 
     def equivalence_key(self, rank: int) -> Hashable:
         return self._overlapping(rank) if self.stage < 3 else None
@@ -114,9 +114,13 @@ class DeepSpeedForm(ClosedForm):
     @property
     def _owned(self) -> int:
         """The elements that each rank's optimizer updates, padding included."""
+        return sum(self._owned_groups)
+
+    @property
+    def _owned_groups(self) -> list[int]:
         if self.stage == 3:
-            return sum(self._part(size) for group in self.groups for size in group)
-        return sum(self._flat) // self.world_size
+            return [sum(map(self._part, group)) for group in self.groups]
+        return [flat // self.world_size for flat in self._flat]
 
     @property
     def _flat(self) -> list[int]:

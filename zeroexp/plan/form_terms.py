@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Hashable
+from collections import Counter
+from collections.abc import Hashable
 from dataclasses import dataclass, field
 from typing import ClassVar, NamedTuple
 
@@ -31,37 +32,24 @@ class OptimizerForm:
     of_kinds: tuple[tuple[str, OptimizerForm], ...] = ()  # that of chunks of another kind
 
     def num_bytes(self, held: HeldElements, itemsize: int) -> int:
-        return sum(self._of(own)._bytes_of(own, itemsize) for own in held.parts)
+        spans = held.spans.items()
+        return sum(n * self._of(kind)._bytes_of(numel, itemsize) for (kind, numel), n in spans)
 
     def master_bytes(self, held: HeldElements, itemsize: int, at_rest: int) -> int:
         """Return the bytes of master weights; those of the itemsize of parameters at rest are these."""
-        sizes = [ITEMSIZE.get(self._of(own).master or "", itemsize) for own in held.parts]
-        owned = zip(sizes, held.parts, strict=True)
-        return sum(each * own.numel for each, own in owned if each != at_rest)
+        kinds = {kind for kind, _ in held.spans}
+        sizes = {kind: ITEMSIZE.get(self._of(kind).master or "", itemsize) for kind in kinds}
+        spans = held.spans.items()
+        return sum(sizes[k] * numel * n for (k, numel), n in spans if sizes[k] != at_rest)
 
-    def _of(self, own: Owned) -> OptimizerForm:
-        return dict(self.of_kinds).get(own.kind, self)
+    def _of(self, kind: str) -> OptimizerForm:
+        return dict(self.of_kinds).get(kind, self)
 
-    def _bytes_of(self, own: Owned, itemsize: int) -> int:
+    def _bytes_of(self, numel: int, itemsize: int) -> int:
+        """Return the bytes of the state of one tensor."""
         itemsize = ITEMSIZE.get(self.dtype or self.master or "", itemsize)
-        each = ROW_BYTES * own.num_blocks if self.dtype == INT8 else itemsize * own.numel
-        return self.num_moments * each + self.bytes_per_tensor * own.num_tensors
-
-
-class Owned(NamedTuple):
-    """Elements of one kind that the optimizer updates, and the spans in which they lie, each a tensor."""
-
-    kind: str
-    numel: int
-    num_tensors: int
-    num_blocks: int = 0  # of moments in 8 bits
-
-    def times(self, num: int) -> Owned:
-        return Owned(self.kind, *(num * each for each in self[1:]))
-
-
-def owned_of(kind: str, numels: Collection[int]) -> Owned:
-    return Owned(kind, sum(numels), len(numels), sum(map(num_blocks, numels)))
+        each = ROW_BYTES * num_blocks(numel) if self.dtype == INT8 else itemsize * numel
+        return self.num_moments * each + self.bytes_per_tensor
 
 
 class HeldElements(NamedTuple):
@@ -69,11 +57,12 @@ class HeldElements(NamedTuple):
 
     resting: int  # parameters at rest, padding included
     padding: int  # the part of `resting` that is padding
-    parts: tuple[Owned, ...]
+    # Kind and elements of a span that the optimizer updates, each a tensor -> how many of these there are.
+    spans: Counter[tuple[str, int]]
 
     @property
     def owned(self) -> int:
-        return sum(own.numel for own in self.parts)
+        return sum(num * numel for (_, numel), num in self.spans.items())
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -133,7 +122,8 @@ class ClosedForm:
 
     def equivalence_key(self, rank: int) -> Hashable:
         """Return a key that is equal for ranks that hold and send as much."""
-        return self.held_elements(rank)
+        held = self.held_elements(rank)
+        return held.resting, held.padding, frozenset(held.spans.items())
 
     @property
     def parameter_itemsize(self) -> int:

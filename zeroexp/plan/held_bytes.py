@@ -9,6 +9,7 @@ and multiply; a thousand ranks of 7B take a tenth of a second.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from functools import cache, cached_property
@@ -23,7 +24,7 @@ from zeroexp.cut.matrix_step import CutMatrix, exchanges_of
 from zeroexp.cut.rank_grid import RankGrid
 from zeroexp.cut.stage import Move, Placement, Stage
 from zeroexp.measure.record import FILES, HOST, OUTER
-from zeroexp.plan.form_terms import ITEMSIZE, ClosedForm, HeldElements, owned_of
+from zeroexp.plan.form_terms import ITEMSIZE, ClosedForm, HeldElements
 from zeroexp.zero.options import Options
 
 Unit = tuple[Chunk, ...]
@@ -148,18 +149,29 @@ class EngineHeld(ClosedForm):
 
     def held_elements(self, rank: int, *, on_host: bool = False) -> HeldElements:
         """Return what `rank` holds of all parameters, or of these what rests on the host."""
-        place = self.grid.place(rank)
-        parts = [
-            (self._held_of_chunk(chunk, place, fine.spans(at)), each.num_units)
+        place, whole = self.grid.place(rank), self.stage.parameters is not Placement.SHARD
+        resting = real = 0
+        spans = Counter[tuple[str, int]]()
+        pairs = (
+            (chunk, fine, each.num_units)
             for each in self.units_by_shape
             for chunk, fine in zip(each.chunks, each.fine, strict=True)
-            for at in [self._number(rank, over_all=fine.over_all)]
             if chunk.on_host or not on_host
-        ]
-        owned = tuple(own.times(num) for held, num in parts for own in held.parts)
-        resting = sum(num * held.resting for held, num in parts)
-        padding = sum(num * held.padding for held, num in parts)
-        return HeldElements(resting, padding, owned)
+        )
+        for chunk, fine, num in pairs:
+            resting += num * (chunk.padded_numel if whole else chunk.section_numel(place))
+            real += num * (chunk.unpadded_numel if whole else chunk.real_numel(place))
+            for span in self._updated_spans(fine, rank):
+                spans[chunk.kind, span.numel] += num
+        return HeldElements(resting, resting - real, spans)
+
+    def _updated_spans(self, chunk: Chunk, rank: int) -> Sequence[Span]:
+        """Return what a rank's optimizer updates of a chunk, which is cut for the ranks that update."""
+        if chunk.kind == FROZEN:
+            return ()
+        if self.stage.optimizer is not Placement.SHARD:
+            return chunk.whole()
+        return chunk.spans(self._number(rank, over_all=chunk.over_all))
 
     def held_bytes(self, moment: str, rank: int) -> dict[str, int]:
         held = super().held_bytes(moment, rank)
@@ -231,18 +243,6 @@ class EngineHeld(ClosedForm):
         """The chunks of each bucket, cut for the ranks of a group, and for those that update."""
         pairs = [pair for each in self.units_by_shape for pair in each.buckets]
         return [tuple(tuple(p.chunk for p in each.parts) for each in pair) for pair in pairs]
-
-    def _held_of_chunk(self, chunk: Chunk, place: int, spans: Sequence[Span]) -> HeldElements:
-        """Return what the rank at a place holds of a chunk, of which its optimizer, where it is cut, has `spans`."""
-        whole = self.stage.parameters is not Placement.SHARD
-        resting = chunk.padded_numel if whole else chunk.section_numel(place)
-        real = chunk.unpadded_numel if whole else chunk.real_numel(place)
-        if chunk.kind == FROZEN:
-            return HeldElements(resting, resting - real, ())
-        sharded = self.stage.optimizer is Placement.SHARD
-        spans = spans if sharded else chunk.whole()
-        owned = owned_of(chunk.kind, [span.numel for span in spans])
-        return HeldElements(resting, resting - real, (owned,))
 
     @cached_property
     def _num_trainable(self) -> int:

@@ -26,7 +26,7 @@ from zeroexp.cut.rank_grid import RankGrid
 from zeroexp.measure.record import Traffic
 from zeroexp.models.module import BuiltModel
 from zeroexp.plan.form_of_config import arguments_of_every_form
-from zeroexp.plan.form_terms import ClosedForm, HeldElements, Owned, owned_of
+from zeroexp.plan.form_terms import ClosedForm, HeldElements
 from zeroexp.plan.module_uses import Use, uses_in_forward
 from zeroexp.zero.grouping import group_parameters, named_in, outer_names, with_shared_in_root
 
@@ -95,7 +95,7 @@ class DdpForm(ClosedForm):
         """Return what `rank` holds: all parameters, and the optimizer state of those that it updates."""
         owned = self._owned[rank if self.shards_optimizer else 0]
         resting = self._num_trainable + sum(p.numel for p in self.frozen)
-        return HeldElements(resting, 0, tuple(owned_of(p.kind, [p.numel]) for p in owned))
+        return HeldElements(resting, 0, Counter((p.kind, p.numel) for p in owned))
 
     @cached_property
     def _owned(self) -> list[list[ParameterShape]]:
@@ -167,13 +167,14 @@ class FsdpForm(ClosedForm):
     def held_elements(self, rank: int) -> HeldElements:
         """Return what `rank` holds: shards that are padded alike on all ranks, and moments of its real rows."""
         place = self.grid.place(rank)
-        real, owned = 0, list[Owned]()
+        real, spans = 0, Counter[tuple[str, int]]()
         for parameter, num in self._different.items():
-            numel = num * parameter.real_numel(place, self.group_size)
-            real += numel
-            owned += [Owned(parameter.kind, numel, num)] if parameter.trainable else []
+            numel = parameter.real_numel(place, self.group_size)
+            real += num * numel
+            if parameter.trainable:
+                spans[parameter.kind, numel] += num
         resting = self._shard(self._all)
-        return HeldElements(resting, resting - real, tuple(owned))
+        return HeldElements(resting, resting - real, spans)
 
     def held_bytes(self, moment: str, rank: int) -> dict[str, int]:
         shards = (self._itemsize(p) * p.shard_numel(self.group_size) for p in self._all)
