@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from tests.crossed import crossed
 from tests.models_for_tests import MODELS, VOCABULARY, WIDTH, TestModel, Toy, microbatch_of
@@ -388,6 +389,29 @@ def test_a_block_that_runs_twice_is_freed_between_its_backwards():
         for number in range(2):
             world_of_one.take_step(strategy, number)
     assert seen == [{"2", ""}] * 2 * world_of_one.MICROBATCHES
+
+
+class Reentrant(nn.Sequential):
+    """Each block runs forward again and backward inside of the loss' backward."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.requires_grad_()
+        for block in self:
+            x = checkpoint(block, x, use_reentrant=True)
+        return x
+
+
+def test_a_block_is_freed_when_the_backward_inside_the_loss_backward_has_ended():
+    with fake_world(0, 2) as world:
+        model = Reentrant(*world_of_one.make_model())
+        options = {"keep": "none", "prefetch": 0}
+        strategy = world_of_one.engine(world, "zero3", "buffer", model=model, **options)
+        seen: list[set[str]] = []
+        for block in model[1:3]:
+            block.register_forward_pre_hook(lambda _m, _i: seen.append(gathered(strategy)))
+        world_of_one.take_step(strategy, 0)
+    forward = [{"1", ""}, {"2", ""}]
+    assert seen == [*forward, *reversed(forward)] * world_of_one.MICROBATCHES
 
 
 # -- units inside units ------------------------------------------------------------------------------
