@@ -574,16 +574,19 @@ def test_a_full_disk_leaves_nothing_behind(alone, first, tmp_path):
 
 
 @pytest.mark.slow
-def test_one_tensor_is_in_memory_at_a_time(tmp_path):
-    """Beside what is written. The embedding with its two moments is most of the model: 3 x 4 MB of 12.4."""
+def test_one_tensor_of_each_is_in_memory_at_a_time(tmp_path):
+    """The one that is written, and theirs as it is read. An embedding and its moments are most: 3 x 4 of 12.4 MB."""
     config = config_of(vocab_size=16384, hidden_size=64, intermediate_size=64)
     save_quietly(tmp_path / "theirs", *stepped(config))
     largest = 16384 * 64 * 4
     assert count_cpu_allocations() is None
-    for action in (
-        lambda: brought_in(tmp_path / "theirs", tmp_path / "run", config),
-        lambda: export.export_whole(
-            export.choose_checkpoint(tmp_path / "run"), tmp_path / "to", "dcp"
+    for num, action in (
+        (2, lambda: brought_in(tmp_path / "theirs", tmp_path / "run", config)),
+        (
+            1,
+            lambda: export.export_whole(
+                export.choose_checkpoint(tmp_path / "run"), tmp_path / "to", "dcp"
+            ),
         ),
     ):
         before = AllocationMeter(torch.device("cpu")).peak_bytes()
@@ -591,7 +594,7 @@ def test_one_tensor_is_in_memory_at_a_time(tmp_path):
         action()
         peak = meter.peak_bytes()
         assert before is not None and peak is not None
-        assert largest <= peak - before <= 1.2 * largest
+        assert num * largest <= peak - before <= (num + 0.2) * largest
 
 
 # -- the command ------------------------------------------------------------------------------------

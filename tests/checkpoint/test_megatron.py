@@ -290,8 +290,8 @@ def save_each(world: World, saved: list[Any]) -> None:
 
 
 @pytest.mark.slow
-def test_one_tensor_of_megatron_is_in_memory_at_a_time(ranks, tmp_path):
-    """Beside what is written: the largest one, and the parts of two ranks that torch holds of it.
+def test_one_tensor_of_megatron_and_one_of_ours_are_in_memory_at_a_time(ranks, tmp_path):
+    """Beside what is written: the largest one fused, one of ours, and the parts of two ranks that torch holds.
 
     It is larger than the 4 MB that the trial of an optimizer takes before.
     """
@@ -316,4 +316,4 @@ def test_one_tensor_of_megatron_is_in_memory_at_a_time(ranks, tmp_path):
         brought_in(folder, folder.with_suffix(".run"), config)
         peak = meter.peak_bytes()
         assert before is not None and peak is not None
-        assert peak - before <= (1 + 2 / num_ranks) * largest <= 1.2 * largest
+        assert peak - before <= (2 + 2 / num_ranks) * largest <= 2.2 * largest

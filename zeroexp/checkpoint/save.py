@@ -162,7 +162,7 @@ class Saver:
         began, written, problem = time.perf_counter(), {}, None
         folder = folders.unfinished_folder(self._run, saved.step, self._attempt)
         try:
-            written = write_pieces(folder, self._world.rank, staged)
+            written = write_pieces(folder, self._world.rank, staged.items())
         except Exception as error:
             problem = f"rank {self._world.rank}: {type(error).__name__}: {_first_line(error)}"
         try:

@@ -17,9 +17,10 @@ import torch
 
 from zeroexp import __version__
 from zeroexp.checkpoint.manifest import Manifest, Stored, StoredPiece, StoredTensor, require_whole
-from zeroexp.checkpoint.staging import RNG, STATE, Flat
+from zeroexp.checkpoint.staging import RNG, STATE
 from zeroexp.comm.shared_memory_sizes import aligned
 from zeroexp.config.keys import Config
+from zeroexp.interface.strategy import CanonicalTensor
 from zeroexp.process.content_hash import hash_of
 from zeroexp.process.durable import sync
 
@@ -27,13 +28,15 @@ from zeroexp.process.durable import sync
 Written = dict[str, StoredTensor]
 
 
-def write_pieces(folder: Path, rank: int, tensors: Flat) -> Written:
+def write_pieces(
+    folder: Path, rank: int, tensors: Iterable[tuple[str, CanonicalTensor]]
+) -> Written:
     """Write this rank's pieces, which are in host memory, into its file, and sync it. Raises OSError."""
     name, offset = f"rank{rank}.bin", 0
     written: Written = {}
     folder.mkdir(exist_ok=True)
     with (folder / name).open("wb") as file:
-        for key, tensor in tensors.items():
+        for key, tensor in tensors:
             stored: list[StoredPiece] = []
             for piece in tensor.pieces:
                 content = piece.tensor.view(torch.uint8).numpy().data

@@ -10,7 +10,7 @@
     deepspeed_universal.py  its universal form, which any stage and number of ranks reads: in and out
     __main__.py         `zeroexp import`; zeroexp/export.py writes
 
-A format is one file and one row below. What is written is mapped, and at most one tensor is held in memory beside it.
+A format is one file and one row below. Two tensors at most are in memory at a time: one of theirs, and one of ours.
 """
 
 from __future__ import annotations

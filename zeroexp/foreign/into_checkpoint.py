@@ -1,14 +1,13 @@
 """Write a checkpoint of ours from what another trainer's holds.
 
-    names, shapes ─▶ matched with the model ─▶ rank0.bin at its full size, mapped ─▶ filled ─▶ hashed
+    names, shapes ─▶ matched with the model ─▶ each tensor read, and written as one rank writes its own
 
-The values go from a file of theirs straight to their place in ours, so that no tensor waits for its other parts.
+So two tensors are in memory at a time: theirs, and ours.
 """
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,25 +15,17 @@ import torch
 from torch import Tensor
 
 from zeroexp.checkpoint import folders
-from zeroexp.checkpoint.manifest import (
-    ITEM_BYTES,
-    MANIFEST,
-    CheckpointError,
-    Stored,
-    StoredPiece,
-    StoredTensor,
-    to_json,
-)
-from zeroexp.checkpoint.storage import manifest_of
-from zeroexp.comm.shared_memory_sizes import aligned
+from zeroexp.checkpoint.manifest import ITEM_BYTES, MANIFEST, CheckpointError, to_json
+from zeroexp.checkpoint.staging import STATE
+from zeroexp.checkpoint.storage import join_pieces, manifest_of, write_pieces
 from zeroexp.config.keys import Config
 from zeroexp.foreign.foreign_checkpoint import ForeignCheckpoint, Place
 from zeroexp.foreign.matching import STEP, TURNED, Matched, match, names_of
 from zeroexp.foreign.megatron import with_parted_rows
+from zeroexp.interface.strategy import CanonicalTensor, Piece
 from zeroexp.models.module import BuiltModel, build_empty
 from zeroexp.process.content_hash import hash_of
 
-FILE = "rank0.bin"
 Read = Callable[[Path, Collection[str]], ForeignCheckpoint]
 
 
@@ -62,18 +53,14 @@ def import_checkpoint(
     # Formats may count steps once for all; then each parameter with moments gets a counter, as the optimizer keeps it.
     counted = {Place(place.name, STEP) for place in tensors if place.key == "exp_avg"}
     tensors.update((place, torch.zeros((), device="meta")) for place in counted - tensors.keys())
+    _require_known_dtypes(tensors)
+    memory = torch.empty(max(each.nbytes for each in tensors.values()), dtype=torch.uint8)
+    _require_tied(found, matched, memory)
     with folders.filled_or_removed(target) as run:
         checkpoint = run / folders.FOLDER / f"step-{step:06d}"
         checkpoint.mkdir(parents=True)
-        places = _map_file(checkpoint / FILE, tensors)
-        for place in places.keys() - matched.sources.keys():
-            places[place].fill_(step)
-        _require_tied(found, matched, places)
-        for ours, theirs in matched.sources.items():
-            found.read(theirs, places[ours])
-            if found.in_pairs and TURNED.search(theirs.name) and theirs.key != STEP:
-                _part_pairs(places[ours], built)
-        state = _stored(places)
+        each = _read_each(found, matched, [*tensors], step, built, memory)
+        state, _ = join_pieces([write_pieces(checkpoint, 0, each)])
         (checkpoint / MANIFEST).write_bytes(to_json(manifest_of(config, step, 1, state)))
     return target / checkpoint.relative_to(run), matched.notes
 
@@ -94,24 +81,51 @@ def _steps_done(found: ForeignCheckpoint, matched: Matched, asked: int | None) -
     return asked or counted
 
 
-def _map_file(path: Path, tensors: dict[Place, Tensor]) -> dict[Place, Tensor]:
-    """Make the file at its full size; return each tensor as a view of it. Raises OSError where there is no room."""
+def _require_known_dtypes(tensors: dict[Place, Tensor]) -> None:
     for place, tensor in tensors.items():
         if str(tensor.dtype).removeprefix("torch.") not in ITEM_BYTES:
             problem = (
                 f"{place.key} of {place.name} is {tensor.dtype}, which no checkpoint of ours has"
             )
             raise CheckpointError(f"{problem}; convert it first")
-    sizes = [aligned(tensor.nbytes) for tensor in tensors.values()]
-    with path.open("wb") as file:
-        # A full disk would kill who writes into the mapping.
-        os.posix_fallocate(file.fileno(), 0, sum(sizes))
-    memory = torch.from_file(str(path), shared=True, size=sum(sizes), dtype=torch.uint8)
-    rooms = zip(tensors.items(), memory.split(sizes), strict=True)
-    return {
-        place: room[: tensor.nbytes].view(tensor.dtype).view(tensor.shape)
-        for (place, tensor), room in rooms
-    }
+
+
+def _require_tied(found: ForeignCheckpoint, matched: Matched, memory: Tensor) -> None:
+    """Raise CheckpointError where tied weights differ: the model was trained with weights that are not tied."""
+    for theirs, ours in matched.tied.items():
+        both = theirs, matched.sources[ours]
+        read = (_read(found, place, memory).view(-1).view(torch.uint8) for place in both)
+        if len({hash_of([values.numpy().data]) for values in read}) > 1:
+            problem = f"{both[0].name} and {both[1].name} differ in it, and this model ties them"
+            raise CheckpointError(f"{found.folder}: {problem}; set the model's tie_word_embeddings")
+
+
+def _read_each(
+    found: ForeignCheckpoint,
+    matched: Matched,
+    places: Sequence[Place],
+    step: int,
+    built: BuiltModel,
+    memory: Tensor,
+) -> Iterator[tuple[str, CanonicalTensor]]:
+    """Yield each tensor by its name in a checkpoint, until the next one is asked for."""
+    for ours in places:
+        values = torch.tensor(float(step))  # where they count steps once for all
+        if theirs := matched.sources.get(ours):
+            values = _read(found, theirs, memory)
+            if found.in_pairs and TURNED.search(theirs.name) and theirs.key != STEP:
+                _part_pairs(values, built)
+        pieces = [Piece(0, values.view(-1))] if values.numel() else []
+        tensor = CanonicalTensor(tuple(values.shape), values.dtype, pieces)
+        yield f"{STATE}/{ours.name}/{ours.key}", tensor
+
+
+def _read(found: ForeignCheckpoint, theirs: Place, memory: Tensor) -> Tensor:
+    """Return the values of one of their tensors, which lie in `memory`."""
+    like = found.tensors[theirs]
+    values = memory[: like.nbytes].view(like.dtype).view(like.shape)
+    found.read(theirs, values)
+    return values
 
 
 def _part_pairs(tensor: Tensor, built: BuiltModel) -> None:
@@ -119,31 +133,3 @@ def _part_pairs(tensor: Tensor, built: BuiltModel) -> None:
     config: Any = built.module.config
     size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     tensor.copy_(tensor.unflatten(0, (-1, size // 2, 2)).transpose(1, 2).flatten(0, 2))
-
-
-def _require_tied(found: ForeignCheckpoint, matched: Matched, places: dict[Place, Tensor]) -> None:
-    """Raise CheckpointError where tied weights differ: the model was trained with weights that are not tied."""
-    for theirs, ours in matched.tied.items():
-        hashes: set[str] = set()
-        for name in (theirs, matched.sources[ours]):
-            found.read(name, places[ours])
-            hashes.add(_hash(places[ours]))
-        if len(hashes) > 1:
-            both = f"{theirs.name} and {matched.sources[ours].name}"
-            problem = f"{both} differ in it, and this model ties them"
-            raise CheckpointError(f"{found.folder}: {problem}; set the model's tie_word_embeddings")
-
-
-def _stored(places: dict[Place, Tensor]) -> Stored:
-    state: Stored = {}
-    for place, tensor in places.items():
-        offset = int(tensor.storage_offset()) * tensor.itemsize
-        piece = StoredPiece(FILE, offset, 0, tensor.numel(), _hash(tensor))
-        dtype = str(tensor.dtype).removeprefix("torch.")
-        stored = StoredTensor(tuple(tensor.shape), dtype, (piece,) if tensor.numel() else ())
-        state.setdefault(place.name, {})[place.key] = stored
-    return state
-
-
-def _hash(tensor: Tensor) -> str:
-    return hash_of([tensor.reshape(-1).view(torch.uint8).numpy().data])
