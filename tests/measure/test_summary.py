@@ -130,13 +130,16 @@ def test_the_wire_is_the_mean_over_measured_steps() -> None:
     assert summarise_rank(0, [*steps, record(5, wire_bytes=None)]).traffic["wire"] is None
 
 
-def test_traffic_is_the_mean_over_measured_steps() -> None:
+def test_traffic_is_the_mean_over_measured_steps_watched_or_not() -> None:
+    """What is gathered ahead of a step is sent in the one before, which may be the only one that is traced."""
     steps = [
         record(0, warmup=True, traffic=Traffic({"gather": 1000}, {"gather": 9})),
-        record(3, traffic=Traffic({"gather": 4}, {"gather": 1})),
-        record(4, traffic=Traffic({"flag": 2}, {"flag": 1})),
+        record(3, traffic=Traffic({"gather": 4}, {"gather": 1}), wire_bytes=20),
+        record(4, traffic=Traffic({"flag": 2}, {"flag": 1}), wire_bytes=30),
     ]
+    steps[1].traced = True
     summary = summarise_rank(0, steps)
+    assert summary.traffic["wire"] == 25.0
     assert summary.sent_bytes_by_kind == {"gather": 2.0, "flag": 1.0}
     assert summary.calls_by_kind == {"gather": 0.5, "flag": 0.5}
 

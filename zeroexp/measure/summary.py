@@ -39,6 +39,8 @@ def summarise_rank(
     """
     moments = [kinds for r in records for kinds in (r.memory_bytes or {}).values()]
     steps = measured_records(records)
+    # Watching sends nothing, and what is gathered ahead of a step counts in the one before, watched or not.
+    sending = [r for r in records if not r.warmup]
     offloads = any(HOST in kinds for kinds in moments)  # a rank that owns nothing sends 0 bytes
     return RankSummary(
         rank=rank,
@@ -52,12 +54,12 @@ def summarise_rank(
             **{kind: _most(m.get(kind) for m in moments) for kind in OFF_DEVICE},
         },
         traffic={
-            "wire": of_all([r.wire_bytes for r in steps], fmean),
-            "link": of_all([r.link_bytes for r in steps], fmean),
-            "bus": fmean(sum(r.traffic.bus_bytes.values()) for r in steps) if offloads else None,
+            "wire": of_all([r.wire_bytes for r in sending], fmean),
+            "link": of_all([r.link_bytes for r in sending], fmean),
+            "bus": fmean(sum(r.traffic.bus_bytes.values()) for r in sending) if offloads else None,
         },
-        sent_bytes_by_kind=_mean_by_kind([r.traffic.bytes_by_kind for r in steps]),
-        calls_by_kind=_mean_by_kind([r.traffic.calls_by_kind for r in steps]),
+        sent_bytes_by_kind=_mean_by_kind([r.traffic.bytes_by_kind for r in sending]),
+        calls_by_kind=_mean_by_kind([r.traffic.calls_by_kind for r in sending]),
         memory_bytes_at=_fullest_at([r.memory_bytes for r in records if r.memory_bytes]),
         times=_times(rank, steps),
         peak=max((r.peak for r in records if r.peak), key=lambda p: p.num_bytes, default=None),
