@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 
 from tests.composing import composed
 from tests.plan.real_steps import one_step
+from zeroexp.config.keys import Config
 from zeroexp.engines.build import build_strategy
 from zeroexp.measure.record import MOMENTS
 from zeroexp.measure.tcp_bytes import sent_bytes
@@ -46,16 +48,20 @@ def check_on_ranks(world: World, accumulation: int) -> None:
     if world.size == 4:
         points = [(stage, ("strategy.replicas=2",)) for stage in ("zero2", "zero3")]
     for stage, words in points:
-        config = config_of(stage, world.size, accumulation, *words)
-        form = form_of(config, build_on_meta(config), "gloo")
-        model = build_model(config.model, seed=0, device=world.device)
-        strategy = build_strategy(config, model, world)
-        held: dict[str, dict[str, int]] = {}
-        for _ in range(2):
-            one_step(strategy, IDS, accumulation, held)
-        expected = {moment: form.held_bytes(moment, world.rank) for moment in MOMENTS}
-        assert held == expected, stage
-        barrier()
+        check_held(world, config_of(stage, world.size, accumulation, *words), accumulation)
+
+
+def check_held(world: World, config: Config, accumulation: int) -> None:
+    form = form_of(config, build_on_meta(config), "gloo")
+    model = build_model(config.model, seed=0, device=world.device)
+    strategy = build_strategy(config, model, world)
+    held: dict[str, dict[str, int]] = {}
+    for _ in range(2):
+        one_step(strategy, IDS, accumulation, held)
+    for moment in MOMENTS:
+        expected = form.held_bytes(moment, world.rank)
+        assert held[moment] == expected, (config.strategy.name, world.rank, moment)
+    barrier()
 
 
 @pytest.mark.parametrize(
@@ -80,20 +86,25 @@ def test_what_is_frozen_rests_in_the_dtype_of_computation():
     assert [form.padding_bytes(rank) for rank in range(3)] == [0, 0, (4 + 2) * 2 * 3]
 
 
-def check_wire(world: World, stage: str, words: tuple[str, ...]) -> None:
-    """On two ranks gloo's all-reduce and all-gather send what a ring sends; its reduce-scatter sends twice that."""
+def check_wire(
+    world: World, stage: str, words: tuple[str, ...], scattering: Sequence[str] = ("zero2", "zero3")
+) -> None:
+    """On two ranks gloo's all-reduce and all-gather send what a ring sends; its reduce-scatter sends twice that.
+
+    scattering: stages whose engine calls it.
+    """
     config = config_of(stage, world.size, 2, *words)
     form = form_of(config, build_on_meta(config), "gloo")
     model = build_model(config.model, seed=0, device=world.device)
     strategy = build_strategy(config, model, world)
     for _ in range(2):
-        one_step(strategy, IDS, 2)
+        one_step(strategy, IDS, 2, {})
     barrier()
     before = sent_bytes()
-    one_step(strategy, IDS, 2)
+    one_step(strategy, IDS, 2, {})
     barrier()
     sent = form.traffic(world.rank).bytes_by_kind
-    doubled = sent["reduce"] if isinstance(form, FsdpForm) else 0
+    doubled = sent["reduce"] if stage in scattering else 0
     wire = sent_bytes() - before - doubled
     assert sum(sent.values()) <= wire <= 1.02 * sum(sent.values()) + 20_000, (stage, wire, sent)
 
