@@ -11,7 +11,7 @@ import sys
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +27,7 @@ from zeroexp.cluster.job import Job
 from zeroexp.cluster.slurm_state import Sighting, conclude_state
 from zeroexp.cluster.submit import SUBMITTING, _complaint, hold, slurm_id, submit_all
 from zeroexp.cluster.sweep import Sweep
-from zeroexp.cluster.task import DUTY, ENDED, JOB_ID, PREEMPTED, WANTS_ANOTHER, Duty
+from zeroexp.cluster.task import ENDED, JOB_ID, PREEMPTED, WANTS_ANOTHER
 from zeroexp.config.job_shape import JobShape
 from zeroexp.config.keys import (
     ClusterConfig,
@@ -342,8 +342,9 @@ def test_that_slurm_ended_a_task_is_noted_before_slurm_is_asked_why(slurm, tmp_p
 
 def task(folder: Path, main: str) -> list[str]:
     (folder / "slurm").mkdir()
-    write_json(folder / DUTY, asdict(Duty(f"tests.cluster.light_ranks:{main}", "cpu", 30)))
-    return [sys.executable, "-m", "zeroexp.cluster.task", str(folder)]
+    make_job(folder, ClusterConfig(kind="slurm", device="cpu"), world_size=2)
+    rank_main = f"tests.cluster.light_ranks:{main}"
+    return [sys.executable, "-m", "zeroexp.cluster.task", rank_main, str(folder)]
 
 
 def slurm_task(rank: int) -> dict[str, str]:

@@ -26,7 +26,7 @@ from submitit.core.utils import FailedJobError, FailedSubmissionError
 
 from zeroexp.cluster.code_snapshot import snapshot_code
 from zeroexp.cluster.job import Job
-from zeroexp.cluster.local import thread_variables
+from zeroexp.cluster.local import RANK_MAIN, thread_variables
 from zeroexp.cluster.slurm_state import NO_ANSWER
 from zeroexp.cluster.task import (
     HEARTBEAT_AT,
@@ -36,7 +36,6 @@ from zeroexp.cluster.task import (
     PREEMPTED,
     TIME_LIMIT,
     WANTS_ANOTHER,
-    Duty,
 )
 from zeroexp.config import plugins
 from zeroexp.config.job_shape import JobShape
@@ -44,13 +43,10 @@ from zeroexp.config.keys import ClusterConfig
 from zeroexp.process.ports import RANGE, SCHEME, SECRET
 from zeroexp.tracking import attempt, failure
 from zeroexp.tracking.files import working_folder_of
-from zeroexp.tracking.mlflow_live import sends_live
 from zeroexp.tracking.run import SLURM_FILE
 
 ELEMENT = "batch.sh"  # of a run that is an element of a job array, in its folder slurm
 ASKS_FOR_GPUS = {"gres", "gpus", "gpus_per_node", "gpus_per_task", "tres_per_task"}
-# As many more ranks read the same files, so that cluster.start_s is given them once more.
-RANKS_THAT_START_TOGETHER = 256
 SUBMITITS_OWN = ("job_name", "nodes", "time", "wckey")  # which have a value unless they are None
 
 
@@ -118,14 +114,14 @@ def _outside_of_jobs() -> Iterator[None]:
         os.environ.update(hidden)
 
 
-def batch_file(job: Job) -> BatchFile:
+def batch_file(job: Job, rank_main: str = RANK_MAIN) -> BatchFile:
     config, folder = job.config.cluster, job.folder.resolve()
     python = config.slurm.python or shlex.quote(sys.executable)
     return BatchFile(
         folder / "slurm",
         _asks(job, config, _name(job)),
         [*_export_lines(job, config), *_site_lines(config.slurm.setup)],
-        f"{python} -u -m zeroexp.cluster.task {shlex.quote(str(folder))}",
+        f"{python} -u -m zeroexp.cluster.task {shlex.join([rank_main, str(folder)])}",
         srun_args=[
             "--kill-on-bad-exit=1",
             # srun no longer takes it from the job since Slurm 22.05: binding to cores would leave each rank one.
@@ -133,7 +129,7 @@ def batch_file(job: Job) -> BatchFile:
             "--mpi=none",  # the ranks use none, whatever the site's default is
             *config.slurm.srun,
         ],
-        teardown=_end_lines(folder / "slurm") if max_requeues(config) else None,
+        teardown=_end_lines(folder / "slurm") if config.max_requeues else None,
     )
 
 
@@ -155,27 +151,9 @@ def array_file(jobs: Sequence[Job]) -> BatchFile:
     return BatchFile(first / "slurm", asks, lines, command, use_srun=False, stderr_to_stdout=True)
 
 
-def element_text(job: Job) -> str:
+def element_text(job: Job, rank_main: str) -> str:
     """Return the ELEMENT of a run; logs of its ranks are named by the array and the element, as the job is."""
-    return batch_file(job).text().replace("/%j_%t_log", "/%A_%a_%t_log")
-
-
-def duty_of(job: Job, rank_main: str) -> Duty:
-    """Return what the tasks of the job are told."""
-    config = job.config.cluster
-    return Duty(
-        rank_main,
-        config.device,
-        config.heartbeat_s,
-        config.start_s * (1 + job.config.world_size / RANKS_THAT_START_TOGETHER),
-        config.hang_s,
-        max_requeues(config),
-        sends_live(job.config.tracking),
-    )
-
-
-def max_requeues(config: ClusterConfig) -> int:
-    return config.slurm.max_requeues if config.requeue else 0
+    return batch_file(job, rank_main).text().replace("/%j_%t_log", "/%A_%a_%t_log")
 
 
 def _name(job: Job) -> str:
@@ -206,7 +184,7 @@ def _asks(job: Job, config: ClusterConfig, name: str) -> dict[str, Any]:
         "constraint": site.constraint,
         "dependency": "singleton" if site.max_running else None,
         "signal": f"USR2@{site.save_s}",  # tasks ignore it if there is nothing to save
-        "requeue" if max_requeues(config) else "no_requeue": True,
+        "requeue" if config.max_requeues else "no_requeue": True,
         "output": f"{job.folder.resolve()}/slurm/%j_batch.out",
         "error": f"{job.folder.resolve()}/slurm/%j_batch.err",
         **own,
@@ -251,7 +229,7 @@ def _export_lines(job: Job, config: ClusterConfig) -> list[str]:
     ]
     if one_node:
         lines.append("export GLOO_SOCKET_IFNAME=${GLOO_SOCKET_IFNAME:-lo}")
-    if most := max_requeues(config):  # the last attempt is not requeued even if a node is lost
+    if most := config.max_requeues:  # the last attempt is not requeued even if a node is lost
         more = f"[ {restarts} -lt {most} ]"
         lines.append(f"{more} || scontrol update JobId=${JOB} Requeue=0")
         # They may be of an attempt before this one, which may end before its tasks begin.

@@ -21,7 +21,7 @@ from zeroexp.cluster import slurm_state
 from zeroexp.cluster.job import Job
 from zeroexp.cluster.local import RANK_MAIN
 from zeroexp.cluster.slurm_state import NO_ANSWER, SlurmSilent, find_by_comment
-from zeroexp.cluster.task import CANCELLED_BY, DUTY, JOB_ID
+from zeroexp.cluster.task import CANCELLED_BY, JOB_ID
 from zeroexp.cluster.tell import tell
 from zeroexp.config.job_shape import JobShape
 from zeroexp.config.keys import ConfigError
@@ -83,7 +83,7 @@ def submit_job_or_array(jobs: Sequence[Job], *, rank_main: str = RANK_MAIN) -> N
     Raises ConfigError with sbatch's message if Slurm refuses, and its subclass QueueFull if that will pass.
     """
     # submitit takes 0.06 s to import, and most sweeps need none of it.
-    from zeroexp.cluster.batch_file import ELEMENT, array_file, batch_file, duty_of, element_text
+    from zeroexp.cluster.batch_file import ELEMENT, array_file, batch_file, element_text
 
     name = f"{jobs[0].folder.name} zeroexp-{secrets.token_hex(8)}"
     for index, job in enumerate(jobs):
@@ -91,12 +91,11 @@ def submit_job_or_array(jobs: Sequence[Job], *, rank_main: str = RANK_MAIN) -> N
         slurm.mkdir(exist_ok=True)
         for of_the_job_before in (JOB_ID, CANCELLED_BY):
             (slurm / of_the_job_before).unlink(missing_ok=True)
-        write_json(job.folder / DUTY, asdict(duty_of(job, rank_main)))
         element = {"element": index} if len(jobs) > 1 else {}
         if element:
-            (slurm / ELEMENT).write_text(element_text(job), encoding="utf-8")
+            (slurm / ELEMENT).write_text(element_text(job, rank_main), encoding="utf-8")
         write_json(job.folder / SUBMITTING, {"name": name, **element})
-    file = array_file(jobs) if len(jobs) > 1 else batch_file(jobs[0])
+    file = array_file(jobs) if len(jobs) > 1 else batch_file(jobs[0], rank_main)
     job_id, message = file.submit(name)
     if job_id is None and (not message or UNSURE.search(message)):
         try:

@@ -390,6 +390,11 @@ class ClusterConfig:
         """How many nodes a local run has."""
         return 1 if self.link is None else self.nodes or 2
 
+    @property
+    def max_requeues(self) -> int:
+        """How often a job of Slurm may start again; 0 unless `requeue` is set."""
+        return self.slurm.max_requeues if self.requeue else 0
+
 
 @dataclass
 class EventsConfig:
