@@ -92,7 +92,11 @@ OF_ENGINES = [
     (FAKE, point("zero3", "tensor", ALL_OFF, "precision=bf16_master")),
     (FAKE, point("zero1", "parameter", OFFLOAD, "precision=bf16_master")),
     (2, point("zero3", "tensor", ALL_OFF, PART, "precision=bf16_master")),
-    (FAKE, point("zero1", "tensor", OFFLOAD, IN_FILES, "precision=paper16")),
+    # Without torch's fused kernel the optimizer reads the number of steps.
+    (
+        FAKE,
+        point("zero1", "tensor", OFFLOAD, IN_FILES, "precision=paper16", "optimizer.fused=false"),
+    ),
     (4, point("zero2", "tensor", GROUPS)),
     (2, point("zero3", "buffer", GROUPS)),  # replicas are on another host
     (2, point("zero3", "buffer", GROUPS, OVER_ALL)),

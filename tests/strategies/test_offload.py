@@ -237,9 +237,10 @@ def in_a_file(world: World, folder: str) -> tuple[dict[str, int], list[str]]:
     masters = 4 * sum(m.numel() for unit in engine.units for _, m in unit.parameters_with_masters())
     assert before["files"] == masters
     state = engine.optimizer.state.values()
-    moments = [moment for own in state for moment in own.values()]
+    moments = [moment for own in state for moment in own.values() if moment.ndim]
     assert after["files"] == masters + sum(moment.nbytes for moment in moments)
-    assert after["host"] == masters  # the transit of gradients is as large
+    # The transit of gradients is as large, and an optimizer may read the number of steps.
+    assert after["host"] == masters + 4 * len(state)
     assert after["files"] <= after["resident"] <= after["files"] + 4096 * 2 * len(moments)
     run_steps(engine, world, recipe, range(2, 3))  # moments are coded anew, in their place
     assert bytes_by_kind(engine.model_states())["files"] == after["files"]

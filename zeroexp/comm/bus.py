@@ -127,7 +127,8 @@ class Bus:
             (master, name, tensor.dtype, tensor.shape): tensor
             for master, state in states.items()
             for name, tensor in state.items()
-            if isinstance(tensor, Tensor)
+            # The number of steps, which an optimizer may read, stays as it made it.
+            if isinstance(tensor, Tensor) and tensor.ndim
         }
         # Wide ones come first, so that each begins at a multiple of its own width.
         new = sorted((k for k in found if k not in self._moments), key=lambda k: -k[2].itemsize)

@@ -35,6 +35,10 @@ class OptimizerForm:
         spans = held.spans.items()
         return sum(n * self._of(kind)._bytes_of(numel, itemsize) for (kind, numel), n in spans)
 
+    def counter_bytes(self, held: HeldElements) -> int:
+        """Return the part of `num_bytes` that counts steps."""
+        return sum(n * self._of(kind).bytes_per_tensor for (kind, _), n in held.spans.items())
+
     def master_bytes(self, held: HeldElements, itemsize: int, at_rest: int) -> int:
         """Return the bytes of master weights; those of the itemsize of parameters at rest are these."""
         kinds = {kind for kind, _ in held.spans}

@@ -208,7 +208,8 @@ class EngineHeld(ClosedForm):
         held |= {kind: held[kind] - num_bytes for kind, num_bytes in moved.items()}
         rests = sum(moved.values()) + apart
         if self.options.offload_folder:
-            return {**held, HOST: transit, FILES: rests}
+            counters = self.optimizer.counter_bytes(there)
+            return {**held, HOST: transit + counters, FILES: rests - counters}
         return {**held, HOST: transit + rests}
 
     def _section_bytes(self, rank: int, size: int | None) -> int:
