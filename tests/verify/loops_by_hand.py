@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import os
 import random
@@ -164,27 +163,21 @@ class Normed(nn.Module):
 def normed(rate: float = 1e-2) -> Loop:
     """BatchNorm, whose running statistics are buffers, under autocast."""
 
-    def train(model: nn.Module) -> Any:
-        wrapped = DistributedDataParallel(model)
-        optimizer = torch.optim.AdamW(model.parameters(), lr=rate, weight_decay=0.1)
+    def rated(model: Any) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(model.parameters(), lr=rate, weight_decay=0.1)
 
-        def step(batches: Sequence[Batch]) -> None:
-            for index, batch in enumerate(batches):
-                last = index == len(batches) - 1
-                with contextlib.nullcontext() if last else wrapped.no_sync():
-                    with torch.autocast("cpu", torch.bfloat16):
-                        loss = of_values(wrapped, batch) / len(batches)
-                    loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-
-        return wrapped, step
+    def under_autocast(model: Any, batch: Batch) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            return of_values(model, batch)
 
     def of_values(model: Any, batch: Batch) -> Tensor:
         return cross_entropy(model(batch[0]).float(), batch[1])
 
     def draw(generator: torch.Generator) -> Batch:
         return torch.randn(8, 6, generator=generator), torch.randint(5, (8,), generator=generator)
+
+    def train(model: nn.Module) -> Any:
+        return plain_ddp(model, rated, under_autocast)
 
     words: Any = {"optimizer": adamw, "train": train, "dtype": torch.bfloat16}
     return Loop(model=Normed(), loss=of_values, batch=draw, **words)
@@ -408,7 +401,7 @@ def of_python_stale() -> Loop:
 def plain_ddp(
     model: Any, optimizer: Any, loss: Any = loss_of, group: Any = None, schedule: Any = None
 ) -> Any:
-    """schedule: made of the optimizer, and stepped behind it."""
+    """schedule: made of what `optimizer` returns, one or several, and stepped behind it."""
     wrapped = DistributedDataParallel(model, process_group=group)
     own = optimizer(wrapped)
     rate = schedule(own) if schedule else None
@@ -417,10 +410,11 @@ def plain_ddp(
         for index, batch in enumerate(batches):
             wrapped.require_backward_grad_sync = index == len(batches) - 1
             (loss(wrapped, batch) / len(batches)).backward()
-        own.step()
+        for each in own if isinstance(own, list) else [own]:
+            each.step()
         if rate:
             rate.step()
-        own.zero_grad()
+        wrapped.zero_grad()
 
     return wrapped, step
 
@@ -545,18 +539,7 @@ def schedule_of_one() -> Loop:
         return None
 
     def train(model: nn.Module) -> Any:
-        wrapped, own = DistributedDataParallel(model), of_two(model)
-        schedule = ramp(own[0])
-
-        def step(batches: Sequence[Batch]) -> None:
-            for batch in batches:
-                (loss_of(wrapped, batch) / len(batches)).backward()
-            for each in own:
-                each.step()
-            schedule.step()
-            wrapped.zero_grad()
-
-        return wrapped, step
+        return plain_ddp(model, of_two, schedule=lambda own: ramp(own[0]))
 
     words: Any = {"optimizer": of_two, "scheduler": ramp, "train": train}
     return Loop(model=Model(), loss=loss_of, batch=batch_of, **words)
