@@ -45,19 +45,21 @@ def test_messages_of_cpus_go_to_every_peer_and_those_of_gpus_round_a_ring(nodes,
     ],
 )
 def test_what_of_a_group_lies_on_one_node(num_groups, device, in_groups, between):
-    inside, shares = Machines(device, JobShape(4, 2)).shares_inside(RankGrid(8, num_groups))
+    config = composed("world_size=8", "strategy=zero2", f"strategy.replicas={num_groups}")
+    inside, shares = Machines(device, JobShape(4, 2)).shares_inside(config)
     assert (inside, shares["replicas"]) == (in_groups, between)
 
 
 def test_groups_that_lie_across_nodes_are_counted_rank_by_rank():
     """Nodes of four ranks, groups of three: 0 1 2 | 3 4 5 | 6 7 8 | 9 10 11."""
-    machines, grid = Machines("cpu", JobShape(3, 4)), RankGrid(12, 4)
+    machines = Machines("cpu", JobShape(3, 4))
+    config = composed("world_size=12", "strategy=zero2", "strategy.replicas=4")
     # Of each rank's two peers, node by node: 2 2 2 | 0 1 1 | 1 1 0 | 2 2 2.
-    inside, shares = machines.shares_inside(grid)
+    inside, shares = machines.shares_inside(config)
     assert inside == 16 / 24
     # 0 3 6 9 | 1 4 7 10 | 2 5 8 11 lie on nodes 0 0 1 2 | 0 1 1 2 | 0 1 2 2.
     assert shares["replicas"] == 6 / 36
-    assert machines.transports(grid) == ("mixed", "mixed")
+    assert machines.transports(config.grid) == ("mixed", "mixed")
 
 
 def test_gradients_that_gpus_send_as_codes_go_to_every_peer():

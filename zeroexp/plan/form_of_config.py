@@ -73,7 +73,7 @@ def _sharded_form(config: Config, model: BuiltModel, transport: str, between: st
 
 
 def _matrices(form: EngineForm, config: Config, model: BuiltModel) -> list[list[CutMatrix]]:
-    is_alone = form.group_size == 1 and not form.shares_updates
+    is_alone = form.group_size == 1 and not form.options.shares_updates
     if form.stage.optimizer is not Placement.SHARD or is_alone:
         return []
     by_kind, step = optimizers_of(config.optimizer), form.options.matrix_step

@@ -81,7 +81,6 @@ class ClosedForm:
     accumulation: int = 1  # microbatches in a step
     precision: PrecisionForm = field(default_factory=PrecisionForm)
     optimizer: OptimizerForm = field(default_factory=OptimizerForm)
-    shares_updates = False  # whether the optimizer's state of some chunks is cut over all of them
     copies_weights = False
     at_rest: ClassVar[str] = "compute"
 

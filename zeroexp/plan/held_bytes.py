@@ -73,10 +73,6 @@ class EngineHeld(ClosedForm):
         return self.options.replicas
 
     @property
-    def shares_updates(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
-        return self.options.shares_updates
-
-    @property
     def traits(self) -> TransportTraits:
         """How the transport between ranks that shard among themselves carries moves."""
         return TRAITS[self.transport]

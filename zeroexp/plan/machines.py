@@ -11,6 +11,7 @@ from pathlib import Path
 
 from zeroexp.config.job_shape import JobShape, job_shape_of
 from zeroexp.config.keys import Config
+from zeroexp.config.optimizer import overs_of
 from zeroexp.cut.rank_grid import RankGrid
 
 
@@ -56,20 +57,17 @@ class Machines:
                 sent += len(nodes) * (len(nodes) - 1)
         return inside / sent if sent else 1.0
 
-    def shares_inside(
-        self, grid: RankGrid, *, shares_updates: bool = False, has_codec: bool = False
-    ) -> tuple[float, dict[str, float]]:
-        """Return the part inside of a node of what a rank sends in its group, and of other moves by kind.
-
-        has_codec: reductions travel as codes, from each rank to the one that sums them.
-        """
-        of_all, groups = self.share_inside_node([range(self.num_ranks)]), _groups(grid)
-        stepping = [range(self.num_ranks)] if shares_updates else groups
+    def shares_inside(self, config: Config) -> tuple[float, dict[str, float]]:
+        """Return the part inside of a node of what a rank sends in its group, and of other moves by kind."""
+        of_all, groups = self.share_inside_node([range(self.num_ranks)]), _groups(config.grid)
+        stepping = [range(self.num_ranks)] if "all" in overs_of(config) else groups
+        # Codes travel from each rank to the one that sums them.
+        has_codec = config.strategy.reduce_codec is not None
         reduced = self.share_inside_node(groups, by_pairs=has_codec)
         return self.share_inside_node(groups), {
             **{"reduce": reduced, "hand_over": reduced},
             "matrices": self.share_inside_node(stepping, by_pairs=True),
-            "replicas": self.share_inside_node(_holders(grid)),
+            "replicas": self.share_inside_node(_holders(config.grid)),
             "secondary": 1.0,  # of the ranks of one node
             "norm": of_all,
         }

@@ -187,7 +187,7 @@ def _outcome_of(name: str, config: Config, form: ClosedForm, machines: Machines)
     ranks = planned_ranks(form)
     of = {name: spread([rank.figures[name] for rank in ranks]) for name in ranks[0].figures}
     some = {name: each for name, each in of.items() if each.fullest}
-    inside = _sent_inside(form, machines, ranks)
+    inside = _sent_inside(config, machines, ranks)
     strategy = config.strategy
     return Outcome(
         name=name,
@@ -213,12 +213,9 @@ def _outcome_of(name: str, config: Config, form: ClosedForm, machines: Machines)
     )
 
 
-def _sent_inside(form: ClosedForm, machines: Machines, ranks: Sequence[PlannedRank]) -> float:
+def _sent_inside(config: Config, machines: Machines, ranks: Sequence[PlannedRank]) -> float:
     """Return the bytes that stay inside of a rank's node, the mean over ranks."""
-    has_codec = isinstance(form, EngineForm) and form.options.reduce_codec is not None
-    inside_group, shares = machines.shares_inside(
-        form.grid, shares_updates=form.shares_updates, has_codec=has_codec
-    )
+    inside_group, shares = machines.shares_inside(config)
     sent = (shares.get(kind, inside_group) * n for rank in ranks for kind, n in rank.sent.items())
     return sum(sent) / len(ranks)
 
@@ -284,6 +281,6 @@ def plan_beside(
     if isinstance(form, EngineForm) and config.cluster.link is not None:
         machines = machines_of(config, "cpu")
         sent = fmean(rank.figures["sent"] for rank in ranks)
-        between = sent - _sent_inside(form, machines, ranks)
+        between = sent - _sent_inside(config, machines, ranks)
         planned["link"] = between * machines.shape.ranks_per_node
     return planned

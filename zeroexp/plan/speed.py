@@ -22,7 +22,6 @@ import torch
 from zeroexp.config.gpus import GPUS, LINK_SHARE, NETWORKS, USUAL_GPU, USUAL_NETWORK, Gpu, Network
 from zeroexp.config.job_shape import JobShape
 from zeroexp.config.keys import Config, ConfigError
-from zeroexp.config.optimizer import overs_of
 from zeroexp.measure.formats import from_json
 from zeroexp.measure.tcp_bytes import payload_rate
 from zeroexp.plan.machines import Machines, processor_name
@@ -196,11 +195,7 @@ def _behind_link(speed: Speed, config: Config, machines: Machines, network: Netw
             return min(within, own / crossing) if crossing else within
         return 1 / (crossing / own + inside / within)
 
-    inside_group, shares = machines.shares_inside(
-        config.grid,
-        shares_updates="all" in overs_of(config),
-        has_codec=config.strategy.reduce_codec is not None,
-    )
+    inside_group, shares = machines.shares_inside(config)
     return replace(
         speed,
         label=f"{speed.label}; links of {link}" if link else speed.label,
