@@ -172,7 +172,7 @@ def test_a_store_without_room_is_no_matter_of_permission_and_leaves_nothing(tmp_
 def test_a_store_of_somebody_else_is_told_as_a_matter_of_permission(outputs: Path) -> None:
     folder, database = write_run(outputs / "mine" / "run"), outputs / "mlflow.db"
     tracker = MlflowTracker(None, "x", outputs)
-    run_id = tracker.start_run(folder).run_id
+    run_id = tracker.log_run(folder)
     missing = MlflowTracker(f"sqlite:///{outputs}/other.db", "x")
     database.chmod(0o644)
     with read_only(outputs), not_root():

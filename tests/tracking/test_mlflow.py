@@ -217,8 +217,7 @@ def test_a_sync_takes_files_as_they_are_where_there_is_no_slurm(sweep, monkeypat
 
 def test_a_run_can_be_followed_and_a_resumed_one_goes_on(tracker, outputs, sweep):
     folder = write_run(sweep / "run", status="running", num_steps=3)
-    run_id = tracker.start_run(folder).run_id
-    tracker.log_run(folder)
+    run_id = tracker.log_run(folder)
     assert status(outputs, run_id) == "RUNNING"
     assert num_metrics(outputs, run_id) == 3 * METRICS_PER_STEP
     write_json(folder / "state.json", {"status": "timed_out", "reason": "after 3600 s"})
@@ -228,7 +227,7 @@ def test_a_run_can_be_followed_and_a_resumed_one_goes_on(tracker, outputs, sweep
     (folder / "earlier" / "1" / "logs").mkdir(parents=True)  # as --rerun leaves it, with its steps
     write_json(folder / "attempts.json", {"attempts": [{"number": 2, "began_at": 1.0}]})
     write_json(folder / "state.json", {"status": "running"})
-    assert tracker.start_run(folder).run_id == run_id
+    assert tracker.log_run(folder) == run_id
     assert status(outputs, run_id) == "RUNNING"
     with RecordWriter(folder) as writer:
         writer.write(record(3))
@@ -273,7 +272,7 @@ def test_a_sync_that_waits_for_another_sender_leaves_the_end_that_it_sent(
 ) -> None:
     """Before it waited, the run went on."""
     folder = write_run(sweep / "zero3-buffer", status="running")
-    run_id, other = tracker.start_run(folder).run_id, MlflowTracker(None, sweep.name, outputs)
+    run_id, other = tracker.log_run(folder), MlflowTracker(None, sweep.name, outputs)
     locked = other.store.locked
 
     @contextmanager
@@ -329,7 +328,6 @@ def _send_all(folders: list[Path], outputs: Path, together: Barrier) -> None:
     together.wait()
     tracker = MlflowTracker(None, "together", outputs)
     for folder in folders:
-        tracker.start_run(folder)
         tracker.log_run(folder)
     tracker.write_views(folders[0].parent.name)
 
@@ -477,9 +475,8 @@ def steps_sent(outputs: Path, run_id: str) -> list[int]:
 
 
 def test_steps_that_the_store_refused_are_sent_later(tracker, outputs, sweep):
-    folder = write_run(sweep / "run", num_steps=7, status="running")
-    records, run_id = read_timed_records(folder), tracker.start_run(folder).run_id
-    tracker.log_steps(run_id, records[:2])
+    records = read_timed_records(write_run(sweep / "other", num_steps=7, status="running"))
+    run_id = tracker.log_run(write_run(sweep / "run", num_steps=2, status="running"))
     with away(outputs), pytest.raises(OSError):
         tracker.log_steps(run_id, records[2:5])
     assert steps_sent(outputs, run_id) == [0, 1]

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -63,71 +62,31 @@ class MlflowTracker:
         self.store = Store(uri, experiment, Path(outputs))
         self._sent: dict[tuple[str, int], set[int]] = {}  # steps by run id and attempt
 
-    def start_run(self, folder: Path) -> LoggedRun:
-        """Return the run folder's MLflow run; the first call creates the run, later calls reopen it.
+    def log_run(self, folder: Path, status: str | None = None) -> str | None:
+        """Send everything the folder holds; call this at any time, also while the run goes on.
 
         A run that goes on from its checkpoint goes on in its MLflow run. One that is repeated from its start becomes
         a new one, and the old one leaves the views of the sweep.
-        """
-        with self._locked(folder):
-            return self._start(folder)
-
-    def _locked(self, folder: Path) -> AbstractContextManager[None]:
-        return self.store.locked(folder / f".{LINK}.lock")
-
-    def _start(self, folder: Path) -> LoggedRun:
-        link = replace(self._opened_link(folder), closed=False)
-        link.write(folder)
-        return link
-
-    def _link_of(self, folder: Path) -> LoggedRun | None:
-        """Return the folder's link, if the store has its run."""
-        link = LoggedRun.read(folder)
-        return link if link and self.store.has_run(link.run_id) else None
-
-    def _opened_link(self, folder: Path) -> LoggedRun:
-        """Return the link to a run that MLflow takes for running."""
-        run, beginning = read_run(folder), beginning_of(folder)
-        link = self._link_of(folder) or self._found(run, beginning)
-        if link and link.attempt == beginning:
-            if link.closed:
-                with self.store.opened() as client:
-                    client.update_run(link.run_id, status=mlflow_labels.RUNNING)
-            return link
-        if link:
-            self.store.send(link.run_id, tags={"sweep": f"{folder.parent.name}/earlier"})
-        return self._create(
-            beginning,
-            start_time=_milliseconds(mlflow_labels.start_time(run)),
-            tags=mlflow_labels.run_tags(run, "running"),
-            run_name=run.name,
-        )
-
-    def log_run(self, folder: Path, status: str | None = None) -> str | None:
-        """Send everything the folder holds; call this at any time, also while the run goes on.
 
         `status` is one of state.json's words, by default the one in that file; a final status closes the run. Returns
         the id of the MLflow run, or None for a skipped point, which never was a run.
         """
-        with self._locked(folder):  # from the reading on: another sender may tell the end meanwhile
-            return self._log(folder, status)
-
-    def _log(self, folder: Path, status: str | None) -> str | None:
-        run, records = read_run(folder), read_timed_records(folder)
-        status = status or run.status
-        if status == "skipped":
-            return None
-        link = self._start(folder)
-        ended = mlflow_labels.end_time(run, status, records)
-        summary = [] if run.summary is None else mlflow_metrics.summary_entries(ended, run.summary)
-        self.log_steps(link.run_id, records, attempt.newest(folder))
-        self.store.send(
-            link.run_id, summary, mlflow_labels.run_params(run), mlflow_labels.run_tags(run, status)
-        )
-        if (word := mlflow_labels.mlflow_status(status)) != mlflow_labels.RUNNING:
-            self.store.send(link.run_id, mlflow_metrics.system_entries(folder))
-            self._close(folder, link, word, ended)
-        return link.run_id
+        # From the reading on: another sender may tell the end meanwhile.
+        with self.store.locked(folder / f".{LINK}.lock"):
+            run, records = read_run(folder), read_timed_records(folder)
+            status = status or run.status
+            if status == "skipped":
+                return None
+            link = self._opened_link(run)
+            ended = mlflow_labels.end_time(run, status, records)
+            summary = mlflow_metrics.summary_entries(ended, run.summary) if run.summary else []
+            self.log_steps(link.run_id, records, attempt.newest(folder))
+            params, tags = mlflow_labels.run_params(run), mlflow_labels.run_tags(run, status)
+            self.store.send(link.run_id, summary, params, tags)
+            if (word := mlflow_labels.mlflow_status(status)) != mlflow_labels.RUNNING:
+                self.store.send(link.run_id, mlflow_metrics.system_entries(folder))
+                self._close(folder, link, word, ended)
+            return link.run_id
 
     def log_page(self, sweep: Path) -> str | None:
         """Send the page of a sweep, as the artifact of a run of its own that no view of points shows.
@@ -176,6 +135,32 @@ class MlflowTracker:
             for tag in mlflow_views.outdated_tags(tags, sweep):
                 client.delete_experiment_tag(experiment_id, tag)
         return [(view.title, view.url(self.store.address, experiment_id)) for view in saved]
+
+    def _link_of(self, folder: Path) -> LoggedRun | None:
+        """Return the folder's link, if the store has its run."""
+        link = LoggedRun.read(folder)
+        return link if link and self.store.has_run(link.run_id) else None
+
+    def _opened_link(self, run: Run) -> LoggedRun:
+        """Return the link to a run that MLflow takes for running, once it stands in the folder."""
+        beginning = beginning_of(run.folder)
+        link = self._link_of(run.folder) or self._found(run, beginning)
+        if link and link.attempt == beginning:
+            if link.closed:
+                with self.store.opened() as client:
+                    client.update_run(link.run_id, status=mlflow_labels.RUNNING)
+        else:
+            if link:
+                self.store.send(link.run_id, tags={"sweep": f"{run.sweep}/earlier"})
+            link = self._create(
+                beginning,
+                start_time=_milliseconds(mlflow_labels.start_time(run)),
+                tags=mlflow_labels.run_tags(run, "running"),
+                run_name=run.name,
+            )
+        link = replace(link, closed=False)
+        link.write(run.folder)
+        return link
 
     def _found(self, run: Run, beginning: int) -> LoggedRun | None:
         """Return the run that this store has of a folder which has been sent to another store since."""

@@ -50,7 +50,7 @@ class Uploads:
     def begin(self, folder: Path) -> None:
         """Start the MLflow run before its ranks run; if this process is killed, --rerun or a sync closes the run."""
         self._looked[folder] = time.monotonic()
-        self._worker.do(lambda: self._tracker.start_run(folder))
+        self._worker.do(lambda: self._tracker.log_run(folder))
         self._worker.wait(STILL_SECONDS)
 
     def look(self, folder: Path) -> None:
