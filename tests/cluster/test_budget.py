@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
 import pytest
 
@@ -10,6 +10,7 @@ from tests.composing import composed
 from zeroexp.check.sweep_points import point_of
 from zeroexp.cluster import fits_memory
 from zeroexp.cluster.fits_memory import plan_slurm_points
+from zeroexp.config.engines import ENGINES
 from zeroexp.plan.outcome import RehearsedPeaks
 
 
@@ -54,6 +55,19 @@ def test_force_submits_all_the_same(capsys):
     words = ("strategy=ddp", "cluster.device_memory_gib=0.001", "cluster.force=true")
     (point,) = plan_slurm_points(points(*words))
     assert point.refusal is None and ": no" in capsys.readouterr().out
+
+
+def test_a_point_of_an_engine_without_a_form_says_so_and_is_submitted(capsys):
+    (point,) = points("strategy=ddp")
+    point.config.strategy.implementation = "formless"
+    ENGINES.add("formless", replace(ENGINES["torch"], form=None))
+    try:
+        (left,) = plan_slurm_points([point])
+    finally:
+        ENGINES.remove("formless")
+    assert left.refusal is None
+    (told,) = capsys.readouterr().out.splitlines()
+    assert told.startswith("no plan of ddp-buffer-n4: strategy.implementation=formless: ")
 
 
 def test_points_of_this_machine_are_left_alone(capsys):
