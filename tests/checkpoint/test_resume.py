@@ -333,12 +333,14 @@ def test_keys_of_a_published_config_that_decide_nothing_may_differ(tmp_path):
         assert f"model.published.{told}" in refused(other, UndefinedCombination)
 
 
-def test_a_published_config_that_transformers_does_not_take_is_compared_as_it_is(tmp_path):
-    config, keys = config_for(tmp_path, "resume=latest"), {"model_type": "of_tomorrow"}
+@pytest.mark.parametrize("kind", ["of_tomorrow", "dots3_note_text"])
+def test_a_published_config_that_transformers_does_not_take_is_compared_as_it_is(tmp_path, kind):
+    """Nor one whose layers have sizes of their own: its class raises where one of all is asked for."""
+    config, keys = config_for(tmp_path, "resume=latest"), {"model_type": kind}
     path = write(tmp_path / "a" / "run", 4, published(config, keys))
     assert resolve_resume(published(config, keys)) == str(path)
     other = published(config, {**keys, "model_type": "of_today"})
-    assert "model_type is of_tomorrow in it, of_today" in refused(other, UndefinedCombination)
+    assert f"model_type is {kind} in it, of_today" in refused(other, UndefinedCombination)
 
 
 def published(config: Config, keys: dict[str, object]) -> Config:

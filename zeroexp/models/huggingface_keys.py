@@ -132,14 +132,14 @@ def check_shape(shape: PreTrainedConfig) -> None:
 def keys_trained_by(published: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return what decides how the model of a config.json is trained, its padding included, by transformers' class.
 
-    Every key of a config that transformers does not take.
+    Every key of a config that transformers does not take, or whose layers have sizes of their own (RuntimeError).
     """
     try:
         shape = AutoConfig.for_model(**published)
-    except (StrictDataclassError, ValueError, TypeError, KeyError):
+        keys = effective_keys(shape)
+    except (StrictDataclassError, ValueError, TypeError, KeyError, RuntimeError):
         return published
-    also = {key: getattr(shape, key, None) for key in ("model_type", PAD)}
-    return {**also, **effective_keys(shape)}
+    return {"model_type": shape.model_type, PAD: getattr(shape, PAD, None), **keys}
 
 
 def effective_keys(shape: PreTrainedConfig) -> dict[str, Any]:
