@@ -215,6 +215,16 @@ def test_few_tokens_tell_how_often_all_use_a_module(loops):
     assert lengths == [7, 11, 15]
 
 
+def test_many_tokens_only_tell_of_chunks_by_a_forward_alone(loops):
+    """Their backward was most of the time that plans of recurrent models took."""
+    config = config_of(*STEP, "model.family=loops", RECOMPUTES, "data.seq_len=4095")
+    model, passes = build_on_meta(config), list[tuple[int, bool]]()
+    embed = model.module.embed
+    embed.register_forward_hook(lambda *its: passes.append((its[2].shape[1], its[2].requires_grad)))
+    form_of(config, model, "native")
+    assert passes == [(7, True), (11, True), (256, False)]
+
+
 @pytest.mark.parametrize("stage", ["zero2", "zero3"])
 @pytest.mark.parametrize("model", ["hrm", "truncated", "reentrant", "looks"])
 def test_fsdp2_gathers_anew_for_each_use(monkeypatch, loops, model, stage):

@@ -113,7 +113,8 @@ def _uses_by_length(config: Config, module: nn.Module) -> list[Use] | None:
     if times > 3:
         few, more = (uses_of(num * FEW_TOKENS + rest) for num in (1, 2))
         if few == more:
-            return few if few == uses_of(min(most, MANY_TOKENS)) else uses_of(most)
+            many = uses_of(min(most, MANY_TOKENS), has_backward=False)
+            return few if _names(few) == _names(many) else uses_of(most)
         if few and more and _extended(few, more, 2) == uses_of(3 * FEW_TOKENS + rest):
             return _extended(few, more, times - 1)
     return uses_of(most)
@@ -127,7 +128,13 @@ def _extended(few: list[Use], more: list[Use], times: int) -> list[Use]:
     return few[:at] + more[at : at + len(more) - len(few)] * times + few[at:]
 
 
-def _uses_of(config: Config, module: nn.Module, num_tokens: int) -> list[Use] | None:
+def _names(uses: list[Use] | None) -> list[str] | None:
+    return uses and [each.name for each in uses]
+
+
+def _uses_of(
+    config: Config, module: nn.Module, num_tokens: int, *, has_backward: bool = True
+) -> list[Use] | None:
     shape = (1, num_tokens)
     if config.data.task == "regression":
         inputs = {"vectors": torch.empty(*shape, width_of(config.model), device="meta")}
@@ -140,8 +147,10 @@ def _uses_of(config: Config, module: nn.Module, num_tokens: int) -> list[Use] | 
     ]
     try:
         with warnings.catch_warnings(action="ignore"), patched_for_fake_tensors(config.model):
-            output = module(**inputs)
-            getattr(output, "logits", output).sum().backward()
+            with torch.set_grad_enabled(has_backward):
+                output = module(**inputs)
+            if has_backward:
+                getattr(output, "logits", output).sum().backward()
     except Exception:  # whatever code of others does without values
         return None
     finally:
