@@ -278,6 +278,16 @@ def test_sweeps_that_ask_for_one_bound_are_all_beside_the_first(tmp_path: Path) 
     assert [curve["agrees"] for curve in told] == [True] * 4
 
 
+def test_a_point_that_trained_fewer_steps_has_moved(sweeps: Path) -> None:
+    records = sweeps / "after/zero3/records.jsonl"
+    lines = records.read_text().splitlines(keepends=True)
+    records.write_text("".join(lines[:-1]))
+    pairs, _ = points_that_moved(points(sweeps / "before"), points(sweeps / "after"))
+    last = json.loads(lines[-1])["step"]
+    (changes,) = (one.changes for one in pairs if one.name == "zero3")
+    assert f"steps: {last + 1} and {last}" in changes
+
+
 def test_times_of_many_points_are_compared_as_many(sweeps, monkeypatch):
     """Else one of twenty points is faster by chance."""
     asked: list[int] = []
