@@ -45,12 +45,15 @@ IMPORTED = {
     "torch.optim._muon",
     "torch.utils._python_dispatch.TorchDispatchMode",
     "torch.utils._python_dispatch._disable_current_modes",
+    "torch.utils._python_dispatch._get_current_dispatch_mode",
+    "torch.utils._python_dispatch._pop_mode_temporarily",
     "torch.utils._python_dispatch.is_traceable_wrapper_subclass",
     "torch.utils._pytree.tree_flatten",
     "torch.utils._pytree.tree_iter",
     "torch.utils._pytree.tree_leaves",
     "torch.utils._pytree.tree_map",
     "torch.utils._pytree.tree_map_only",
+    "torch.utils.checkpoint._CachedTorchDispatchMode",
     "torch.utils.checkpoint._CheckpointFrame",
 }
 # Expressions, each with the private name at its end.

@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from zeroexp.cut.stage import STAGES
 from zeroexp.engines.sharded import Sharded
+from zeroexp.models.checkpointing import checkpoint_blocks
 from zeroexp.process.world import World, barrier
 from zeroexp.zero.options import Options
 
@@ -71,6 +72,15 @@ class CastAgain(Language):
 
     def wide(self, ids: Tensor) -> Tensor:
         return self.embed.weight.double()[ids].sin().float()
+
+
+class SharedAndCounted(Language):
+    """Blocks share a weight, which is of the root; torch counts the operators that they run again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks[1].weight = self.blocks[0].weight
+        checkpoint_blocks(self, ["blocks.0", "blocks.1"], kept=["aten.addmm"])
 
 
 class Viewed(Language):
@@ -166,7 +176,9 @@ def test_the_embeddings_backward_finds_the_roots_memory_given_back(ranks, transp
 
 
 @EVERY_TRANSPORT
-@pytest.mark.parametrize("kind", [Language, Normed, Recomputed, CastAgain, Viewed])
+@pytest.mark.parametrize(
+    "kind", [Language, Normed, Recomputed, CastAgain, SharedAndCounted, Viewed]
+)
 def test_weights_are_those_of_one_process(ranks, kind, transport):
     _, expected = train_plainly(kind, nothing, world_size=2)
     for _, weights in ranks(train, kind, nothing, transport):

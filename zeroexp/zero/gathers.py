@@ -8,14 +8,24 @@ in it. A wrong guess costs a gather and never a wrong result: the unit is freed 
 
 [Note: two orders] Forwards outside of microbatches, as validation's, have an order of their own. In one order with
 microbatches their gathers would follow the last backward, and each microbatch would end by gathering the root in vain.
+
+[Note: counted operators] A selective checkpoint counts the operators of its block in forward, and expects the same ones
+when it recomputes. A block that uses a weight of the root, which may be released (schedule.py), has it gathered again
+there: that happens outside of torch's count.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 
 from torch._C._functorch import TransformType, get_interpreter_stack
+from torch.utils._python_dispatch import (
+    _get_current_dispatch_mode,
+    _pop_mode_temporarily,
+)
+from torch.utils.checkpoint import _CachedTorchDispatchMode
 
 from zeroexp.zero.backward_task import NO_TASK, current_task
 from zeroexp.zero.held import GatherState
@@ -92,13 +102,14 @@ class Gathers:
 
     def make_ready(self, unit: Unit) -> None:
         """Return when the unit's parameters can be used; they stay until the unit is freed."""
-        if unit.is_sharded and unit not in self.in_use:
-            self._order.record(unit)
-            self._gather(unit)
-            self.in_use.add(unit)
-            for ahead in self._order.units_after(self.depth):
-                self._gather(ahead)
-        unit.arrive()
+        with _uncounted():
+            if unit.is_sharded and unit not in self.in_use:
+                self._order.record(unit)
+                self._gather(unit)
+                self.in_use.add(unit)
+                for ahead in self._order.units_after(self.depth):
+                    self._gather(ahead)
+            unit.arrive()
 
     def free(self, unit: Unit) -> None:
         """Free the unit if it is in use."""
@@ -170,6 +181,12 @@ class Gathers:
             unit.gather()
             if not self._overlap:
                 unit.arrive()
+
+
+def _uncounted() -> AbstractContextManager[object]:
+    """Operators inside are none of a block's that is recomputed, see [Note: counted operators]."""
+    counts = isinstance(_get_current_dispatch_mode(), _CachedTorchDispatchMode)
+    return _pop_mode_temporarily() if counts else nullcontext()
 
 
 def _refuse_in_transform(unit: Unit) -> None:
