@@ -17,6 +17,7 @@ from tests.zero.test_without_stops import nothing_is_read
 from zeroexp.checkpoint.load import load
 from zeroexp.interface.canonical import merge
 from zeroexp.interface.module_buffers import Buffers
+from zeroexp.interface.saved_state import SavedState
 from zeroexp.process.world import gather_objects
 
 ENGINES = ("ddp torch", "zero3 torch", "zero1 tensor", "zero3 buffer")
@@ -212,6 +213,42 @@ def shared_late(world):
 
 def test_on_a_gpu_the_sum_is_waited_for_after_a_change_alone(ranks):
     assert ranks(shared_late) == [([0, 0, 0, 0, 8, 0, 0], 1)] * 2
+
+
+class Grows(nn.Module):
+    """The buffer of its state gets another shape in the fourth forward."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.left = nn.Linear(2, 2), 4
+        self.register_buffer("seen", torch.zeros(2))
+
+    def forward(self, x):
+        self.left -= 1
+        self.seen = self.seen if self.left else torch.zeros(3)
+        return self.first(x)
+
+
+def grown_late(world, engine):
+    """What a state, and a wait for all, say as on a GPU of a shape that changed in the step before."""
+    strategy = build(world, engine, sgd, net=Grows())
+    (saved,) = (each for each in vars(strategy).values() if isinstance(each, SavedState))
+    saved.buffers._reads_late = True
+    for _ in range(4):
+        strategy.state_dict()
+        with strategy.microbatch(last=True):
+            strategy.backward(strategy.model(torch.ones(1, 2)).sum())
+        strategy.step()
+        strategy.zero_grad()
+    waits = [] if engine.endswith("torch") else [strategy.drain]
+    for call in (strategy.state_dict, *waits):
+        with pytest.raises(ValueError, match=r"^buffer seen got another shape or dtype"):
+            call()
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_no_state_holds_a_shape_that_a_gpu_tells_of_late(ranks, engine):
+    ranks(grown_late, engine)
 
 
 def test_only_what_changed_is_sent_and_another_shape_is_told_to_all(ranks):

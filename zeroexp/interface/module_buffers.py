@@ -5,7 +5,8 @@ after a step; this module sends them at the end of the step, and only those that
 of one number a buffer tells which, and one broadcast, or none, carries them.
 
 On a GPU the host would wait for that sum, so it is read with the next step's where nothing had changed in the step
-before, as in most models: the first change then takes a step more to arrive.
+before, as in most models: the first change then takes a step more to arrive. It is read before a state is given,
+which so holds no buffer of another shape.
 
 A buffer has changed if its tensor has another version, another address, or was replaced (`self.n = self.n + 1`). Writes
 that bypass the version (`self.mean.data.mul_()`) are found by comparing values in the first steps, and such a buffer is
@@ -96,26 +97,24 @@ class Buffers:
         """
         if not self._may_change:
             return 0
-        never = self._world.size + 1
+        never = self._never
         marks = [buffer.mark(never) for buffer in self._buffers]
         summed = torch.zeros(len(marks), dtype=torch.float64, device=self._world.device)
         if any(marks):  # else the host need not wait for a copy
             summed.copy_(torch.tensor(marks))
         worlds.sum_over_ranks(summed)
         read, before = self._world.read_later(summed), self._unread
+        self._unread = read
         if before is not None and not any(before()):
-            self._unread = read
             return 0
+        self.require_shapes()
         counts = list(zip(self._buffers, read(), strict=True))
         self._num_steps += 1
         keeps_state = any(buffer.persistent for buffer in self._buffers)
         self._may_change = keeps_state or self._num_steps > 1 or any(count for _, count in counts)
-        for buffer, count in counts:
-            if self._num_steps == NUM_COMPARED:
+        if self._num_steps == NUM_COMPARED:
+            for buffer in self._buffers:
                 buffer.values = None
-            if count >= never and buffer.persistent:
-                problem = f"buffer {buffer.name} got another shape or dtype while training"
-                raise ValueError(f"{problem}: register it with persistent=False, or keep its shape")
         is_idle = self._num_steps >= NUM_COMPARED and not any(count for _, count in counts)
         self._unread = read if self._reads_late and is_idle else None
         num_bytes = self._send([buffer for buffer, count in counts if 0 < count < never])
@@ -123,6 +122,19 @@ class Buffers:
             if count:
                 buffer.note()
         return num_bytes
+
+    @property
+    def _never(self) -> int:
+        """What a rank adds to the sum of a buffer that can not be sent: more than all ranks where it changed."""
+        return self._world.size + 1
+
+    def require_shapes(self) -> None:
+        """Raise ValueError, as all ranks do, if a persistent buffer had another shape or dtype in the last `share`."""
+        counts = self._unread() if self._unread is not None else []
+        for buffer, count in zip(self._buffers, counts, strict=False):
+            if count >= self._never and buffer.persistent:
+                problem = f"buffer {buffer.name} got another shape or dtype while training"
+                raise ValueError(f"{problem}: register it with persistent=False, or keep its shape")
 
     def _send(self, changed: Sequence[_Buffer]) -> int:
         """Broadcast the buffers as bytes, so that one broadcast takes all dtypes."""
@@ -143,7 +155,8 @@ class Buffers:
         return persistent_buffers(self._module)
 
     def canonical(self) -> CanonicalState:
-        """Return the persistent buffers, whole, from rank 0."""
+        """Return the persistent buffers, whole, from rank 0. Raises as `require_shapes` does."""
+        self.require_shapes()
         state: CanonicalState = {}
         for name, tensor in self.persistent().items():
             if tensor.layout is not torch.strided:

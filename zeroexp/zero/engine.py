@@ -212,13 +212,14 @@ class Engine:
             unit.zero_grad()
 
     def drain(self) -> None:
-        """Wait for everything in flight and, where it is read late, for whether ranks gathered the same.
+        """Wait for everything in flight and, where it is read late, for what is refused: other gathers, other shapes.
 
         What was gathered ahead stays. Like `model_states` and `state_dict` it concerns this rank alone: one rank may
         call it where others do not.
         """
         self._schedule.wait()
         self._expect_same_gathers()
+        self._saved_state.buffers.require_shapes()
 
     def model_states(self) -> ModelStates:
         self.drain()
