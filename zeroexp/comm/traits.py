@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from zeroexp.cut.rank_grid import RankGrid
+from zeroexp.cut.rank_grid import GridOptions
 
 MIB = 1 << 20
 ALL = "all"  # Options.offload: parameters rest on the host, too
@@ -15,14 +15,13 @@ ON_DEVICE, ON_HOST = 0, 1  # places of masters; so are those above, of a file
 
 
 @dataclass(frozen=True, kw_only=True)
-class MoveOptions:
+class MoveOptions(GridOptions):
     """How an engine moves bytes between ranks, and to the host.
 
     Codecs, secondary copies and pieces on the host travel by messages, since memory that is shared is not sent.
     """
 
     transport: str = "auto"  # a word of comm.collectives.TRANSPORTS
-    replicas: int = 1  # groups of ranks that each hold all states, sharded inside of the group
     # Reductions have a communicator of their own over the backend's collectives, so that no gather waits for one.
     reductions_apart: bool = False
     # What travels in fewer bytes, and is rounded: int8, float8 or int4 (codec.py); None: it is exact.
@@ -57,10 +56,6 @@ class MoveOptions:
     def sums_each_step(self) -> bool:
         """Whether reductions are of all ranks; else of the group, and `sum_between` alone leaves it."""
         return True
-
-    def grid(self, world_size: int) -> RankGrid:
-        """Return which of these ranks shard among themselves."""
-        return RankGrid(world_size, self.replicas)
 
 
 @dataclass(frozen=True)

@@ -48,3 +48,12 @@ class RankGrid:
     def number_by_place(self, rank: int) -> int:
         """Return the index of a rank in `by_place`."""
         return self.place(rank) * self.num_groups + self.group_number(rank)
+
+
+@dataclass(frozen=True, kw_only=True)
+class GridOptions:
+    replicas: int = 1  # groups of ranks that each hold all states, sharded inside of the group
+
+    def grid(self, world_size: int) -> RankGrid:
+        """Return which of these ranks shard among themselves."""
+        return RankGrid(world_size, self.replicas)
