@@ -179,11 +179,8 @@ def test_packing_loses_nothing_but_the_tail():
     """Samples put back to back are the shipped text, token for token; a form feed stands between documents."""
     data = opened("offline", seq_len=100)
     assert data.source == "shipped: Python's language reference (PSF licence)"
-    rows = in_stored_order(data).microbatches
-    stream = [int(rows[0].inputs["input_ids"][0, 0])]
-    for row in rows:
-        assert int(row.inputs["input_ids"][0, 0]) == stream[-1], "neighbours share one token"
-        stream += row.labels[0].tolist()
+    stream, counts = stream_of(data)
+    assert all(counts[1:])
     text = (CORPUS / "python_reference.txt").read_bytes().decode()
     decoded = TOKENIZER.decode(stream, skip_special_tokens=False).replace("<|endoftext|>", "\f")
     assert text.startswith(decoded)
@@ -194,10 +191,7 @@ def test_packing_goes_on_from_one_batch_of_documents_to_the_next(tmp_path):
     """`datasets` hands on 1,000 rows at a time: the tokens that fill no sample go to the front of the next ones."""
     lines = [f"line {number} of the text" for number in range(2500)]
     (tmp_path / "lines.txt").write_text("\n".join(lines), encoding="utf-8")
-    data = opened("hf", path=str(tmp_path / "lines.txt"), seq_len=97)
-    rows = in_stored_order(data).microbatches
-    stream = rows[0].inputs["input_ids"][0, :1].tolist()
-    stream += [token for row in rows for token in row.labels[0].tolist()]
+    stream, _ = stream_of(opened("hf", path=str(tmp_path / "lines.txt"), seq_len=97))
     expected = [token for each in TOKENIZER.encode_batch(lines) for token in (*each.ids, 0)]
     assert stream == expected[: len(stream)] and len(expected) - len(stream) < 97
 
@@ -385,6 +379,7 @@ WRONG: list[tuple[Any, str, dict[str, Any], str]] = [
     (COLUMNS, CAUSAL, {"text_column": "text"}, r"=text: 1 of 2 rows in .* have no value"),
     ({"a.parquet": "PAR1 and no"}, CAUSAL, {}, r"path=.*a.parquet: .*; repair or convert"),
     (TWO, CAUSAL, {"split": "dev"}, r"data.path=.*: no file for the split dev among "),
+    ({"a.csv": "", "b.csv": ""}, CAUSAL, {"split": "test"}, r"no file for the split test among"),
     (write_saved, CAUSAL, {"split": "dev"}, r"data.split=dev: .*use one of train, test"),
     ({"a.txt": ""}, CAUSAL, {}, r"data.path=.*a.txt: is empty; name a file with rows"),
     ({"a.csv": "text,text\na,b\n"}, CAUSAL, {}, r"column=text: several columns .*; rename al"),
@@ -451,20 +446,7 @@ def test_texts_that_look_like_numbers_stay_texts(tmp_path, suffix):
     rows = ["a name"] * 10_000 + ["007", "1e5", "3.10"] * 9
     for name, own in (("a", rows), ("b", rows[-27:])):
         (tmp_path / (name + suffix)).write_text("\n".join(["text", *own]), encoding="utf-8")
-    whole: dict[str, Any] = {"seq_len": 8, "limit": None, "micro_batch_size": 1}
-    data = opened("yelp_causal", path=str(tmp_path), **whole)
-    read = in_stored_order(data).microbatches
-    ids = [int(i) for row in read for i in row.inputs["input_ids"][0]]
-    stream = [i for text in rows + rows[-27:] for i in (*TOKENIZER.encode(text).ids, 0)]
-    assert ids == stream[: len(ids)] and len(stream) - len(ids) <= 8
-
-
-def test_a_comma_behind_every_row_moves_no_column(tmp_path):
-    rows = "".join(f"a name,{n},\n" for n in range(99))
-    (tmp_path / "a.csv").write_text(f"text,n\n{rows}", encoding="utf-8")
-    data = opened("yelp_causal", path=str(tmp_path / "a.csv"), seq_len=8, micro_batch_size=1)
-    first = in_stored_order(data).microbatches[0].inputs["input_ids"][0]
-    assert first.tolist() == ([*TOKENIZER.encode("a name").ids, 0] * 8)[:8]
+    assert [*_read(tmp_path)["text"]] == rows + rows[-27:]
 
 
 def test_a_completion_in_a_csv_may_be_a_number(tmp_path):
@@ -490,11 +472,7 @@ def test_a_table_is_read_as_it_was_written(tmp_path):
     (tmp_path / ".A.csv.swp").write_text("x")
     (tmp_path / ".checkpoints").mkdir()
     (tmp_path / ".checkpoints/A.csv").write_text("other\n1\n")
-    data = opened("yelp_causal", path=str(tmp_path), seq_len=8, micro_batch_size=1)
-    read = in_stored_order(data).microbatches
-    ids = [int(i) for row in read for i in row.inputs["input_ids"][0]]
-    stream = [token for word in words for token in (*TOKENIZER.encode(word).ids, 0)]
-    assert ids == stream[: len(ids)] and len(stream) - len(ids) <= 8
+    assert [*_read(tmp_path)["text"]] == words
 
 
 def labelled(folder: Path, values: Sequence[object], **changes) -> list[int]:
@@ -544,17 +522,17 @@ def test_values_of_the_label_column_are_classes(tmp_path, values, changes, class
         ([1, None], {}, r"data.label_column=stars: 1 of 2 rows in .* have no value there"),
         ([1, 6], {"labels": [1, 2, 3, 4, 5]}, r"data.labels=\[1,2,3,4,5\]: .*also holds 6; name"),
         ([1], {"label_column": "label"}, r"_column=label: no such .*one of review, stars"),
+        (
+            ["2024-01-01"] * 2,
+            {"text_column": "stars"},
+            r"=stars: holds dates alone, no .* of review",
+        ),
     ],
 )
 def test_labels_that_are_no_classes_are_refused(tmp_path, values, changes, line):
     with pytest.raises(ConfigError, match=line) as caught:
         labelled(tmp_path, values, **changes)
     assert "\n" not in str(caught.value)
-
-
-def test_texts_that_are_all_dates_are_called_so(tmp_path):
-    with pytest.raises(ConfigError, match=r"_column=stars: holds dates alone, no .* of review"):
-        labelled(tmp_path, ["2024-01-01", "2024-01-02"], text_column="stars")
 
 
 def test_a_classifier_reads_no_conversations(tmp_path):
@@ -630,20 +608,28 @@ def test_labels_of_a_csv_are_numbers_where_all_are_written_so(tmp_path, first, t
     assert values == found and [*map(type, values)] == [*map(type, found)]
 
 
+# Quotes of a .tsv that stand in a text, and those around one.
+QUOTED = [
+    ('text\tlabel\n"aaa\t0\nbbb" ccc\t1\nddd\t1\n', [('"aaa', 0), ('bbb" ccc', 1), ("ddd", 1)]),
+    ('"text"\t"label"\n"aaa"\t0\nb\t1\n', [("aaa", 0), ("b", 1)]),
+    ('label\ttext\n0\t"Good" it was\n1\tb\n', [('"Good" it was', 0), ("b", 1)]),
+    ('label\ttext\n0\t5" wide\n1\tb "so"\n', [('5" wide', 0), ('b "so"', 1)]),
+    ('text\tlabel\n"a\nb ""c"""\t0\n"a\tb"\t1\n', [('a\nb "c"', 0), ("a\tb", 1)]),
+    (f'text\tlabel\n"{"a" * 200_000}"\t0\n', [("a" * 200_000, 0)]),
+]
+
+
 @pytest.mark.parametrize(
-    ("text", "rows"),
+    ("name", "text", "rows"),
     [
-        ('text\tlabel\n"aaa\t0\nbbb" ccc\t1\nddd\t1\n', [('"aaa', 0), ('bbb" ccc', 1), ("ddd", 1)]),
-        ('"text"\t"label"\n"aaa"\t0\nb\t1\n', [("aaa", 0), ("b", 1)]),
-        ('label\ttext\n0\t"Good" it was\n1\tb\n', [('"Good" it was', 0), ("b", 1)]),
-        ('label\ttext\n0\t5" wide\n1\tb "so"\n', [('5" wide', 0), ('b "so"', 1)]),
-        ('text\tlabel\n"a\nb ""c"""\t0\n"a\tb"\t1\n', [('a\nb "c"', 0), ("a\tb", 1)]),
-        (f'text\tlabel\n"{"a" * 200_000}"\t0\n', [("a" * 200_000, 0)]),
+        ("a.csv", "text,label\n" + "a name,1,\n" * 99, [("a name", 1)] * 99),  # a comma too many
+        ("a.csv", "\n  \ntext,label\n\ngood,1\n\nbad,0\n\n", [("good", 1), ("bad", 0)]),
+        *(("a.tsv", *each) for each in QUOTED),
     ],
 )
-def test_quotes_of_a_tsv_join_no_rows(tmp_path, text, rows):
-    (tmp_path / "a.tsv").write_text(text, encoding="utf-8")
-    read = _read(tmp_path / "a.tsv", *CLASSES)
+def test_rows_of_a_table_are_those_of_its_lines(tmp_path, name, text, rows):
+    (tmp_path / name).write_text(text, encoding="utf-8")
+    read = _read(tmp_path / name, *CLASSES)
     assert [*zip(read["text"], read["label"], strict=True)] == rows
 
 
@@ -657,11 +643,6 @@ def test_what_pandas_writes_is_read(tmp_path, quoting):
         table.to_csv(file, sep=sep, quoting=quoting, index=False)
         read = _read(file, *CLASSES)
         assert [*zip(read["text"], read["label"], strict=True)] == rows
-
-
-def test_blank_lines_of_a_csv_are_no_rows(tmp_path):
-    (tmp_path / "a.csv").write_text("\n  \ntext,label\n\ngood,1\n\nbad,0\n\n")
-    assert [*_read(tmp_path / "a.csv", *CLASSES)["text"]] == ["good", "bad"]
 
 
 def test_keys_that_only_later_messages_have_are_kept(tmp_path):
@@ -763,44 +744,53 @@ def test_of_files_that_are_no_tables_hidden_ones_alone_are_left_out(tmp_path):
     assert [file.name for file in data_files(data)] == ["__init__.txt", "b.txt"]
 
 
-def test_each_of_the_usual_three_files_is_a_split(tmp_path):
-    for name in ("train", "eval", "test"):
-        (tmp_path / f"{name}.csv").write_text("text,label\na,1\n")
-    (tmp_path / "dataset_infos.json").write_text("{}")
-    (tmp_path / "__cache").mkdir()
-    (tmp_path / "__cache/test.csv").write_text("a")
-    data, _ = configs("yelp", path=str(tmp_path))
-    for name in ("train", "eval", "test"):
-        assert data_files(replace(data, split=name)) == [tmp_path / f"{name}.csv"]
-    (tmp_path / "more").mkdir()
-    (tmp_path / "more/state.jsonl").write_text("{}")
-    assert data_files(replace(data, path=str(tmp_path / "more"))) == [tmp_path / "more/state.jsonl"]
+# Files of a folder, and of a path in it, by split, those that are read.
+FILES: list[tuple[str, dict[tuple[str, str], str]]] = [
+    (
+        "train.csv eval.csv test.csv dataset_infos.json __cache/test.csv",
+        {(".", split): f"{split}.csv" for split in ("train", "eval", "test")},
+    ),
+    (
+        "more/state.jsonl more/state.json more/dataset_info.json",
+        {("more", "train"): "more/state.jsonl"},
+    ),
+    (
+        "a[1].jsonl a1.jsonl d[1]/b.jsonl d1/b.jsonl reviews_Test.jsonl test/c.jsonl latest.jsonl",
+        {
+            ("a[1].jsonl", "train"): "a[1].jsonl",
+            ("d[1]", "train"): "d[1]/b.jsonl",
+            (".", "train"): "a1.jsonl a[1].jsonl d1/b.jsonl d[1]/b.jsonl latest.jsonl",
+            (".", "test"): "reviews_Test.jsonl test/c.jsonl",
+        },
+    ),
+    (
+        "train/test_of_time.csv train/b.csv test/train_x.csv test/deep/dev.csv val.csv "
+        "testing.csv evaluation.csv more/training.csv dev-set/train.csv",
+        {
+            (
+                ".",
+                "train",
+            ): "dev-set/train.csv more/training.csv train/b.csv train/test_of_time.csv",
+            (".", "test"): "test/deep/dev.csv test/train_x.csv",
+            (".", "eval"): "evaluation.csv test/deep/dev.csv test/train_x.csv testing.csv",
+            (".", "validation"): "val.csv",
+        },
+    ),
+]
 
 
-def test_files_are_those_of_their_names(tmp_path):
-    """`datasets` takes names for patterns, and finds splits in words of any case, anywhere in a name."""
-    names = [
-        "a[1].csv",
-        "a1.csv",
-        "d[1]/b.csv",
-        "d1/b.csv",
-        "reviews_Test.csv",
-        "test/c.csv",
-        "latest.csv",
-    ]
-    for name in names:
-        (tmp_path / name).parent.mkdir(exist_ok=True)
-        (tmp_path / name).write_text(f"text\n{name}\n")
-    for path, split, read in (
-        ("a[1].csv", "train", ["a[1].csv"]),
-        ("d[1]", "train", ["d[1]/b.csv"]),
-        (".", "train", ["a1.csv", "a[1].csv", "d1/b.csv", "d[1]/b.csv", "latest.csv"]),
-        (".", "test", ["reviews_Test.csv", "test/c.csv"]),
-    ):
+@pytest.mark.parametrize(("names", "read"), FILES)
+def test_files_of_a_split_are_found_by_their_names_and_folders(tmp_path, names, read):
+    """In the words of `datasets`, which takes names for patterns; hidden ones and descriptions are left out."""
+    for name in names.split():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        text = f"text\n{name}\n" if name.endswith(".csv") else json.dumps({"text": name})
+        (tmp_path / name).write_text(text)
+    for (path, split), found in read.items():
         config = composed("data=yelp_causal", f"data.split={split}", "data.text_column=text").data
         config.path = str(tmp_path / path)
         table, _ = read_table(config, data_files(config), tmp_path / ".scratch")
-        assert sorted(table["text"]) == read
+        assert [*table["text"]] == found.split()
 
 
 @pytest.mark.parametrize("name", ["{}.csv", "{}/a.csv"])
@@ -814,37 +804,6 @@ def test_names_with_words_of_two_splits_are_of_both_as_datasets_reads_them(tmp_p
     for split, theirs in datasets.load_dataset("csv", **there).items():
         read = _read(tmp_path / "there", f"data.split={split}")
         assert sorted(read["text"]) == sorted(theirs["text"])
-
-
-def test_a_folder_says_which_split_its_files_are_of(tmp_path):
-    """As in `datasets`, whose words for the splits these are."""
-    names = [
-        "train/test_of_time.csv",
-        "train/b.csv",
-        "test/train_x.csv",
-        "test/deep/dev.csv",
-        "val.csv",
-    ]
-    names += ["testing.csv", "evaluation.csv", "more/training.csv", "dev-set/train.csv"]
-    for name in names:
-        (tmp_path / name).parent.mkdir(exist_ok=True)
-        (tmp_path / name).write_text(f"text\n{name}\n")
-    for split, read in (
-        (
-            "train",
-            ["dev-set/train.csv", "more/training.csv", "train/b.csv", "train/test_of_time.csv"],
-        ),
-        ("test", ["test/deep/dev.csv", "test/train_x.csv"]),
-        ("eval", ["evaluation.csv", "test/deep/dev.csv", "test/train_x.csv", "testing.csv"]),
-        ("validation", ["val.csv"]),
-    ):
-        config = composed("data=yelp_causal", f"data.split={split}").data
-        config.path = str(tmp_path)
-        assert [str(f.relative_to(tmp_path)) for f in data_files(config)] == read
-    config.path, config.split = str(tmp_path / "train"), "test"
-    with pytest.raises(ConfigError, match="no file for the split"):
-        shutil.move(tmp_path / "train/test_of_time.csv", tmp_path / "train/a.csv")
-        data_files(config)
 
 
 def test_each_column_of_a_table_has_tokens_of_its_own(tmp_path):
