@@ -307,38 +307,38 @@ keeps_clipped_gradients = partial(clipped, "zero_grad")
 leaves_out_a_step = partial(clipped, "step")
 
 
-def batch_of_rank_0() -> Loop:
-    """All ranks train on rank 0's first microbatch: on rank 0 alone this looks like a sum that was left out."""
-    loop = scheduled()
+def with_step(loop: Loop, step: Any) -> Loop:
+    """A loop whose step is this one, of its model, its own step and microbatches."""
     train: Any = loop.train
 
-    def copied(model: nn.Module) -> Any:
-        wrapped, step = train(model)
+    def changed(model: nn.Module) -> Any:
+        wrapped, own = train(model)
+        return wrapped, partial(step, model, own)
 
-        def step_on_copies(batches: Sequence[Batch]) -> None:
-            for tensor in batches[0]:
-                dist.broadcast(tensor, 0)
-            step(batches)
-
-        return wrapped, step_on_copies
-
-    loop.train = copied
+    loop.train = changed
     return loop
+
+
+def batch_of_rank_0() -> Loop:
+    """All ranks train on rank 0's first microbatch: on rank 0 alone this looks like a sum that was left out."""
+
+    def step_on_copies(model: Any, step: Any, batches: Sequence[Batch]) -> None:
+        for tensor in batches[0]:
+            dist.broadcast(tensor, 0)
+        step(batches)
+
+    return with_step(scheduled(), step_on_copies)
 
 
 def not_a_number() -> Loop:
     """One gradient overflows on its way on rank 1."""
-    loop = scheduled()
-    train: Any = loop.train
 
-    def spoilt(model: nn.Module) -> Any:
-        wrapped, step = train(model)
+    def overflow(model: Any, step: Any, batches: Sequence[Batch]) -> None:
         if dist.get_rank() == 1:
             model.get_parameter("head.weight").register_hook(lambda gradient: gradient * torch.inf)
-        return wrapped, step
+        step(batches)
 
-    loop.train = spoilt
-    return loop
+    return with_step(scheduled(), overflow)
 
 
 def of_the_world() -> Loop:
@@ -380,22 +380,14 @@ def of_python() -> Loop:
 
 def of_python_stale() -> Loop:
     """Rank 1 forgets its update: what two optimizers call their weights is not the reason."""
-    loop = of_python()
-    train: Any = loop.train
 
-    def forgetful(model: nn.Module) -> Any:
-        wrapped, step = train(model)
+    def forget(model: Any, step: Any, batches: Sequence[Batch]) -> None:
+        kept = [each.detach().clone() for each in model.parameters()]
+        step(batches)
+        for each, before in zip(model.parameters(), kept, strict=True):
+            each.data.copy_(before if dist.get_rank() else each)
 
-        def forget(batches: Sequence[Batch]) -> None:
-            kept = [each.detach().clone() for each in model.parameters()]
-            step(batches)
-            for each, before in zip(model.parameters(), kept, strict=True):
-                each.data.copy_(before if dist.get_rank() else each)
-
-        return wrapped, forget
-
-    loop.train = forgetful
-    return loop
+    return with_step(of_python(), forget)
 
 
 def plain_ddp(
