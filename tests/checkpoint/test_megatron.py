@@ -33,6 +33,8 @@ from zeroexp.models.module import build_model
 from zeroexp.process.content_hash import hash_of
 from zeroexp.process.world import World
 
+# What torch warns of where one process saves and loads.
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 # Two groups of heads, each of two queries, a key and a value.
 HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 4}
 LLAMA = {**HEADS, "hidden_size": 12, "vocab_size": 40}
@@ -158,7 +160,6 @@ def with_moments(config: Config) -> tuple[nn.Module, dict[str, dict[str, Tensor]
     return model, drawn
 
 
-@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 @pytest.mark.parametrize(
     ("fused", "tied"),
     [(True, True), (False, False)],
@@ -220,7 +221,6 @@ def test_megatron_is_brought_in_bit_for_bit(ranks, tmp_path, fused, tied):
         assert not (tmp_path / "again").exists()
 
 
-@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_biases_and_gains_of_queries_and_keys_turn_with_their_weights(tmp_path):
     """--rotary-interleaved --add-qkv-bias --qk-layernorm: what stays in pairs scores other tokens."""
     keys = {"model_type": "qwen3", **HEADS, "hidden_size": 12, "vocab_size": 40}
@@ -243,7 +243,6 @@ def test_biases_and_gains_of_queries_and_keys_turn_with_their_weights(tmp_path):
         assert torch.equal(weights.read(name), of_pairs.reshape(value.shape)), name
 
 
-@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_moments_that_rest_in_8_bits_leave_decoded(tmp_path):
     config = config_of(**LLAMA, tie_word_embeddings=True)
     save_quietly(tmp_path / "alone", *stepped(config))
@@ -268,7 +267,6 @@ def test_moments_that_rest_in_8_bits_leave_decoded(tmp_path):
             assert torch.equal(back.read(name, key), weights.read(name, key)), f"{name}.{key}"
 
 
-@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_the_momentum_of_outer_steps_stays_behind(tmp_path):
     config = config_of(**LLAMA, tie_word_embeddings=True)
     save_quietly(tmp_path / "alone", *stepped(config))

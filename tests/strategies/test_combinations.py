@@ -18,7 +18,7 @@ from tests.strategies.engine import Ours
 from tests.strategies.pairwise import Row, pairwise
 from tests.strategies.test_kinds import WITH_MUON
 from tests.strategies.test_outer import assert_close, outcome_of_replicas, plain_loop
-from tests.strategies.test_parity import FLOAT32_ROUNDING, train_rows
+from tests.strategies.test_parity import FLOAT32_ROUNDING, check_rows
 from zeroexp.cut.engine_rules import why_no_secondary_copy, why_not_over_all
 from zeroexp.cut.stage import STAGES
 from zeroexp.zero.options import Options, OuterOptimizer
@@ -86,8 +86,7 @@ def recipe_of(row: Row) -> Recipe:
     return Recipe(**words, optimizer=optimizer, kinds=kinds)
 
 
-def check(row: Row, answers: list[Any]) -> None:
-    recipe = recipe_of(row)
+def check(row: Row, recipe: Recipe, answers: list[Any]) -> None:
     if row["outer"]:
         assert_close(
             outcome_of_replicas(answers), plain_loop(recipe, row["replicas"], row["outer"])
@@ -105,10 +104,4 @@ def check(row: Row, answers: list[Any]) -> None:
 def test_settings_that_meet_equal_one_process(ranks, size, stage):
     rows = [row for row in ROWS if (row["world_size"], row["stage"]) == (size, stage)]
     makes = [Ours(stage, Options(**{word: row[word] for word in OF_OPTIONS})) for row in rows]
-    runs = list(zip(map(recipe_of, rows), makes, strict=True))
-    answers = ranks(train_rows, runs, world_size=size)
-    for index, row in enumerate(rows):
-        try:
-            check(row, [answer[index] for answer in answers])
-        except AssertionError as error:
-            raise AssertionError(f"{row}: {error}") from error
+    check_rows(ranks, rows, list(zip(map(recipe_of, rows), makes, strict=True)), check)

@@ -27,13 +27,13 @@ from tests.oracle import (
 from tests.plan.real_steps import assert_as_planned
 from tests.strategies.engine import Ours
 from tests.strategies.pairwise import Row, pairwise
+from tests.strategies.test_muon import AXES as OF_MUON
 from tests.strategies.test_muon import make, make_of, momenta
-from tests.strategies.test_parity import train_rows
+from tests.strategies.test_parity import check_rows
 from zeroexp.config.optimizer import optimizer_factory
 from zeroexp.config.parameter_groups import describe_groups, parameter_groups
 from zeroexp.config.parameter_kinds import kinds_of_parameters
 from zeroexp.cut.chunk import Chunk
-from zeroexp.cut.stage import STAGES
 from zeroexp.interface.canonical import merge
 from zeroexp.plan.form_of_config import build_on_meta, form_of
 from zeroexp.zero.options import Options
@@ -134,16 +134,10 @@ def test_what_is_of_which_kind(model, expected) -> None:
     assert {name: named[name] for name in expected} == expected
 
 
+NO_AXES = ("moments", "model", "optimizer_over")  # of a kind, or others in groups
 AXES: dict[str, Any] = {
-    "stage": list(STAGES),
-    "layout": ["parameter", "tensor", "buffer"],
-    "world_size": [1, 2, 3, 4],
-    "matrix_step": ["alltoall", "gather"],
-    "transport": ["direct", "gloo"],
-    "unit": ["block", "module", "model", "layer"],
-    "owners": ["greedy", "contiguous"],
+    **{name: values for name, values in OF_MUON.items() if name not in NO_AXES},
     "replicas": [1],
-    "precision": ["fp32", "bf16_master"],
     "kinds": [
         json.dumps(WITH_MASTERS),
         json.dumps(WITH_LAYOUTS),
@@ -167,16 +161,13 @@ def recipe_of(row: Row) -> Recipe:
 
 @every_nth(2, "world_size", AXES["world_size"])
 def test_any_cut_trains_what_one_process_trains(ranks, world_size) -> None:
+    def is_that_of_one_process(_: Row, recipe: Recipe, answers: Any) -> None:
+        bounds = BF16_ROUNDING if recipe.kinds == json.dumps(WITH_MASTERS) else {}
+        assert_same(outcome_of(answers), train_oracle(recipe), **bounds)
+
     rows = [row for row in ROWS if row["world_size"] == world_size]
     runs = [(recipe_of(row), make_of(row)) for row in rows]
-    answers = ranks(train_rows, runs, world_size=world_size)
-    for index, (row, (recipe, _)) in enumerate(zip(rows, runs, strict=True)):
-        try:
-            bounds = BF16_ROUNDING if recipe.kinds == json.dumps(WITH_MASTERS) else {}
-            outcome = outcome_of([answer[index] for answer in answers])
-            assert_same(outcome, train_oracle(recipe), **bounds)
-        except AssertionError as error:
-            raise AssertionError(f"{row}: {error}") from error
+    check_rows(ranks, rows, runs, is_that_of_one_process)
 
 
 def test_rows_that_are_stepped_on_the_host(ranks) -> None:

@@ -150,17 +150,27 @@ def train_rows(
     return [train_on_ranks(world, recipe, make) for recipe, make in runs]
 
 
-def check(ranks: Any, rows: Sequence[Row]) -> None:
-    """All of one world size."""
-    runs = [(recipe_of(row), ours(row)) for row in rows]
+def check_rows(
+    ranks: Any, rows: Sequence[Row], runs: list[tuple[Recipe, Ours]], check: Any
+) -> None:
+    """Train rows of one world size; `check` gets each with its recipe and its answers, and a failure names it."""
     answers = ranks(train_rows, runs, world_size=rows[0]["world_size"])
     for index, (row, (recipe, _)) in enumerate(zip(rows, runs, strict=True)):
-        bound = tolerance(row, recipe)
         try:
-            outcome = outcome_of([answer[index] for answer in answers])
-            assert_same(outcome, oracle(recipe, row["reduce_each"]), rtol=bound, atol=bound)
+            check(row, recipe, [answer[index] for answer in answers])
         except AssertionError as error:
             raise AssertionError(f"{row}: {error}") from error
+
+
+def check(ranks: Any, rows: Sequence[Row]) -> None:
+    """All of one world size."""
+
+    def is_that_of_one_process(row: Row, recipe: Recipe, answers: Any) -> None:
+        bound = tolerance(row, recipe)
+        expected = oracle(recipe, row["reduce_each"])
+        assert_same(outcome_of(answers), expected, rtol=bound, atol=bound)
+
+    check_rows(ranks, rows, [(recipe_of(row), ours(row)) for row in rows], is_that_of_one_process)
 
 
 def cell_of(row: Row) -> str:

@@ -35,11 +35,11 @@ from tests.strategies.pairwise import Row, pairwise
 from tests.strategies.test_parity import (
     AXES,
     PRECISION,
+    check_rows,
     legal,
     ours,
     recipe_of,
     tolerance,
-    train_rows,
 )
 from zeroexp.comm.base import Pending
 from zeroexp.interface.canonical import merge
@@ -95,19 +95,15 @@ def check(ranks: Any, rows: list[Row]) -> None:
         for m, row in zip(makes, rows, strict=True)
     ]
     recipes = [replace(recipe_of(row), kinds=row.get("kinds", "{}")) for row in rows]
-    answers = ranks(
-        train_rows, list(zip(recipes, makes, strict=True)), world_size=rows[0]["world_size"]
-    )
-    for index, (row, recipe) in enumerate(zip(rows, recipes, strict=True)):
+
+    def is_that_of_one_process(row: Row, recipe: Recipe, answers: Any) -> None:
         # A ring of two adds in any order.
         adds = 2 if (row["world_size"], row["replicas"]) == (4, 2) else 3
         bound = tolerance({**row, "world_size": adds}, recipe)
         expected = train_oracle(replace(recipe, checkpointing=False), rules_of(row))
-        try:
-            outcome = outcome_of([answer[index] for answer in answers])
-            assert_same(outcome, expected, rtol=bound, atol=bound)
-        except AssertionError as error:
-            raise AssertionError(f"{row}: {error}") from error
+        assert_same(outcome_of(answers), expected, rtol=bound, atol=bound)
+
+    check_rows(ranks, rows, list(zip(recipes, makes, strict=True)), is_that_of_one_process)
 
 
 @crossed(
