@@ -17,6 +17,7 @@ import pytest
 import torch
 
 from tests import rank_code
+from tests.run_folders import record
 from zeroexp.checkpoint.folders import newest_checkpoint
 from zeroexp.checkpoint.manifest import read_manifest
 from zeroexp.cluster.follow import ShownRun
@@ -29,7 +30,7 @@ from zeroexp.process.world import World
 from zeroexp.report.sweep_progress import SweepProgress
 from zeroexp.run import rank
 from zeroexp.run.rank import keep_freed_memory, prepare  # noqa: F401
-from zeroexp.tracking.files import read_records, read_summary
+from zeroexp.tracking.files import RecordWriter, read_records, read_summary
 from zeroexp.tracking.run import read_run
 from zeroexp.training.agree_to_stop import Stop
 
@@ -74,6 +75,8 @@ def process_of(job: Job, rank: int) -> int:
 
 def test_what_a_run_leaves_in_its_folder(local, tmp_path):
     job = make_job(tmp_path / "run")
+    with RecordWriter(job.folder) as writer:
+        writer.write(record(7))  # of an earlier attempt, which is shown no more
     told, stepped = io.StringIO(), list[Path]()
     shown = ShownRun(1, job, SweepProgress(1, told), stepped.append, skip=True)
     shown.start()

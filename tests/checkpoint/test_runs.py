@@ -72,7 +72,8 @@ def run_again(local: LocalCluster, job: Job) -> list[str]:
     """Run it again as one that has failed; returns the complaints that its user is shown."""
     job.enter("failed", "its launcher died before it could write that it was done")
     job.put_back()
-    log = Tail(job.folder / LOG, skip=True)
+    log = Tail(job.folder / LOG)
+    log.new_lines()
     outcome = local.run(job)
     assert outcome.status == "done", outcome.cause
     return [error for line in log.new_lines() if (error := json.loads(line)["error"])]
@@ -195,7 +196,8 @@ class Killer:
 
     def __init__(self, job: Job, chance: random.Random, *, writing: bool) -> None:
         self._job, self._chance, self._writing = job, chance, writing
-        self._records, self._num_records = Tail(job.folder / RECORDS, skip=True), 0
+        self._records, self._num_records = Tail(job.folder / RECORDS), 0
+        self._records.new_lines()
 
     def __call__(self) -> None:
         before = self._num_records

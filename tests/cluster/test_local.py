@@ -145,7 +145,8 @@ def test_ranks_meet_without_a_port(local, tmp_path):
 def test_records_arrive_while_the_job_runs(local, tmp_path):
     job = make_job(tmp_path / "write_lines", world_size=1)
     (job.folder / "records.jsonl").write_text('{"step": "of an earlier attempt"}\n')
-    records, seen = Tail(job.folder / "records.jsonl", skip=True), list[int]()
+    records, seen = Tail(job.folder / "records.jsonl"), list[int]()
+    assert len(records.new_lines()) == 1
 
     def read() -> None:
         for line in records.new_lines():

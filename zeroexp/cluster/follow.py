@@ -228,8 +228,9 @@ class ShownRun:
     ) -> None:
         self.job = job
         self._number, self._progress, self._on_step = number, progress, on_step
-        self._records = Tail(job.folder / RECORDS, skip=skip)
-        self._log = Tail(job.folder / LOG, skip=True)
+        self._records, self._log = Tail(job.folder / RECORDS), Tail(job.folder / LOG)
+        for passed in [self._log, *([self._records] if skip else [])]:
+            passed.new_lines()
         self._started = False
 
     def start(self) -> None:

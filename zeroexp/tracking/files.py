@@ -67,21 +67,16 @@ class RecordWriter:
 
 
 class Tail:
-    """The lines of a file that need not exist yet; with `skip` only those appended from now on.
+    """The lines of a file that need not exist yet; who wants later ones alone drops what `new_lines` returns first.
 
     A run that resumes from a checkpoint replaces the file by a shorter one. If the last bytes returned are no longer in
     front of the position, all lines are returned again. (The inode cannot show this: a freed number goes to the next
     file.)
     """
 
-    def __init__(self, path: Path, *, skip: bool = False) -> None:
+    def __init__(self, path: Path) -> None:
         self._path = path
         self._position, self._told = 0, b""
-        if skip:
-            with contextlib.suppress(FileNotFoundError), path.open("rb") as file:
-                self._position = file.seek(0, os.SEEK_END)
-                file.seek(max(0, self._position - MARK_BYTES))
-                self._told = file.read(min(self._position, MARK_BYTES))
 
     def new_lines(self) -> list[str]:
         """Return the new complete lines; a line still being written is left for the next call."""
