@@ -110,6 +110,31 @@ def test_a_study_keeps_its_precision_and_its_batch(plans_of):
     assert (config.precision.name, config.data.global_batch_size) == ("fp32", 2)
 
 
+@pytest.mark.parametrize(
+    ("words", "precision", "stages", "left_out"),
+    [
+        ("strategy.implementation=torch strategy=ddp", "fp32", "ddp", ""),
+        ("strategy.implementation=torch strategy=ddp,zero3", "fp32", "ddp zero3", ""),
+        ("strategy.implementation=torch", "bf16_master", "zero2 zero3", "ddp zero1"),
+        ("model=tiny model.lora.r=4 model.lora.quantize=int8", "fp32", "ddp zero1 zero2 zero3", ""),
+    ],
+)
+def test_points_that_bf16_masters_leave_undefined_are_compared_in_fp32(
+    plans_of, monkeypatch, words, precision, stages, left_out
+):
+    """A stage that is none of the line's, and is not defined in bf16, is left out with the reason."""
+    for name in ("_rehearse_likely_first", "confirm_best"):
+        monkeypatch.setattr(advise_module, name, lambda *_: None)
+    line = LINE if "model=" not in words else "world_size=2 cluster.device=cuda"
+    (found,) = advise(plans_of(f"{line} {words}"))
+    assert found.config.precision.name == precision
+    assert {each.outcome.strategy for each in found.candidates} == {*stages.split()}
+    assert [*found.left_out] == left_out.split()
+    told = " ".join(as_text(found).split())
+    assert told.count(" is not compared: ") == len(found.left_out)
+    assert ("ddp is not compared: " in told) == bool(left_out)
+
+
 def test_dtypes_of_ones_own_are_told_and_left_to_the_line(plans_of):
     """The name of the precision is that of its file, which has other dtypes."""
     line = f"{LINE} strategy=zero3 data.micro_batch_size=2 train.activation_checkpointing=false"

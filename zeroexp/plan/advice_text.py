@@ -157,6 +157,7 @@ def _reasons(advice: Advice) -> list[str]:
         if best and not any(each.outcome.fits for each in of_stage):
             least = min(of_stage, key=lambda each: each.outcome.peak_bytes)
             reasons.append(f"{stage} does not fit: at least {_held(least)}.")
+    reasons += [f"{stage} is not compared: {why}." for stage, why in advice.left_out.items()]
     without = [each.outcome for each in advice.candidates if each.outcome.not_rehearsed]
     told = {f"{each.implementation} is not compared: {each.not_rehearsed}." for each in without}
     reasons += sorted(told)

@@ -10,20 +10,22 @@ that finds more bytes or seconds, another may take its place. Points of the line
 the work, as in the GPU, have an answer each.
 
 [Note: defaults] What the line leaves open is what people run on the device. On GPUs that is bf16 with fp32 masters,
-sequences as long as the model's own context where no data are named, and the memory of an H100. A batch that is not
-named has eight samples for each rank, or what a named micro-batch divides: six of three.
+sequences as long as the model's own context where no data are named, and the memory of an H100. Points of the line that
+are compared are all in fp32 where one of them is not defined in bf16, as torch's DDP. A batch that is not named has
+eight samples for each rank, or what a named micro-batch divides: six of three.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import product
 from math import lcm
 from pathlib import Path
 from typing import Any
 
+from zeroexp.check import check
 from zeroexp.check.sweep_points import fitting_batch
 from zeroexp.config.gpus import USUAL_GPU
 from zeroexp.config.keys import Config, ConfigError
@@ -53,6 +55,8 @@ class Advice:
     candidates: list[PlannedPoint]
     settings: str = ""  # that tell it from other work of the line
     named: Collection[str] = ()  # the keys that the line sets
+    # Why, by stage, where none of its candidates is defined.
+    left_out: Mapping[str, str] = field(default_factory=dict[str, str])
 
     def rehearse(self, at: int, *, quick: bool) -> PlannedPoint:
         self.candidates[at] = with_rehearsal(self.candidates[at], quick=quick)
@@ -131,13 +135,13 @@ def _advices(plans: Plans, now: Callable[[], float]) -> Iterator[Advice]:
         seconds = (BUDGET_SECONDS - CONFIRM_SECONDS) / len(groups)
         until = None if plans.gives_time else now() + seconds
         micro = lcm(*(each.micro for each in points)) if MICRO in plans.named else 1
-        bases = [each._replace(config=_with_defaults(each, plans.named, micro)) for each in points]
-        candidates = [each for base in bases for each in _candidates(base, plans.named)]
+        bf16 = _take_bf16(points)
+        configs = [_with_defaults(each, plans.named, micro, bf16=bf16) for each in points]
+        bases = [each._replace(config=of) for each, of in zip(points, configs, strict=True)]
+        candidates, refused = _candidates(bases, plans.named)
         if not candidates:
-            size = points[0].config.world_size
-            problem = "no strategy of the line is defined there; name others"
-            raise ConfigError(f"world_size={size}: {problem}")
-        advice = Advice(bases[0].config, candidates, _shared_settings(points), plans.named)
+            raise ConfigError(next(iter(refused.values())))
+        advice = Advice(configs[0], candidates, _shared_settings(points), plans.named, refused)
         try:
             _rehearse_likely_first(advice, until, now)
             confirm_best(advice)
@@ -170,14 +174,26 @@ def _of_line(key: str, named: Collection[str]) -> bool:
     return "study" in named or any(each == key or each.startswith(f"{key}.") for each in named)
 
 
-def _with_defaults(planned: PlannedPoint, named: Collection[str], micro: int) -> Config:
+def _take_bf16(points: Sequence[PlannedPoint]) -> bool:
+    """Tell whether all of these points are defined in bf16 with fp32 masters."""
+    try:
+        for each in points:
+            check(with_settings(each.config, {"precision": "bf16_master"}), on_paper=True)
+    except ConfigError:
+        return False
+    return True
+
+
+def _with_defaults(
+    planned: PlannedPoint, named: Collection[str], micro: int, *, bf16: bool = True
+) -> Config:
     """Return the config with what is taken for what the line leaves open, see [Note: defaults].
 
-    micro: what must divide a rank's samples, for the points that are compared with this one.
+    micro: what must divide a rank's samples, and bf16: what each takes, of the points that are compared with this one.
     """
     config, settings = planned.config, dict[str, Any]()
     if planned.machines.device == "cuda":
-        if not _of_line("precision", named):
+        if bf16 and not _of_line("precision", named):
             settings["precision"] = "bf16_master"
         names_length = "data" in named or _of_line(SEQ_LEN, named)
         if not names_length and (longest := longest_sequence(planned.model)):
@@ -191,9 +207,22 @@ def _with_defaults(planned: PlannedPoint, named: Collection[str], micro: int) ->
     return with_settings(config, settings)
 
 
-def _candidates(base: PlannedPoint, named: Collection[str]) -> Iterator[PlannedPoint]:
-    """Yield the ways to do the work of one point of the line that are defined, by closed forms."""
-    config = base.config
+def _candidates(
+    bases: Sequence[PlannedPoint], named: Collection[str]
+) -> tuple[list[PlannedPoint], dict[str, str]]:
+    """Return the ways to do the work of these points that are defined, and by stage why none of it is."""
+    candidates, refused = list[PlannedPoint](), dict[str, str]()
+    for base in bases:
+        for settings in _ways(base.config, named):
+            try:
+                candidates.append(planned_change(base, settings, named))
+            except ConfigError as error:
+                refused.setdefault(settings["strategy"], str(error))
+    found = {each.outcome.strategy for each in candidates}
+    return candidates, {stage: why for stage, why in refused.items() if stage not in found}
+
+
+def _ways(config: Config, named: Collection[str]) -> Iterator[dict[str, Any]]:
     of_line = {"strategy", "study"} & {*named}
     own = config.strategy.name
     stages = (own,) if of_line or own not in STAGES else STAGES
@@ -203,9 +232,7 @@ def _candidates(base: PlannedPoint, named: Collection[str]) -> Iterator[PlannedP
     choices = (config.train.activation_checkpointing,) if RECOMPUTES in named else (False, True)
     layout = {LAYOUT: config.strategy.implementation} if LAYOUT in named else {}
     for stage, recomputes, micro in product(stages, choices, micros):
-        settings = {**layout, "strategy": stage, MICRO: micro, RECOMPUTES: recomputes}
-        if candidate := planned_change(base, settings, named):
-            yield candidate
+        yield {**layout, "strategy": stage, MICRO: micro, RECOMPUTES: recomputes}
 
 
 def _rehearse_likely_first(advice: Advice, until: float | None, now: Callable[[], float]) -> None:

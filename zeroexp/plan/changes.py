@@ -19,7 +19,6 @@ from zeroexp.config.keys import (
     ENGINE_SETTINGS,
     MASTER,
     Config,
-    ConfigError,
     PrecisionConfig,
     resolve,
 )
@@ -35,19 +34,16 @@ PRECISIONS = {"bf16_master": ("bfloat16", "float32", "float32")}
 
 def planned_change(
     of: PlannedPoint, settings: Mapping[str, Any], named: Collection[str] = ()
-) -> PlannedPoint | None:
-    """Return the point with other values by key, named by the words that set them; None where it is not defined.
+) -> PlannedPoint:
+    """Return the point with other values by key, named by the words that set them. Raises ConfigError: not defined.
 
     named: the keys that its line sets.
     """
     config = with_settings(of.config, settings, named)
     words = " ".join(f"{key}={_word(value)}" for key, value in settings.items())
-    try:
-        check(config, on_paper=True)
-        check_custom_layout_and_optimizer(config)
-        return plan_point(config, of.model, of.machines.device, words)
-    except ConfigError:
-        return None
+    check(config, on_paper=True)
+    check_custom_layout_and_optimizer(config)
+    return plan_point(config, of.model, of.machines.device, words)
 
 
 def with_settings(

@@ -133,8 +133,11 @@ def fewest_ranks(point: PlannedPoint) -> PlannedPoint | None:
     groups = lcm(strategy.replicas or 1, strategy.secondary_partition or 1, num_nodes)
     odd = groups // (groups & -groups)  # no power of two is in groups of three
     for power in range((most // odd).bit_length()):
-        at = planned_change(point, {"world_size": odd * 2**power})
-        if at and at.outcome.has_room and (at := with_rehearsal(at)).outcome.has_room:
+        try:
+            at = planned_change(point, {"world_size": odd * 2**power})
+        except ConfigError:  # as of fewer ranks than a group has
+            continue
+        if at.outcome.has_room and (at := with_rehearsal(at)).outcome.has_room:
             return at
     return None
 

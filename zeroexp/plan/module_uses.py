@@ -129,7 +129,7 @@ def _extended(few: list[Use], more: list[Use], times: int) -> list[Use]:
 
 
 def _names(uses: list[Use] | None) -> list[str] | None:
-    return uses and [each.name for each in uses]
+    return None if uses is None else [each.name for each in uses]
 
 
 def _uses_of(
