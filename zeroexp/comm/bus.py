@@ -53,7 +53,7 @@ class Bus:
         """count: is told each move, `to_host` or `to_device`, and its bytes."""
         folder = options.offload_folder
         self.is_used = options.offload is not None
-        self.keeps_pieces = options.pieces_on_host
+        self._parts, self.keeps_pieces = options.host_parts, options.pieces_on_host
         self._is_whole, self._in_file = options.offload_fraction == 1, folder is not None
         self._device = world.device
         self._timed_device = world.timed_device
@@ -77,12 +77,16 @@ class Bus:
         self._memory.append(self._empty_in_file(numel * dtype.itemsize).view(dtype))
         return self._memory[-1]
 
-    def keeps_apart(self, chunk: Chunk) -> bool:
-        """Whether masters of a chunk lie on the host, and its pieces do not."""
-        return chunk.on_host and not self.keeps_pieces
+    def has_masters(self, chunk: Chunk) -> bool:
+        """Whether masters of a chunk lie on the host."""
+        return chunk.on_host and "master" in self._parts
 
-    def connect(self, masters: Sequence[Tensor], compute: torch.dtype, reduce: torch.dtype) -> None:
-        """Take up the memory through which gradients of these masters on the host come and their parameters go."""
+    def connect(
+        self, chunk: Chunk, masters: Sequence[Tensor], compute: torch.dtype, reduce: torch.dtype
+    ) -> None:
+        """Take up the memory through which gradients of masters on the host come and their parameters go."""
+        if not self.has_masters(chunk):
+            return
         last = max(self._place_of.values(), default=ON_DEVICE) if self._in_file else ON_DEVICE
         self._place_of.update(dict.fromkeys(masters, last + 1))
         leaving = [] if self.keeps_pieces else [m for m in masters if m.dtype != compute]
@@ -224,13 +228,17 @@ class Bus:
         if self._last_copy is not None:
             self._last_copy.synchronize()
 
-    def counted_apart(self, states: ModelStates, moments: Sequence[Tensor]) -> ModelStates:
-        """Return the states with those that rest on the host, and these moments there, as kinds of their own."""
+    def counted_apart(self, states: ModelStates, kept: Mapping[Tensor, Any]) -> ModelStates:
+        """Return the states, and what an optimizer keeps by master; what rests on the host is a kind of its own."""
+        moments: list[Tensor] = []
+        for master, state in kept.items():
+            there = moments if master in self._place_of else states.optimizer
+            there.extend(v for v in state.values() if isinstance(v, Tensor))
         if self.is_used:
-            there = {id(memory) for memory in self._memory}
+            memory = {id(each) for each in self._memory}
             states.host = [*self._memory, *moments]
-            states.master = [each for each in states.master if id(each) not in there]
-            states.parameters = [each for each in states.parameters if id(each) not in there]
+            states.master = [each for each in states.master if id(each) not in memory]
+            states.parameters = [each for each in states.parameters if id(each) not in memory]
         if self._in_file:
             states.files = self._filed
             states.resident_bytes = self._file and self._file.resident_bytes()

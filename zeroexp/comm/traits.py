@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from zeroexp.cut.chunk import HOST_PARTS
 from zeroexp.cut.rank_grid import GridOptions
 
 MIB = 1 << 20
-ALL = "all"  # Options.offload: parameters rest on the host, too
 ON_DEVICE, ON_HOST = 0, 1  # places of masters; so are those above, of a file
 
 
@@ -34,8 +34,7 @@ class MoveOptions(GridOptions):
     # Ranks of a node, who keep what they gather until weights change, so that later gathers of a step stay among them
     # (ZeRO++: hpZ, secondary.py); None: every gather goes over all ranks.
     secondary_partition: int | None = None
-    # `optimizer`: masters and optimizer state rest on the host, where the update is. `all`: parameters that rest
-    # sharded too. None: on the device.
+    # A word of HOST_PARTS: masters that rest on the host are updated there. None: nothing does.
     offload: str | None = None
     # The share of the elements of which that holds: whole chunks, see place_on_host (cut/layout.py).
     offload_fraction: float = 1.0
@@ -43,9 +42,15 @@ class MoveOptions(GridOptions):
     offload_folder: str | None = None
 
     @property
+    def host_parts(self) -> frozenset[str]:
+        """The kinds of states that rest on the host; masters that are pieces take these along."""
+        parts = HOST_PARTS.get(self.offload or "", frozenset[str]())
+        return parts | {"parameters"} if self.masters_rest and "master" in parts else parts
+
+    @property
     def pieces_on_host(self) -> bool:
-        """Whether parameters that rest sharded rest on the host where their masters do."""
-        return self.offload == ALL or (self.offload is not None and self.masters_rest)
+        """Whether parameters that rest sharded rest on the host."""
+        return "parameters" in self.host_parts
 
     @property
     def shares_updates(self) -> bool:

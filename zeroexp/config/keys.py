@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, TypeVar, cast, get_type_hints
 
 from zeroexp.config.gpus import GPUS, NETWORKS
+from zeroexp.cut.chunk import HOST_PARTS
 from zeroexp.cut.codec_bytes import CODE_BITS
 from zeroexp.cut.layout import LAYOUTS
 from zeroexp.cut.matrix_step import MATRIX_STEPS
@@ -215,7 +216,7 @@ class StrategyConfig:
     # how an optimizer of whole matrices steps those that are cut: each rank that has a piece gets the whole, or one
     matrix_step: str | None = of_engine("alltoall", *MATRIX_STEPS)
     # what rests on the host, and is updated there; None: nothing. See docs/offload.md.
-    offload: str | None = of_engine(None, "optimizer", "all")
+    offload: str | None = of_engine(None, *HOST_PARTS)
     # share of it that does, as whole chunks; None: all of it
     offload_fraction: float | None = of_engine(1.0, above=0, most=1)
     # folder of a disk: all that rests on the host lies in a file there for each rank, mapped into its memory

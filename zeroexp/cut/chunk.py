@@ -18,6 +18,11 @@ from functools import cached_property
 FROZEN = "frozen"  # the kind of parameters that get no gradient
 # The kind of those that the optimizer steps as whole matrices; of a row of `optimizer.kinds` it is the last word.
 MATRIX = "matrix"
+# By word of `offload`, the kinds of states that rest on the host, of chunks that are marked `on_host`.
+HOST_PARTS = {
+    "optimizer": frozenset({"optimizer", "master"}),
+    "all": frozenset({"optimizer", "master", "parameters"}),
+}
 
 
 @dataclass(frozen=True)
@@ -62,7 +67,7 @@ class Chunk:
     members: tuple[Member, ...]
     cuts: tuple[int, ...]
     kind: str = ""
-    # What the optimizer updates of it rests on the host, and its parameters where these do.
+    # What HOST_PARTS names of it rests on the host.
     on_host: bool = False
     # Of what a rank holds of it, replicas update a share each (comm/replicas.py); else they all update the same.
     over_all: bool = False

@@ -184,25 +184,24 @@ class EngineHeld(ClosedForm):
             frozen = self.held_elements(rank).resting - numel
             held["parameters"] = codes + self._compute * frozen
             held["master"] = self._master * numel
-        if self.options.offload is None:
+        if not (parts := self.options.host_parts):
             return held
         there = self.held_elements(rank, on_host=True)
-        if self.options.masters_rest:  # pieces are on the host, and masters are the pieces
-            on_host = held["parameters"] - codes + held["master"] + self._reduce * there.owned
-            on_host += held["optimizer"]
-            return {**held, "optimizer": 0, "master": 0, "parameters": codes, HOST: on_host}
+        owned = there.owned if "master" in parts else 0
         keeps_pieces = self.options.pieces_on_host
         is_cast = self.precision.master != self.precision.compute
         moved = {
             "optimizer": self.optimizer.num_bytes(there, self._master),
-            "master": self._master * there.owned if is_cast else 0,
-            "parameters": self._compute * there.resting if keeps_pieces else 0,
+            "master": self._master * owned if is_cast else 0,
+            "parameters": self._compute * there.resting,
         }
-        transit = there.owned * max(self._reduce, self._compute * (is_cast and not keeps_pieces))
+        if self.options.masters_rest:  # masters are the pieces, and codes alone stay on the device
+            moved |= {"master": held["master"], "parameters": held["parameters"] - codes}
+        transit = owned * max(self._reduce, self._compute * (is_cast and not keeps_pieces))
         # Masters of the parameters' dtype are the pieces, where these are there too.
-        apart = 0 if is_cast or keeps_pieces else self._master * there.owned
-        held |= {kind: held[kind] - num_bytes for kind, num_bytes in moved.items()}
-        rests = sum(moved.values()) + apart
+        apart = 0 if is_cast or keeps_pieces else self._master * owned
+        held |= {kind: held[kind] - moved[kind] for kind in parts}
+        rests = sum(moved[kind] for kind in parts) + apart
         if self.options.offload_folder:
             counters = self.optimizer.counter_bytes(there)
             return {**held, HOST: transit + counters, FILES: rests - counters}

@@ -14,7 +14,6 @@ import torch
 from torch import Tensor, nn
 
 from zeroexp.comm.collectives import Collectives
-from zeroexp.comm.traits import ON_DEVICE
 from zeroexp.cut.stage import Stage
 from zeroexp.interface.canonical import WEIGHT, canonical_of_one_rank
 from zeroexp.interface.held_pieces import ALONE, HeldPiece
@@ -227,13 +226,8 @@ class Engine:
         for unit in self.units:
             for kind, tensors in unit.states().items():
                 getattr(states, kind).extend(tensors)
-        on_host: list[Tensor] = []
-        for master, state in self.optimizer.state.items():
-            at_host = self.wire.bus.place_of(master) != ON_DEVICE
-            moments = on_host if at_host else states.optimizer
-            moments.extend(v for v in state.values() if isinstance(v, Tensor))
         states.outer.extend(self._outer.tensors)
-        return self.wire.bus.counted_apart(states, on_host)
+        return self.wire.bus.counted_apart(states, self.optimizer.state)
 
     def state_dict(self) -> CanonicalState:
         self._observer.saving()

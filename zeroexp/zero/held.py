@@ -234,11 +234,12 @@ def allocate(
 def _make_masters(held: Held, dtypes: Dtypes, wire: Collectives) -> None:
     """Make masters: views of the parameters' own memory where dtypes and devices agree, else memory of their own."""
     values: Sequence[Tensor] = [elements for _, elements in held.own_elements()]
-    lies_apart = wire.bus.keeps_apart(held.chunk)
+    on_host = wire.bus.has_masters(held.chunk)
+    lies_apart = on_host and not wire.bus.keeps_pieces
     master = dtypes.master_of(held.chunk)
     if (master is not held.piece.dtype or lies_apart) and values:
         sizes = [span.numel for span in held.owned]
-        empty = wire.bus.empty if held.chunk.on_host else held.piece.new_empty
+        empty = wire.bus.empty if on_host else held.piece.new_empty
         held.master_flat = empty(sum(sizes), dtype=master)
         values = held.master_flat.split(sizes)
     for value, span in zip(values, held.owned, strict=True):
@@ -247,8 +248,7 @@ def _make_masters(held: Held, dtypes: Dtypes, wire: Collectives) -> None:
         whole = span.numel == shape.numel()
         # `.data` gives it a version counter of its own, which only writes into the master advance.
         held.masters.append(nn.Parameter((value.view(shape) if whole else value).data))
-    if held.chunk.on_host:
-        wire.bus.connect(held.masters, dtypes.compute, dtypes.reduce)
+    wire.bus.connect(held.chunk, held.masters, dtypes.compute, dtypes.reduce)
     if held.master_flat is not None:
         pairs = zip(held.own_elements(), held.masters, strict=True)
         held.elements = [elements.view(master.shape) for (_, elements), master in pairs]

@@ -120,8 +120,9 @@ class Unit:
 
     def _masters_to_cast(self) -> Iterator[tuple[int, list[Tensor], list[nn.Parameter]]]:
         """Yield by place the owned elements and their masters, where these have another dtype or place."""
+        bus = self._wire.bus
         for place in (ON_DEVICE, ON_HOST):
-            there = [h for h in self.trainable if h.chunk.on_host == place and h.elements]
+            there = [h for h in self.trainable if bus.has_masters(h.chunk) == place and h.elements]
             if there:
                 masters = [master for held in there for master in held.masters]
                 yield place, [each for held in there for each in held.elements], masters
@@ -221,11 +222,11 @@ class Unit:
 
         Nothing is sent here: where G -> O is a reduce-scatter (zero1), `reduce` ran it beside the last backward.
         """
-        handed: list[OptimizerInput] = []
+        bus, handed = self._wire.bus, list[OptimizerInput]()
         chunks = zip(self.trainable, self._updated, self.gradients, strict=True)
         for held, updated, gradients in chunks:
             for (parameter, master), gradient in zip(updated, gradients.owned(), strict=True):
-                if gradient.dtype is not master.dtype and not held.chunk.on_host:
+                if gradient.dtype is not master.dtype and bus.place_of(master) == ON_DEVICE:
                     gradient = gradient.to(master.dtype)
                 if gradient.shape != master.shape:
                     gradient = gradient.view(master.shape)
