@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -26,25 +27,32 @@ MAY_NOT = r"compile|OptimizedModule"
 
 def by_aot_eager(function: Callable[[Lab, str], None]) -> None:
     """Each compiles for seconds on every rank; before a change tests/strategies/test_compiled_blocks.py is enough."""
-    variants(["aot_eager"], SETTINGS, may_refuse=MAY_NOT, tolerance=5e-6, mark="slow")(function)
+    compiling(["aot_eager"])(function)
 
 
-@by_aot_eager
-def blocks_compiled_in_place_by(lab: Lab, backend: str) -> None:
+def compiling(names: Sequence[str]) -> Callable[[Callable[[Lab, str], None]], None]:
+    words: dict[str, Any] = {
+        "may_refuse": MAY_NOT,
+        "tolerance": 5e-6,
+        "mark": "slow",
+        "first": True,
+    }
+    return variants(names, SETTINGS, **words)
+
+
+PARTS = ("blocks", "the_model")
+
+
+@compiling(
+    [f"{part}_{how}" for part in PARTS for how in ("before", "after_wrapping", "by_inductor")]
+)
+def compiled_in_place_are(lab: Lab, which: str) -> None:
     torch._dynamo.reset()
     model = Net()
-    for layer in model.layers:
-        layer.compile(backend=backend)
-    lab.train(lab.wrap(model), num_microbatches=2)
-
-
-@by_aot_eager
-def blocks_compiled_in_place_after_wrapping_by(lab: Lab, backend: str) -> None:
-    torch._dynamo.reset()
-    t = lab.wrap(Net())
-    for layer in t.model.layers:
-        layer.compile(backend=backend)
-    lab.train(t, num_microbatches=2)
+    t = lab.wrap(model) if which.endswith("after_wrapping") else None
+    for each in [model] if which.startswith("the_model") else model.layers:
+        each.compile(backend="inductor" if which.endswith("inductor") else "aot_eager")
+    lab.train(t or lab.wrap(model), num_microbatches=2)
 
 
 @scenario(SETTINGS, tolerance=5e-6)
@@ -55,22 +63,6 @@ def blocks_replaced_by_compiled_ones(lab: Lab) -> None:
     for index in range(3):
         model.layers[index] = torch.compile(model.layers[index], backend="eager")
     lab.train(lab.wrap(model), num_microbatches=2)
-
-
-@by_aot_eager
-def the_model_compiled_in_place_by(lab: Lab, backend: str) -> None:
-    torch._dynamo.reset()
-    model = Net()
-    model.compile(backend=backend)
-    lab.train(lab.wrap(model), num_microbatches=2)
-
-
-@by_aot_eager
-def the_model_compiled_in_place_after_wrapping_by(lab: Lab, backend: str) -> None:
-    torch._dynamo.reset()
-    t = lab.wrap(Net())
-    t.model.compile(backend=backend)
-    lab.train(t, num_microbatches=2)
 
 
 @by_aot_eager
@@ -105,18 +97,6 @@ def a_function_in_a_block_compiled_by(lab: Lab, backend: str) -> None:
             return x + torch.compile(self.inner, backend=backend)(x)
 
     lab.train(lab.wrap(Net(Inside)))
-
-
-@variants(["block", "model"], SETTINGS, may_refuse=MAY_NOT, tolerance=5e-6, mark="slow")
-def compiled_by_inductor(lab: Lab, what: str) -> None:
-    torch._dynamo.reset()
-    model = Net()
-    if what == "model":
-        model.compile()
-    else:
-        for layer in model.layers:
-            layer.compile()
-    lab.train(lab.wrap(model), num_microbatches=2)
 
 
 @scenario(ONLY_ZERO3, may_refuse=r"script|trace|jit")

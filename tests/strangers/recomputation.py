@@ -20,67 +20,47 @@ from tests.strangers.models import Block, Net
 MAY_NOT = r"checkpoint|recomput|reentrant"
 
 
+# Blocks by number, one after another; those of a tuple run inside of one checkpoint.
+PLACES: dict[str, tuple[Any, ...]] = {
+    "each_block": ((0,), (1,), (2,)),
+    "two_blocks": ((0, 1), 2),
+    "two_groups": ((0, 1), (2,)),
+    "all_blocks": ((0, 1, 2),),
+    "a_block_twice": ((0,), 1, (0,)),
+    "a_block_twice_in_one": ((0, 1, 0),),
+    "one_in_another": ((0, (1,), 2),),
+    "every_second": (0, (1,), 2),
+}
+
+
 class Recomputed(Net):
     """`where` says what stands inside a checkpoint."""
 
     def __init__(self, where: str, *, reentrant: bool, block: type[nn.Module] = Block) -> None:
         super().__init__(block)
-        self.where = where
+        self.where = PLACES[where]
         self.run = partial(checkpoint, use_reentrant=reentrant)
 
-    def all_of(self, x: Tensor, *indices: int) -> Tensor:
-        for index in indices:
-            x = self.layers[index](x)
-        return x
-
     def body(self, x: Tensor) -> Tensor:
-        x = self.inp(x)
-        if self.where == "each_block":
-            for layer in self.layers:
-                x = self.run(layer, x)
-            return x
-        if self.where == "two_blocks":
-            return self.layers[2](self.run(lambda x: self.all_of(x, 0, 1), x))
-        if self.where == "two_groups":
-            x = self.run(lambda x: self.all_of(x, 0, 1), x)
-            return self.run(lambda x: self.all_of(x, 2), x)
-        if self.where == "all_blocks":
-            return self.run(lambda x: self.all_of(x, 0, 1, 2), x)
-        if self.where == "a_block_twice":
-            x = self.run(self.layers[0], x)
-            return self.run(self.layers[0], self.layers[1](x))
-        if self.where == "a_block_in_two_groups":
-            x = self.run(lambda x: self.all_of(x, 0, 1), x)
-            return self.run(lambda x: self.all_of(x, 0), x)
-        if self.where == "a_block_twice_in_one":
-            return self.run(lambda x: self.all_of(x, 0, 1, 0), x)
-        if self.where == "one_in_another":
-            inner = lambda x: self.run(self.layers[1], x)  # noqa: E731
-            return self.run(lambda x: self.layers[2](inner(self.layers[0](x))), x)
-        assert self.where == "every_second"
-        return self.all_of(self.run(self.layers[1], self.all_of(x, 0)), 2)
+        return self.run_through(self.where, self.inp(x))
 
-
-PLACES = [
-    "each_block",
-    "two_blocks",
-    "two_groups",
-    "all_blocks",
-    "a_block_twice",
-    "a_block_twice_in_one",
-    "one_in_another",
-    "every_second",
-]
+    def run_through(self, parts: tuple[Any, ...], x: Tensor) -> Tensor:
+        for part in parts:
+            is_block = isinstance(part, int)
+            x = self.layers[part](x) if is_block else self.run(partial(self.run_through, part), x)
+        return x
 
 
 @variants(
-    PLACES, EVERY_WAY, quick=["each_block", "two_groups", "a_block_twice_in_one", "one_in_another"]
+    [*PLACES],
+    EVERY_WAY,
+    quick=["each_block", "two_groups", "a_block_twice_in_one", "one_in_another"],
 )
 def checkpoint_around(lab: Lab, where: str) -> None:
     lab.train(lab.wrap(Recomputed(where, reentrant=False)), num_microbatches=2)
 
 
-@variants(PLACES, EVERY_WAY, quick=["each_block", "two_groups", "a_block_twice_in_one"])
+@variants([*PLACES], EVERY_WAY, quick=["each_block", "two_groups", "a_block_twice_in_one"])
 def reentrant_checkpoint_around(lab: Lab, where: str) -> None:
     lab.train(lab.wrap(Recomputed(where, reentrant=True)), num_microbatches=2)
 
