@@ -19,7 +19,7 @@ from tests.strangers.lab import (
     scenario,
     variants,
 )
-from tests.strangers.models import Language, Net
+from tests.strangers.models import Language, Net, Shortened
 
 MODES: dict[str, Any] = {
     "no_grad": torch.no_grad,
@@ -92,18 +92,6 @@ def evaluated_inside_a_microbatch_in(lab: Lab, mode: str) -> None:
                 t.backward(loss)
             with MODES[mode]():
                 batch.note(t.model(torch.ones(2, WIDTH)))
-
-
-class Shortened(Net):
-    """Leaves after `depth` blocks, as early exits and probes of hidden layers do."""
-
-    depth = 3
-
-    def body(self, x: Tensor) -> Tensor:
-        x = self.inp(x)
-        for layer in self.layers[: self.depth]:
-            x = layer(x)
-        return x
 
 
 @variants(["direct", "gloo"])

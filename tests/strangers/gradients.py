@@ -23,7 +23,7 @@ from tests.strangers.lab import (
     scenario,
     variants,
 )
-from tests.strangers.models import Block, Language, Net
+from tests.strangers.models import Block, Language, Net, Shortened
 
 TAKEN = r"max_grad_norm|\.grad\b"
 
@@ -149,19 +149,10 @@ IN_ONE = (*BY_STAGE, Setting("zero2", world_size=1), Setting("zero3", world_size
 def gradients_zeroed_and_not_dropped_behind_microbatches_that_are(lab: Lab, which: str) -> None:
     """No step takes them, and in the next one a block is not used: its momentum and decay move it all the same."""
 
-    class Shallow(Net):
-        depth = 3
-
-        def body(self, x: Tensor) -> Tensor:
-            x = self.inp(x)
-            for layer in [*self.layers][: self.depth]:
-                x = layer(x)
-            return x
-
     def optimizer(groups: Any) -> torch.optim.Optimizer:
         return torch.optim.SGD(groups, lr=0.1, momentum=0.9, weight_decay=0.1)
 
-    t = lab.wrap(Shallow(), optimizer=optimizer, reduce_each="step")
+    t = lab.wrap(Shortened(), optimizer=optimizer, reduce_each="step")
     for step in range(3):
         t.model.depth = 2 if step == 2 else 3
         for batch in lab.batches(step, 2):

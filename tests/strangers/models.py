@@ -65,3 +65,15 @@ class Language(nn.Module):
 
     def forward(self, ids: Tensor) -> Tensor:
         return self.head(self.hidden(ids))
+
+
+class Shortened(Net):
+    """Leaves after `depth` blocks, as early exits and probes of hidden layers do."""
+
+    depth = 3
+
+    def body(self, x: Tensor) -> Tensor:
+        x = self.inp(x)
+        for layer in self.layers[: self.depth]:
+            x = layer(x)
+        return x

@@ -124,18 +124,6 @@ def loss_with_attributes(model: nn.Module, batch: Batch) -> Tensor:
     return loss + 0.3 * torch.stack([layer.aux for layer in model.layers]).sum()
 
 
-@scenario(EVERY_WAY)
-def left_in_an_attribute(lab: Lab) -> None:
-    lab.train(lab.wrap(Net(Leaving)), loss_with_attributes, num_microbatches=2)
-
-
-@scenario(EVERY_WAY)
-def left_in_an_attribute_by_frozen_blocks(lab: Lab) -> None:
-    model = Net(Leaving)
-    model.layers.requires_grad_(False)
-    lab.train(lab.wrap(model), loss_with_attributes)
-
-
 class Probing(Block):
     """The auxiliary loss comes from a probe whose weights alone are frozen."""
 
@@ -150,9 +138,15 @@ class Probing(Block):
         return x
 
 
-@scenario(EVERY_WAY)
-def left_in_an_attribute_by_a_frozen_probe(lab: Lab) -> None:
-    lab.train(lab.wrap(Net(Probing)), loss_with_attributes)
+BY_WHOM = ("blocks", "frozen_blocks", "a_frozen_probe")
+
+
+@variants(BY_WHOM, EVERY_WAY, quick=BY_WHOM, first=True)
+def left_in_an_attribute_by(lab: Lab, whom: str) -> None:
+    model = Net(Probing if whom == "a_frozen_probe" else Leaving)
+    if whom == "frozen_blocks":
+        model.layers.requires_grad_(False)
+    lab.train(lab.wrap(model), loss_with_attributes, num_microbatches=2)
 
 
 class Appending(Block):
@@ -302,19 +296,30 @@ def a_weight_as_an_output(lab: Lab) -> None:
     lab.train(lab.wrap(Borrower(Lending)))
 
 
-@variants(
-    ["transposed", "flat", "detached", "parameter"],
-    may_refuse={"zero3": r"view|outlive|gathered|kept|freed"},
-)
+class Keeping(Block):
+    """Leaves its weight in an attribute as this function shows it."""
+
+    shown = staticmethod(lambda weight: weight.detach().view(-1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        object.__setattr__(self, "kept", self.shown(self.up.weight))
+        return super().forward(x)
+
+
+SHOWN: dict[str, Callable[[Tensor], Tensor]] = {
+    "transposed": lambda weight: weight.t(),
+    "flat": lambda weight: weight.view(-1),
+    "detached": lambda weight: weight.detach(),
+    "parameter": lambda weight: weight,
+}
+
+
+@variants([*SHOWN], may_refuse={"zero3": r"view|outlive|gathered|kept|freed"})
 def a_weight_left_in_an_attribute(lab: Lab, way: str) -> None:
     """`self.kept` is a view of a weight; the loss uses it after the block was freed."""
 
-    class Keeping(Block):
-        def forward(self, x: Tensor) -> Tensor:
-            weight = self.up.weight
-            ways = {"transposed": weight.t(), "flat": weight.view(-1), "detached": weight.detach()}
-            object.__setattr__(self, "kept", ways.get(way, weight))
-            return super().forward(x)
+    class Shown(Keeping):
+        shown = staticmethod(SHOWN[way])
 
     def loss(model: nn.Module, batch: Batch) -> Tensor:
         value = plain_loss(model, batch)
@@ -322,18 +327,12 @@ def a_weight_left_in_an_attribute(lab: Lab, way: str) -> None:
             value + 0.1 * torch.stack([layer.kept.square().mean() for layer in model.layers]).sum()
         )
 
-    lab.train(lab.wrap(Net(Keeping)), loss)
+    lab.train(lab.wrap(Net(Shown)), loss)
 
 
 @scenario(refused={"zero3": r"view|outlive|gathered|kept"})
 def a_weight_left_in_an_attribute_and_read_later(lab: Lab) -> None:
     """Only the next step's microbatch looks at it: by then the memory is another block's."""
-
-    class Keeping(Block):
-        def forward(self, x: Tensor) -> Tensor:
-            self.kept = self.up.weight.detach().view(-1)
-            return super().forward(x)
-
     t = lab.wrap(Net(Keeping))
     lab.train(t, steps=[0, 1])
     with torch.no_grad():
@@ -343,11 +342,6 @@ def a_weight_left_in_an_attribute_and_read_later(lab: Lab) -> None:
 @scenario(refused={"zero3": r"view.*outlives"})
 def a_weight_left_in_an_attribute_beside_a_dead_proxy(lab: Lab) -> None:
     """The search for the view meets whatever objects the process has; a dead weak proxy raises when it is asked."""
-
-    class Keeping(Block):
-        def forward(self, x: Tensor) -> Tensor:
-            self.kept = self.up.weight.detach().view(-1)
-            return super().forward(x)
 
     class Gone:
         pass

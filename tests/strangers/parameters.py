@@ -30,19 +30,6 @@ from tests.strangers.models import Block, Net
 REFUSED_DTYPE = r"dtype|int8|int32|complex|bool|float"
 
 
-class Odd(Block):
-    """A block with one parameter more."""
-
-    make: Callable[[], Tensor] = staticmethod(lambda: torch.ones(()))
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.extra = nn.Parameter(type(self).make())
-
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x) + 0.1 * self.extra.float().sum() * x
-
-
 MAKES: dict[str, Callable[[], Tensor]] = {
     "zero_dim": lambda: torch.tensor(0.5),
     "one_element": lambda: torch.tensor([0.5]),
@@ -118,6 +105,19 @@ def several_dtypes_in(lab: Lab, what: str) -> None:
     lab.wrap(model)
 
 
+def with_a_frozen(dtype: str) -> Net:
+    class Made(Block):
+        def __init__(self) -> None:
+            super().__init__()
+            values = torch.ones(4).to(getattr(torch, dtype))
+            self.extra = nn.Parameter(values, requires_grad=False)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x) + 0.1 * self.extra.float().sum() * x
+
+    return Net(Made)
+
+
 @variants(
     ["int8", "int64", "bool", "complex64", "complex128", "uint8"],
     refused=REFUSED_DTYPE,
@@ -125,25 +125,12 @@ def several_dtypes_in(lab: Lab, what: str) -> None:
 )
 def a_frozen_parameter_of(lab: Lab, name: str) -> None:
     """Quantised weights lie in integer parameters; turned into floats they would be something else."""
-    dtype = getattr(torch, name)
-
-    class Made(Odd):
-        def __init__(self) -> None:
-            Block.__init__(self)
-            self.extra = nn.Parameter(torch.ones(4, dtype=dtype), requires_grad=False)
-
-    lab.wrap(Net(Made))
+    lab.wrap(with_a_frozen(name))
 
 
 @variants(["float8_e4m3fn", "float16"], may_refuse=r"dtype|float")
 def a_frozen_parameter_beside_in(lab: Lab, name: str) -> None:
-    class Made(Odd):
-        def __init__(self) -> None:
-            Block.__init__(self)
-            values = torch.ones(4).to(getattr(torch, name))
-            self.extra = nn.Parameter(values, requires_grad=False)
-
-    lab.train(lab.wrap(Net(Made)))
+    lab.train(lab.wrap(with_a_frozen(name)))
 
 
 @scenario(refused=r"meta|lazy|uninitiali[sz]ed|LazyLinear|materiali[sz]e", oracle=False)
