@@ -189,6 +189,12 @@ def test_every_architecture_trains_as_on_one_process(ranks, engine):
     assert_parity(ranks, [model_config(*one) for one in EVERY], stage="zero3", engine=engine)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", ["ddp", "zero1", "zero3"])
+def test_torchs_engines_train_them_too(ranks, stage):
+    assert_parity(ranks, [model_config(*one) for one in QUICK], stage=stage, engine="torch")
+
+
 @pytest.mark.parametrize(("task", "kind"), EVERY)
 def test_the_blocks_are_found(task, kind):
     built = build_model(model_config(task, kind), seed=0, device="meta")
