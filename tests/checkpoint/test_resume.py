@@ -31,14 +31,15 @@ from zeroexp.config.keys import Config, ConfigError, UndefinedCombination, from_
 from zeroexp.process.content_hash import hash_of
 
 TINY = ("model=tiny", "train.steps=100")
+HEAD, MATRIX = "model.embed_tokens.weight", "model.layers.0.self_attn.q_proj.weight"
 
 
 def write(run: Path, step: int, config: Config, /, **changes: object) -> Path:
     folder = run / "checkpoint" / f"step-{step:06d}"
     folder.mkdir(parents=True)
     state = {n: {k: _zeros(t) for k, t in entry.items()} for n, entry in MADE.state.items()}
-    changes = {"config": asdict(config), **changes}
-    manifest = replace(MADE, step=step, state=state, **changes)
+    changes = {"config": asdict(config), "state": state, **changes}
+    manifest = replace(MADE, step=step, **changes)
     assert isinstance(manifest, Manifest)
     (folder / MANIFEST).write_bytes(to_json(manifest))
     for file, num_bytes in manifest.file_bytes().items():
@@ -245,10 +246,10 @@ def test_no_checkpoint_in_there(tmp_path):
         ("data.seq_len=64", "data.seq_len is 64 in it, 128 here"),
         ("data.global_batch_size=24", "data.global_batch_size is 24 in it, 12 here"),
         ("train.seed=3", "train.seed is 3 in it, 0 here"),
-        ("optimizer=sgd", "optimizer.name is sgd in it, adamw here"),
+        ("optimizer=sgd", f"optimizer.name of {HEAD} is sgd in it, adamw here"),
         (
             "+optimizer.kinds.matrices={name: sgd, lr: 0.01}",
-            "optimizer.kinds.matrices.name is sgd in it, None here",
+            f"optimizer.name of {MATRIX} is sgd in it, adamw here",
         ),
         # The checkpoint alone has this key.
         ("+model.hf_config.window=16", "model.hf_config.window is 16 in it, None here"),
@@ -265,14 +266,69 @@ def test_what_does_not_fit_is_named(tmp_path, word, difference):
     assert f": {difference}; " in line
 
 
-def test_a_momentum_that_is_left_out_is_refused_and_one_that_is_new_begins(tmp_path):
-    """Else each rank refuses moments that its optimizer does not keep."""
-    with_momentum, without = ["optimizer=sgd"], ["optimizer=sgd", "optimizer.momentum=0"]
-    path = write(tmp_path / "with" / "run", 20, config_for(tmp_path, *with_momentum))
-    line = refused(config_for(tmp_path, *without, f"resume={path}"), UndefinedCombination)
-    assert "optimizer.momentum is 0.9 in it, and here nothing would be kept; use one" in line
-    path = write(tmp_path / "without" / "run", 20, config_for(tmp_path, *without))
-    assert resolve_resume(config_for(tmp_path, *with_momentum, f"resume={path}")) == str(path)
+SGD = "{name: sgd, momentum: 0.9, lr: 0.01}"
+MUON = "{name: muon, momentum: 0.9}"
+LAYER, MLP = "*.layers.0.*", "*.mlp.*"
+GATE, NORM = "model.layers.0.mlp.gate_proj.weight", "model.layers.0.input_layernorm.weight"
+
+
+def kinds(**rows: str) -> str:
+    return f"+optimizer.kinds={{{', '.join(f'{row}: {own}' for row, own in rows.items())}}}"
+
+
+def saved_with(moments: dict[str, str]) -> dict[str, dict[str, StoredTensor]]:
+    """What a checkpoint holds of these weights, each with its moment."""
+    entry = next(iter(MADE.state.values()))
+    weight = _zeros(entry["weight"])
+    return {name: {"weight": weight, moment: weight} for name, moment in moments.items()}
+
+
+BY_MUON = f"optimizer.kinds.{MLP}.name of {GATE} is sgd in it, muon here"
+FORGETS = "the state holds momentum_buffer, and the optimizer keeps none of it"
+
+
+@pytest.mark.parametrize(
+    ("before", "now", "difference"),
+    [
+        (
+            ["optimizer=muon", kinds(**{LAYER: SGD})],
+            ["optimizer=muon", kinds(**{MLP: "{lr: 1e-4}", LAYER: SGD})],
+            BY_MUON,
+        ),
+        (
+            ["optimizer=muon", kinds(**{LAYER: SGD, MLP: "{lr: 1e-4}"})],
+            ["optimizer=muon", kinds(**{MLP: "{lr: 1e-4}", LAYER: SGD})],
+            BY_MUON,
+        ),
+        (
+            [kinds(matrices=MUON)],
+            [kinds(matrices=MUON, **{LAYER: "{lr: 1e-4}"})],
+            f"optimizer.kinds.{LAYER}.name of {MATRIX} is muon in it, adamw here",
+        ),
+        (
+            ["optimizer=sgd"],
+            ["optimizer=sgd", "optimizer.momentum=0"],
+            f"optimizer.momentum of {HEAD} is 0.9 in it, 0.0 here: {FORGETS}",
+        ),
+        (
+            ["optimizer=sgd"],
+            ["optimizer=sgd", kinds(vectors="{momentum: 0}")],
+            f"optimizer.kinds.vectors.momentum of {NORM} is 0.9 in it, 0 here: {FORGETS}",
+        ),
+    ],
+    ids=["a further row", "rows in another order", "a row before a kind", "none", "none of a row"],
+)
+def test_a_weight_is_stepped_by_the_optimizer_that_it_had(tmp_path, before, now, difference):
+    """SGD's moment and Muon's have one name, so that ranks would not tell them apart."""
+    names = [MATRIX, GATE]
+    if "optimizer=sgd" in before:  # else AdamW steps what is no matrix of a block
+        names += [HEAD, NORM]
+    state = saved_with(dict.fromkeys(names, "momentum_buffer"))
+    run = tmp_path / "run"
+    write(run, 20, config_for(tmp_path, *before), state=state)
+    line = refused(config_for(tmp_path, *now, f"resume={run}"), UndefinedCombination)
+    remedy = "use the same, or another checkpoint, or use resume=null to begin anew"
+    assert line == f"resume={run}: {difference}; {remedy}"
 
 
 def test_what_a_new_run_may_choose(tmp_path):
@@ -281,6 +337,32 @@ def test_what_a_new_run_may_choose(tmp_path):
     words += ["+optimizer.kinds.matrices={name: adamw, lr: 0.5}"]
     path = write(tmp_path / "run", 20, config_for(tmp_path, *words))
     assert resolve_resume(config_for(tmp_path, f"resume={tmp_path / 'run'}")) == str(path)
+
+
+@pytest.mark.parametrize(
+    ("before", "now"),
+    [
+        (["optimizer=sgd"], [kinds(**{"*": "{name: sgd, momentum: 0.9}"})]),
+        ([kinds(matrices=SGD)], [kinds(matrices=SGD.replace("0.01", "0.5"))]),
+        (["optimizer=sgd", "optimizer.momentum=0"], ["optimizer=sgd"]),
+    ],
+    ids=["in a row", "another rate", "a momentum that is new"],
+)
+def test_optimizers_may_be_named_otherwise(tmp_path, before, now):
+    path = write(tmp_path / "run", 20, config_for(tmp_path, *before))
+    assert resolve_resume(config_for(tmp_path, *now, f"resume={path}")) == str(path)
+
+
+def test_an_optimizer_that_is_none_of_this_run_is_passed_over(tmp_path):
+    """Its plugin is not loaded."""
+    config = config_for(tmp_path, "resume=latest")
+    fits = write(tmp_path / "a" / "run", 20, config)
+    theirs = replace(config, optimizer=replace(config.optimizer, name="theirs"))
+    run = tmp_path / "b" / "run"
+    write(run, 40, theirs)
+    line = refused(replace(config, resume=str(run)), UndefinedCombination)
+    assert "its optimizer is none of this run: optimizer.name=theirs: unknown word" in line
+    assert resolve_resume(config) == str(fits)
 
 
 def test_classes_that_the_data_names_are_no_difference(tmp_path):

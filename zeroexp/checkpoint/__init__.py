@@ -12,6 +12,7 @@ files mapped into memory. There is no pickle: files are JSON and raw numbers.
     manifest.py   describes a checkpoint and its hashes                                                  no torch
     folders.py    names, the rename that completes one, which ones are kept, outdated attempts           no torch
     resume.py     finds the checkpoint that `resume` means and checks that it fits                       no torch
+    optimizers_fit.py  whether each weight keeps the optimizer that it had, and that its moments
     check_hashes.py  reads pieces and checks the hash of each                                            no torch
     staging.py    copies this rank's pieces, so that training goes on while they are written
     storage.py    writes each rank's file, and puts the manifest together

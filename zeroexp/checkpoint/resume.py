@@ -1,7 +1,7 @@
-"""Find the checkpoint that `resume` means and check that it fits, in the submitter, before a rank starts. No torch.
+"""Find the checkpoint that `resume` means and check that it fits, in the submitter, before a rank starts.
 
 A checkpoint fits any strategy, implementation, world size and precision, if it is of the same model and was trained on
-the same samples in the same order by the same kind of optimizer. Everything else is the new run's own choice.
+the same samples in the same order, each weight by the same optimizer. Everything else is the new run's own choice.
 """
 
 from __future__ import annotations
@@ -25,22 +25,22 @@ from zeroexp.checkpoint.manifest import (
     Manifest,
     read_manifest,
 )
-from zeroexp.config.keys import Config, ConfigError, UndefinedCombination
+from zeroexp.config.keys import Config, ConfigError, OptimizerConfig, UndefinedCombination
 
 LATEST = "latest"
 # Checkpoints that were checked, each with the modification times of its files, which change with every write.
 _whole: set[tuple[Path | int, ...]] = set()
 ANEW = "use resume=null to begin anew"
 MOST_LOOKS = 20  # attempts to read runs that save and remove checkpoints faster than we read them
-# These keys decide what weights, moments and the next samples mean.
-DECISIVE = ("model", "data", "train.seed", "optimizer.name")
+# These keys decide what weights and the next samples mean; of moments, optimizers_fit.py decides.
+DECISIVE = ("model", "data", "train.seed")
 PUBLISHED = "model.published."  # a config.json, of which some keys decide nothing
-KIND = "optimizer.kinds."  # and, of each kind of parameters, an optimizer of its own
 # Among them, these are exceptions: names, the source of the first weights, and how a batch is divided.
 INDIFFERENT = (
     *("model.name", "model.weights", "model.path", "model.init", "model.blocks"),
     *("data.name", "data.micro_batch_size"),
 )
+RATES = ("lr", "schedule", "warmup_steps", "min_lr_ratio")  # of `optimizer`, the new run's own
 
 
 def resolve_resume(config: Config) -> str | None:
@@ -212,10 +212,6 @@ def _require_fit(config: Config, manifest: Manifest) -> None:
         if ours.get(key) != theirs.get(key):
             difference = f"{key} is {theirs.get(key)} in it, {ours.get(key)} here"
             raise UndefinedCombination(f"{difference}; use the same, or another checkpoint")
-    had_momentum = manifest.config.get("optimizer", {}).get("momentum")
-    if config.optimizer.name == "sgd" and had_momentum and not config.optimizer.momentum:
-        problem = f"optimizer.momentum is {had_momentum} in it, and here nothing would be kept"
-        raise UndefinedCombination(f"{problem}; use one above 0, or another checkpoint")
     num_steps = config.train.warmup_steps + config.train.steps
     if manifest.step >= num_steps:
         done = f"{manifest.step} steps are done, of {num_steps} here"
@@ -225,6 +221,18 @@ def _require_fit(config: Config, manifest: Manifest) -> None:
         problem = f"step {manifest.step} is between outer steps of strategy.outer.every={every}"
         remedy = f"use an interval that divides {manifest.step}, or another checkpoint"
         raise UndefinedCombination(f"{problem}; {remedy}")
+    if _of_optimizers(asdict(config)) != _of_optimizers(manifest.config):
+        # It imports torch, which a line whose optimizers are the checkpoint's does without.
+        from zeroexp.checkpoint.optimizers_fit import require_same_optimizers
+
+        require_same_optimizers(config, manifest)
+
+
+def _of_optimizers(config: Mapping[str, Any]) -> list[tuple[str, Any]]:
+    """Return, in their order, the settings by which optimizers and their moments may differ: all but the rates."""
+    settings = {**asdict(OptimizerConfig()), **config["optimizer"]}
+    settings = {key: value for key, value in settings.items() if key not in RATES}
+    return [("model.blocks", config["model"].get("blocks")), *_flat(settings)]
 
 
 def _decisive_settings(config: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
@@ -236,11 +244,9 @@ def _decisive_settings(config: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
 
         settings = {key: settings[key] for key in settings if not key.startswith(PUBLISHED)}
         settings |= _flat(keys_trained_by(published), PUBLISHED)
-    usual = (None, settings.get("optimizer.name"))
     for key, value in settings.items():
         named = any(key == word or key.startswith(f"{word}.") for word in DECISIVE)
-        of_kind = key.startswith(KIND) and key.endswith(".name") and value not in usual
-        if of_kind or (named and key not in INDIFFERENT):
+        if named and key not in INDIFFERENT:
             yield key, value
 
 

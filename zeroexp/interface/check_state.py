@@ -68,26 +68,33 @@ class Kept(NamedTuple):
     of_any: set[str]
 
 
+def unkept_moments(entry: Collection[str], kept: Kept) -> str | None:
+    """Say why an optimizer can not go on from a parameter's moments; None if all that it keeps are there, or none is.
+
+    entry: what was saved of the parameter, by name.
+    """
+    saved = [key for key in entry if is_moment(key)]
+    moments = {*saved} - {"step"}
+    counted = {"step"} if PYTHON in entry else set[str]()  # by a number of Python
+    missing = sorted(kept.of_each - {*saved} - counted) if saved else []
+    if missing or (moments and not kept.of_any & moments):
+        keeps = ", ".join(missing) or "none of it"
+        return f"holds {', '.join(saved)}, and the optimizer keeps {keeps}"
+    return None
+
+
 def require_moments_kept(
     state: CanonicalState, names: Sequence[Sequence[str]], kept: Sequence[Kept]
 ) -> None:
-    """Raise ValueError where a parameter has moments, and not all that the optimizer keeps, or none of them.
+    """Raise ValueError for a parameter of whose moments the optimizer can not go on.
 
     names: of the parameters in each group. kept: of each group; nothing is required where they are not known.
     """
-    for group, (of_each, of_any) in zip(
-        names, kept if len(kept) == len(names) else [], strict=False
-    ):
+    for group, keeps in zip(names, kept if len(kept) == len(names) else [], strict=False):
         for name in group:
-            entry = state.get(name, {})
-            saved = [key for key in entry if is_moment(key)]
-            moments = {*saved} - {"step"}
-            counted = {"step"} if PYTHON in entry else set[str]()  # by a number of Python
-            missing = sorted(of_each - {*saved} - counted) if saved else []
-            if missing or (moments and not of_any & moments):
-                problem = f"the state of {name} holds {', '.join(saved)}, and the optimizer keeps "
+            if problem := unkept_moments(state.get(name, {}), keeps):
                 remedy = "give the optimizer that it was saved with, or a state of weights alone"
-                raise ValueError(f"{problem}{', '.join(missing) or 'none of it'}: {remedy}")
+                raise ValueError(f"the state of {name} {problem}: {remedy}")
 
 
 def require_pieces_cover(state: CanonicalState, held: Sequence[HeldPiece]) -> None:
