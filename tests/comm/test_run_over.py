@@ -89,21 +89,6 @@ def test_gathers_in_flight_have_tags_of_their_own() -> None:
     assert gathers[GATHERS_APART:] == gathers[:GATHERS_APART], "and then they begin again"
 
 
-def test_gathers_of_any_number_of_steps_take_the_tags_of_the_first_ones() -> None:
-    """Gathers that serve once, as after each update of ZeRO-1, are numbered anew in every step."""
-    peer = Tagged()
-    with fake_world(0, 2) as world:
-        transport = transport_to(peer, world)
-        steps: list[list[int]] = []
-        for _ in range(3 * GATHERS_APART):
-            for _ in range(30):
-                transport.all_gather([a_part()], None, "parameters")[0].wait()
-            transport.quiesce()
-            steps.append(peer.take())
-    assert all(len(set(tags)) == 30 for tags in steps)
-    assert steps[GATHERS_APART:] == steps[:GATHERS_APART] * 2
-
-
 def test_tags_of_reductions_begin_again_in_the_range_of_their_engine(monkeypatch) -> None:
     monkeypatch.setattr(direct, "NUM_TAGS", 64)
     peer = Tagged()
@@ -134,39 +119,13 @@ def test_engines_share_no_tag_until_their_ranges_begin_again() -> None:
 # -- exposures in shared memory ------------------------------------------------------------------------
 
 
-def steps_with_few_numbers(world: World, transport: str) -> list[float]:
-    """Each rank's piece counts the steps; what each of three gathers of a step found of the neighbour's."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(direct, "PASSING", MOST_EXPOSURES - 4)
-        wire = Collectives(world, MoveOptions(transport=transport))
-        wire.connect()
-        wire.reserve([64], 64)
-        (chunk,) = lay_out("buffer", [[ParameterSpec("a", 8, 4)]], world.size)[0]
-        piece = wire.empty(4, torch.float32)
-        read: list[float] = []
-        for step in range(2 * GATHERS_APART + 1):
-            piece.fill_(float(step))
-            for _ in range(3):
-                part = GatherPart(chunk, torch.empty(8), piece)
-                wire.all_gather([part], "gather").wait()
-                read.append(float(part.full[4 * (1 - world.rank)]))
-            wire.quiesce()
-        return read
-
-
-@pytest.mark.parametrize("transport", ["direct", "gloo"])
-def test_numbers_of_a_step_serve_the_next_one(ranks, transport) -> None:
-    expected = [float(step) for step in range(2 * GATHERS_APART + 1) for _ in range(3)]
-    assert ranks(steps_with_few_numbers, transport) == [expected] * 2
-
-
-def test_an_offer_tells_the_places_of_its_step_alone() -> None:
-    """Renewed at the same places, at others, and at the first ones again."""
+def test_an_exposure_tells_its_places_in_its_step_alone() -> None:
     control = OwnControlBlock(2)
-    for step, places in enumerate([[64, 128], [64, 128], [192], [64, 128], [192]], 1):
-        control.post_exposed(7, step, places)
-        control.post_exposed(8, step, [step])
-        assert list(control.exposed_offsets(7, step) or []) == places
+    for step in (1, 2, 3):
+        control.post_exposed(7, step, [64, 128])
+        control.post_exposed(8, step, [192])
+        assert list(control.exposed_offsets(7, step) or []) == [64, 128]
+        assert list(control.exposed_offsets(8, step) or []) == [192]
         assert control.exposed_offsets(7, step - 1) is None
         assert control.exposed_offsets(7, step + 1) is None
 

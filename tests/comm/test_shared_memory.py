@@ -197,7 +197,7 @@ def forwards_before_the_first_step(world: World) -> tuple[int, int]:
         for _ in range(num_forwards):
             with torch.no_grad():
                 strategy.model(torch.ones(2, 5))
-        counts.append((len(control._offsets_of), control._top))
+        counts.append((len(control._have_entries), control._top))
     barrier()
     return counts[0], counts[1]
 

@@ -169,7 +169,7 @@ class Transport:
 
     # The moves, in native.py over NCCL and in direct.py on CPU.
 
-    def all_gather(self, parts: Sequence[GatherPart], exposure: int | None, what: str) -> Sent:
+    def all_gather(self, parts: Sequence[GatherPart], exposure: int, what: str) -> Sent:
         raise NotImplementedError
 
     def reduce_scatter(self, parts: Sequence[ReducePart], what: str) -> Sent:

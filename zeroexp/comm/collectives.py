@@ -229,11 +229,12 @@ class Collectives:
         codes: Tensor | None = None,
         secondary: SecondaryCopy | None = None,
     ) -> Pending:
-        """Start sharded -> replicated. Parts without an `exposure` are exposed now. `exact`: without a codec.
+        """Start sharded -> replicated. Parts without an `exposure` get one now. `exact`: without a codec.
 
         codes: of the pieces, see `codes_at_rest`. secondary: keeps what has arrived.
         """
         codec = None if exact else self._gather_codec
+        exposure = self.expose(parts) if exposure is None else exposure
         with meter.timing(kind, what) as move:
             if codes is None:
                 parts = self.bus.pieces_to_device(parts, self.group.rank)

@@ -85,7 +85,7 @@ class OwnControlBlock(ControlBlock):
         self._top = 1 + 3 * MOST_SLOTS * world_size + 2 * MOST_EXPOSURES
         os.ftruncate(self.file, WORD_BYTES * (self._top + MOST_ENTRIES))
         super().__init__(self.file, world_size, access=mmap.ACCESS_WRITE)
-        self._offsets_of: dict[int, list[int]] = {}  # exposure -> the offsets in its entry
+        self._have_entries: set[int] = set()  # exposures
 
     def post_ended_steps(self, num_steps: int) -> None:
         memory_fence()
@@ -104,9 +104,9 @@ class OwnControlBlock(ControlBlock):
         start = self._first_exposure + 2 * exposure
         if exposure >= MOST_EXPOSURES:
             raise ValueError(f"more than {MOST_EXPOSURES} units: set strategy.unit=block")
-        if self._offsets_of.get(exposure) != offsets:
+        if exposure not in self._have_entries:  # tensors at rest stay where they are
             self._words[start + 1] = self._write_entry(offsets)
-            self._offsets_of[exposure] = offsets
+            self._have_entries.add(exposure)
         memory_fence()
         self._words[start] = step
 

@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from zeroexp.comm.base import GatherPart, Pending, ReducePart, Transport, spans_of
-from zeroexp.comm.control_block import MOST_EXPOSURES
 from zeroexp.comm.packing import begin_alike
 from zeroexp.comm.point_to_point import Channel, GlooChannel
 from zeroexp.comm.shared_memory import Arena, Probe, SharedChannel, neighbour_identity, shown_probe
@@ -25,7 +24,6 @@ from zeroexp.process import world as worlds
 from zeroexp.process.watchdog.differs import Moves
 from zeroexp.process.world import World
 
-PASSING = MOST_EXPOSURES // 2  # the numbers above it name exposures that serve one gather only
 # Each engine of a process has a range of tags, so that none takes another's messages. A tag is a C int.
 MOST_ENGINES = 1 << 7  # engines with ranges of their own; after that the ranges begin again
 NUM_TAGS = 1 << 24  # tags of one engine
@@ -48,7 +46,6 @@ class Direct(Transport):
         # on every rank. Gathers have counts of their own: over shared memory a rank may gather what others do not.
         self._num_exposures = self._num_reductions = 0
         self._num_gathers: dict[int, int] = {}  # exposure -> gathers of it
-        self._num_passing = PASSING  # the last of this step's exposures for one gather only
         self._first_tag = NUM_TAGS * (next(_engines) % MOST_ENGINES)
         # `reserve` replaces the channels to peers that share memory.
         self._channels: dict[int, Channel] = {
@@ -118,11 +115,12 @@ class Direct(Transport):
         exposure = renewed
         if exposure is None:
             exposure = self._num_exposures = self._num_exposures + 1
-        self._expose(parts, exposure)
+        if self._arena is not None:
+            self._arena.expose(exposure, self._pieces(parts))
         return exposure
 
     def all_gather(
-        self, parts: Sequence[GatherPart], exposure: int | None, what: str
+        self, parts: Sequence[GatherPart], exposure: int, what: str
     ) -> tuple[Pending, int]:
         """Copy neighbours' pieces from their memory, and receive those of other hosts.
 
@@ -131,9 +129,6 @@ class Direct(Transport):
         remote = [p for p in self._peers if not isinstance(self._channels[p], SharedChannel)]
         if remote or self.gathers_together:  # else ranks may gather what others do not
             self._moves.record_collective(what)
-        if exposure is None:
-            exposure = self._num_passing = self._num_passing + 1
-            self._expose(parts, exposure)
         mine = self._pieces(parts)
         for part, piece in zip(parts, mine, strict=True):
             own = part.full[part.chunk.real_section(self._rank)]
@@ -209,13 +204,8 @@ class Direct(Transport):
 
     def quiesce(self) -> None:
         self._moves.record_collective("the wait before weights change")
-        self._num_passing = PASSING
         if self._arena is not None:
             self._arena.quiesce()
-
-    def _expose(self, parts: Sequence[GatherPart], exposure: int) -> None:
-        if self._arena is not None:
-            self._arena.expose(exposure, self._pieces(parts))
 
     def _pieces(self, parts: Sequence[GatherPart]) -> list[Tensor]:
         """Return this rank's section of each part, without padding."""

@@ -51,7 +51,7 @@ class Native(Transport):
     def connect(self) -> None:
         self._reductions.join()
 
-    def all_gather(self, parts: Sequence[GatherPart], exposure: int | None, what: str) -> Sent:
+    def all_gather(self, parts: Sequence[GatherPart], exposure: int, what: str) -> Sent:
         self._moves.record_collective(what)
         piece = parts[0].piece
         layout = collective_layout_of(tuple(part.chunk for part in parts), piece.itemsize)

@@ -161,7 +161,7 @@ class Arena:
         return torch.frombuffer(self._mapping, dtype=dtype, count=numel, offset=start)
 
     def expose(self, exposure: int, tensors: Sequence[Tensor]) -> None:
-        """Promise that these resting tensors will not change before `quiesce`; replaces that of this number."""
+        """Promise that these resting tensors, always the same, will not change before `quiesce`."""
         self.control.post_exposed(exposure, self.step, [self.offset_of(t) for t in tensors])
         self.wake_up.wake_all()
 

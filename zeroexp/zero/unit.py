@@ -18,7 +18,7 @@ from zeroexp.comm.collectives import Collectives
 from zeroexp.comm.secondary import SecondaryCopy
 from zeroexp.comm.traits import ON_DEVICE, ON_HOST
 from zeroexp.cut.bucket import Bucket, cut_in_buckets
-from zeroexp.cut.chunk import FROZEN, Chunk
+from zeroexp.cut.chunk import Chunk
 from zeroexp.cut.stage import Move, Stage
 from zeroexp.measure.communication_overlap import meter
 from zeroexp.process.world import World
@@ -82,8 +82,10 @@ class Unit:
         self._wire = wire
         self._exposure: int | None = None
         self._arriving: Pending | None = None
-        self._parts = [GatherPart(h.chunk, h.full, h.piece) for h in held if h.full is not None]
-        self._parts_published = [part for part in self._parts if part.chunk.kind != FROZEN]
+        # What is gathered: of parameters that rest whole after a step, so that `rest` makes those of sharded ones.
+        self._parts = [
+            GatherPart(h.chunk, h.full, h.piece) for h in self.trainable if h.full is not None
+        ]
         self.gradients = [
             ChunkGradients(h, stage, dtypes, wire, each_microbatch=each_microbatch)
             for h in self.trainable
@@ -255,8 +257,9 @@ class Unit:
                 self.secondary.is_current = False
             if self._gathers_published:
                 self._become(GatherState.GATHERING)
-                what = str(self)
-                self._arriving = self._wire.all_gather(self._parts_published, "publish", what=what)
+                self._arriving = self._wire.all_gather(
+                    self._parts, "publish", self._exposure, str(self)
+                )
 
     def zero_grad(self) -> None:
         for gradients in self.gradients:
@@ -279,7 +282,7 @@ class Unit:
 
     def expose(self) -> None:
         """Allow peers to gather this rank's pieces until the next optimizer step. All ranks call it in one order."""
-        if not self.is_sharded:
+        if not (self.is_sharded or self._gathers_published):
             return
         self._exposure = self._wire.expose(self._parts, self._exposure)
         self._codes = None  # those of the step before go first
