@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from zeroexp.comm import direct
-from zeroexp.comm.base import GatherPart, ReducePart
+from zeroexp.comm.base import GatherPart, ReducePart, WatchedWork
 from zeroexp.comm.collectives import Collectives
 from zeroexp.comm.control_block import MOST_EXPOSURES, OwnControlBlock
 from zeroexp.comm.direct import GATHERS_APART, MOST_ENGINES, NUM_TAGS, Direct
@@ -213,7 +213,7 @@ def test_a_collective_that_failed_is_waited_for_once(monkeypatch) -> None:
     moves = Moves(HERE)
     moves.record_collective("the norm")
     with pytest.raises(RuntimeError):
-        moves.watched(failed).wait()
+        WatchedWork(failed, moves).wait()
     assert failed.times == 1
 
 
@@ -224,6 +224,6 @@ def test_a_collective_that_is_only_slow_is_waited_for_until_it_ends(monkeypatch)
     work = groups[0].allreduce([mine])
     late = threading.Timer(8 * LOOKS, lambda: groups[1].allreduce([theirs]).wait())
     late.start()
-    Moves(HERE).watched(work).wait()
+    WatchedWork(work, Moves(HERE)).wait()
     late.join()
     assert mine.tolist() == theirs.tolist() == [2.0] * 4

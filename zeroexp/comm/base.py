@@ -101,21 +101,45 @@ class Pending:
                 follow.wait()
 
 
-class TimedWork:
-    """A work of the backend: its wait is time that this rank waits for `peer`, or for all others.
+class WatchedWork:
+    """A work of the backend, whose wait ends when the ranks are found to differ (process/watchdog/differs.py).
 
+    It is time that this rank waits for `peer`, whose message `what` it is, or in a collective (None) for all others.
     Works of NCCL and gloo hold what they send until they are waited for, and here those of a group that moves nothing,
     by which a rehearsal sees these bytes.
     """
 
-    def __init__(self, work: Any, peer: int | None = None, held: Sequence[Tensor] = ()):
-        self._work, self._peer, self._held = work, peer, held
+    def __init__(
+        self,
+        work: Any,
+        moves: Moves,
+        held: Sequence[Tensor] = (),
+        *,
+        peer: int | None = None,
+        what: str = "",
+    ):
+        self._work, self._moves, self._held = work, moves, held
+        self._peer, self._what = peer, what
 
     def wait(self) -> None:
-        began = time.perf_counter()
-        self._work.wait()
+        moves, peer = self._moves, self._peer
+        began, moves.waits = time.perf_counter(), True
+        try:
+            if moves.error is None:  # else the thread has looked already who waits
+                self._work.wait()
+        except RuntimeError as error:
+            if verdict := moves.await_verdict(is_message=peer is not None):
+                raise RuntimeError(verdict) from error
+            if peer is None:
+                raise
+            waited = f"rank {moves.world.rank} waited for rank {peer}: {self._what}"
+            raise RuntimeError(f"{waited}: {error}") from error
+        finally:
+            moves.waits = False
+        if moves.error is not None:
+            raise RuntimeError(moves.error)
         self._held = ()
-        meter.blocked(self._peer, began)
+        meter.blocked(peer, began)
 
 
 # What rounding left out of the terms sent to each peer, flat float32 (codec.py).
@@ -190,7 +214,7 @@ class Transport:
         self._moves.record_collective(what)
         group = (world or self._moves.world).process_group
         work = dist.all_reduce(value, group=group, async_op=True)
-        return Pending([TimedWork(self._moves.watched(work))])
+        return Pending([WatchedWork(work, self._moves)])
 
     def quiesce(self) -> None:
         """Return when every peer has read what was exposed, so that it may be overwritten."""

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from zeroexp.comm.base import GatherPart, Pending, ReducePart, Sent, TimedWork, Transport
+from zeroexp.comm.base import GatherPart, Pending, ReducePart, Sent, Transport, WatchedWork
 from zeroexp.comm.collective_layout import CollectiveLayout, collective_layout_of
 from zeroexp.comm.packing import (
     begin_alike,
@@ -153,7 +153,7 @@ class Native(Transport):
     def _pending(
         self, works: Sequence[Any], then: Callable[[], None] | None, *sent: Tensor
     ) -> Pending:
-        return Pending([TimedWork(self._moves.watched(work), held=sent) for work in works], then)
+        return Pending([WatchedWork(work, self._moves, sent) for work in works], then)
 
 
 def _room_for(dtype: torch.dtype, numel: int, outs: Sequence[tuple[Tensor, bool]]) -> Tensor | None:

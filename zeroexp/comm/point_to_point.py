@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from zeroexp.comm.base import TimedWork
+from zeroexp.comm.base import WatchedWork
 from zeroexp.process.watchdog.differs import Moves
 
 SEGMENT_BYTES = 4 << 20  # longer tensors travel in segments: 200 MB take half the time
@@ -88,9 +88,8 @@ class GlooChannel:
 
         return ReceivedTensors(wait, release=lambda: None)
 
-    def _watched(self, work: Any, buffer: Tensor, what: str) -> TimedWork:
-        watched = self._moves.watched(work, f"rank {self._peer}: {what}")
-        return TimedWork(watched, self._peer, [buffer])
+    def _watched(self, work: Any, buffer: Tensor, what: str) -> WatchedWork:
+        return WatchedWork(work, self._moves, [buffer], peer=self._peer, what=what)
 
 
 def _messages(tensors: Sequence[Tensor]) -> list[list[Tensor]]:

@@ -83,47 +83,18 @@ class Moves:
         self.num_collectives += 1
         self.collectives.append((self.num_collectives, sys.intern(what)))
 
-    def watched(self, work: Any, message: str | None = None) -> WatchedWork:
-        """Watch the wait for a collective, or for a message, as "rank 1: the gather of blocks.2"."""
-        return WatchedWork(work, self, message)
-
-    def await_verdict(self, message: str | None) -> str | None:
+    def await_verdict(self, *, is_message: bool) -> str | None:
         """Return how the ranks differ after a wait failed; None if they do not.
 
         A collective can fail at once since the ranks differ, so the thread gets time to find it. A wait for a message
         fails for that reason only after the verdict.
         """
-        if message is not None:
+        if is_message:
             return self.error or (self._thread.read_verdict() if self._thread else None)
         until = time.monotonic() + PATIENCE_SECONDS + LOOKS_TO_TELL * LOOK_SECONDS
         while self.error is None and time.monotonic() < until:
             time.sleep(LOOK_SECONDS / 10)
         return self.error
-
-
-class WatchedWork:
-    """A work of the backend whose wait ends when the ranks are found to differ."""
-
-    def __init__(self, work: Any, moves: Moves, message: str | None) -> None:
-        self._work, self._moves, self._message = work, moves, message
-
-    def wait(self) -> None:
-        moves, message = self._moves, self._message
-        moves.waits = True
-        try:
-            if moves.error is None:  # else the thread has looked already who waits
-                self._work.wait()
-        except RuntimeError as error:
-            if verdict := moves.await_verdict(message):
-                raise RuntimeError(verdict) from error
-            if message is None:
-                raise
-            waited = f"rank {moves.world.rank} waited for {message}"
-            raise RuntimeError(f"{waited}: {error}") from error
-        finally:
-            moves.waits = False
-        if moves.error is not None:
-            raise RuntimeError(moves.error)
 
 
 class ComparingThread:
