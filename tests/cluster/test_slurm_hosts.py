@@ -88,12 +88,11 @@ def test_a_rank_that_hangs_on_another_host_is_named(ended: dict[str, Job]) -> No
 
 
 def test_silence_behind_a_cable_is_a_loss(ended: dict[str, Job]) -> None:
-    """No connection is closed: nothing arrives any more."""
+    """No connection is closed: nothing arrives any more, at either end, and it is chance which one says so first."""
     cause = ended["loses_its_cable"].failure
     assert cause is not None
-    assert (
-        cause["message"] == "rank 1 on node4 is gone: no sign of it for 5 s (cluster.heartbeat_s)"
-    )
+    words = "is gone: no sign of it for 5 s (cluster.heartbeat_s)"
+    assert cause["message"] in {f"rank 0 on node3 {words}", f"rank 1 on node4 {words}"}
 
 
 def test_a_cluster_leaves_no_link_behind(tmp_path: Path) -> None:
